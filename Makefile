@@ -1,0 +1,43 @@
+# Two commands for a newcomer: make demo, make test. Everything else is for developers.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PROTO_OUT ?= proto
+
+.PHONY: install demo test check proto format bench clean
+
+install: $(VENV)/.installed
+
+# torch first and alone: pinned, so that no other package's range can pull a CUDA build in.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/tokenloom demo
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@rm -rf $(VENV)/proto-check && mkdir -p $(VENV)/proto-check
+	@$(MAKE) --no-print-directory proto PROTO_OUT=$(VENV)/proto-check
+	@for f in $(VENV)/proto-check/tokenloom_proto/*; do \
+		cmp "$$f" "proto/tokenloom_proto/$$(basename $$f)" || { echo "generated code is stale: run 'make proto' and commit"; exit 1; }; \
+	done
+
+proto: install
+	$(BIN)/python -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v1 \
+		--python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) tokenloom_proto/dataloader.proto
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) tokenloom-demo

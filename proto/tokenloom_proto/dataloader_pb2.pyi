@@ -1,0 +1,250 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class IdType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ID_TYPE_UNSPECIFIED: _ClassVar[IdType]
+    ID_TYPE_UINT8: _ClassVar[IdType]
+    ID_TYPE_UINT16: _ClassVar[IdType]
+    ID_TYPE_UINT32: _ClassVar[IdType]
+
+class Labels(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LABELS_UNSPECIFIED: _ClassVar[Labels]
+    LABELS_SAME: _ClassVar[Labels]
+    LABELS_SHIFTED: _ClassVar[Labels]
+ID_TYPE_UNSPECIFIED: IdType
+ID_TYPE_UINT8: IdType
+ID_TYPE_UINT16: IdType
+ID_TYPE_UINT32: IdType
+LABELS_UNSPECIFIED: Labels
+LABELS_SAME: Labels
+LABELS_SHIFTED: Labels
+
+class JoinRequest(_message.Message):
+    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "document_starts")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    STATE_JSON_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stream: str
+    rank: int
+    world_size: int
+    batch_size: int
+    attempt: str
+    nonce: str
+    resume: str
+    state_json: bytes
+    document_starts: bool
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., document_starts: bool = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("id", "spec", "alias")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    spec: str
+    alias: str
+    def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    START_INDEX_FIELD_NUMBER: _ClassVar[int]
+    START_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ID_TYPE_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    generation: int
+    start_index: int
+    start_digest: str
+    start_tokens: int
+    sequence_length: int
+    id_type: IdType
+    labels: Labels
+    vocab_size: int
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    group_steps: int
+    snapshot_template: bytes
+    base: Base
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ...) -> None: ...
+
+class StreamRequest(_message.Message):
+    __slots__ = ("open", "progress")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    open: StreamOpen
+    progress: Progress
+    def __init__(self, open: _Optional[_Union[StreamOpen, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class StreamOpen(_message.Message):
+    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stream: str
+    run_uid: str
+    generation: int
+    rank: int
+    nonce: str
+    received_through: int
+    committed_through: int
+    progress: Progress
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("consumed_through", "credit_steps")
+    CONSUMED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    consumed_through: int
+    credit_steps: int
+    def __init__(self, consumed_through: _Optional[int] = ..., credit_steps: _Optional[int] = ...) -> None: ...
+
+class StreamResponse(_message.Message):
+    __slots__ = ("batches", "heartbeat", "end_of_data", "committed_through")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    END_OF_DATA_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    batches: Batches
+    heartbeat: Heartbeat
+    end_of_data: EndOfData
+    committed_through: int
+    def __init__(self, batches: _Optional[_Union[Batches, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., end_of_data: _Optional[_Union[EndOfData, _Mapping]] = ..., committed_through: _Optional[int] = ...) -> None: ...
+
+class Base(_message.Message):
+    __slots__ = ("sample_index", "resume_state")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RESUME_STATE_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    resume_state: bytes
+    def __init__(self, sample_index: _Optional[int] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
+
+class StepInfo(_message.Message):
+    __slots__ = ("end_index", "slice", "total_tokens", "digest")
+    END_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    end_index: int
+    slice: int
+    total_tokens: int
+    digest: str
+    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Batches(_message.Message):
+    __slots__ = ("begin_index", "steps", "ids", "source_ids", "document_counts", "document_starts", "base")
+    BEGIN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    begin_index: int
+    steps: _containers.RepeatedCompositeFieldContainer[StepInfo]
+    ids: bytes
+    source_ids: _containers.RepeatedScalarFieldContainer[int]
+    document_counts: _containers.RepeatedScalarFieldContainer[int]
+    document_starts: _containers.RepeatedScalarFieldContainer[int]
+    base: Base
+    def __init__(self, begin_index: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepInfo, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("waiting_for",)
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    waiting_for: str
+    def __init__(self, waiting_for: _Optional[str] = ...) -> None: ...
+
+class EndOfData(_message.Message):
+    __slots__ = ("end_index", "reason", "dropped_samples")
+    END_INDEX_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    end_index: int
+    reason: str
+    dropped_samples: int
+    def __init__(self, end_index: _Optional[int] = ..., reason: _Optional[str] = ..., dropped_samples: _Optional[int] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("run", "stream", "sample_index", "save")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stream: str
+    sample_index: int
+    save: bool
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., sample_index: _Optional[int] = ..., save: bool = ...) -> None: ...
+
+class SnapshotResponse(_message.Message):
+    __slots__ = ("snapshot_json", "id")
+    SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    snapshot_json: str
+    id: str
+    def __init__(self, snapshot_json: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("run", "stream", "snapshot_id", "sample_index", "snapshot_json")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stream: str
+    snapshot_id: str
+    sample_index: int
+    snapshot_json: str
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., snapshot_json: _Optional[str] = ...) -> None: ...
+
+class RestoreResponse(_message.Message):
+    __slots__ = ("sample_index", "digest")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    digest: str
+    def __init__(self, sample_index: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("stats_json",)
+    STATS_JSON_FIELD_NUMBER: _ClassVar[int]
+    stats_json: str
+    def __init__(self, stats_json: _Optional[str] = ...) -> None: ...

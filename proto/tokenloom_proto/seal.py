@@ -1,0 +1,63 @@
+"""The seal of a snapshot: canonical JSON with a checksum over everything else.
+
+Client and server both seal (the client without a network, the server on request), and the two texts
+must be equal to the byte; so the rule stands here, once. For clients in other languages, it is:
+
+* the document is a JSON object; its text has sorted keys, no spaces, and no escapes but JSON's own;
+* ``checksum`` is ``"sha256:"`` and the hexadecimal SHA-256 of that text without ``checksum``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+CHECKSUM = "checksum"
+
+
+def canonical(document: Mapping[str, Any]) -> str:
+    """The one JSON text of a document: sorted keys, no spaces, plain UTF-8, finite numbers only."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def seal(document: Mapping[str, Any]) -> str:
+    """Returns the canonical text of ``document`` with its checksum added."""
+    body = {key: value for key, value in document.items() if key != CHECKSUM}
+    return canonical(body | {CHECKSUM: checksum(body)})
+
+
+def checksum(body: Mapping[str, Any]) -> str:
+    """The checksum of a document that has none yet."""
+    return "sha256:" + hashlib.sha256(canonical(body).encode()).hexdigest()
+
+
+def unseal(text: str | bytes) -> dict[str, Any]:
+    """Reads a sealed document back.
+
+    Raises ``ValueError``, with what was found and what was expected, when the text is not a JSON
+    object, when it names a key twice, or when its checksum is missing or differs.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"a snapshot is a JSON object, but this does not parse: {error}") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"a snapshot is a JSON object, but this is a {type(document).__name__}")
+    found = document.pop(CHECKSUM, None)
+    expected = checksum(document)
+    if found != expected:
+        raise ValueError(f"the snapshot's checksum is {found!r}, but its content gives {expected!r}: it was changed or cut")
+    return document
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a snapshot names each key once, but this one repeats a key")
+    return result
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"a snapshot holds finite numbers only, but this one has {name}")

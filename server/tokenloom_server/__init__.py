@@ -1,0 +1,1 @@
+"""The Tokenloom server: sources → tokenizer → packing → mixing → pipeline → run → gRPC and REST."""

@@ -1,0 +1,261 @@
+"""The mixture file: one YAML file, validated once, here; everything behind it trusts the result."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+
+from tokenloom_proto.seal import canonical
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.spec import Spec
+
+BYTES_TOKENIZER = "bytes"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True)
+
+
+Weight = Annotated[float, Field(gt=0, strict=False)]
+
+
+class SourceConfig(_Model):
+    """A leaf of the mixture."""
+
+    source: str
+    """The spec: ``scheme:location:column``."""
+    alias: str | None = None
+    """A short name for pages and logs; the spec where there is none."""
+    weight: Weight = 1.0
+    """Share within the parent node, relative to its siblings."""
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False)] = 1.0
+    """How often the source is read; fractions and ``.inf`` are allowed."""
+    add_bos: bool | None = None
+    """Overrides the run's ``add_bos``."""
+    add_eot: bool | Literal["auto"] | None = None
+    """Overrides the run's ``add_eot``."""
+
+    @field_validator("source")
+    @classmethod
+    def _parses(cls, value: str) -> str:
+        try:
+            return str(Spec.parse(value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("epochs", mode="before")
+    @classmethod
+    def _not_nan(cls, value: object) -> object:
+        if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
+            raise ValueError(f"epochs is a number above 0 or .inf, but this is {value!r}")
+        return math.inf if value == "inf" else value
+
+    @property
+    def spec(self) -> Spec:
+        return Spec.parse(self.source)
+
+    @property
+    def name(self) -> str:
+        return self.alias or self.source
+
+
+class NodeConfig(_Model):
+    """An inner node of the mixture: a policy over its children."""
+
+    policy: Literal["least_consumed", "weighted"]
+    """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws."""
+    children: Annotated[list[Child], Field(min_length=1)]
+    """Sources, or nodes."""
+    alias: str | None = None
+    """A short name for pages and logs."""
+    weight: Weight = 1.0
+    """Share within the parent node, relative to its siblings."""
+    on_exhausted: Literal["drop", "stop"] = "drop"
+    """When a child runs out: ``drop`` renormalises the rest; ``stop`` ends this node."""
+
+
+def _child_kind(value: object) -> str:
+    if isinstance(value, NodeConfig) or (isinstance(value, dict) and ("children" in value or "policy" in value)):
+        return "node"
+    return "source"
+
+
+Child = Annotated[
+    Annotated[SourceConfig, Tag("source")] | Annotated[NodeConfig, Tag("node")],
+    Discriminator(_child_kind),
+]
+
+
+class RunConfig(_Model):
+    """One run: what is read, how it is cut into samples, and in which proportions."""
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    """The run's name: what clients ask for and what the ledger's keys carry."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds every draw and every tie."""
+    tokenizer: str | None = None
+    """A ``tokenizer.json``, a folder with one, or ``bytes``. Not needed where every source holds ids."""
+    vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
+    """Greatest id + 1, where there is no tokeniser."""
+    end_of_text_id: Annotated[int, Field(ge=0)] | None = None
+    """Ends each document; found in the tokeniser unless given here."""
+    begin_of_text_id: Annotated[int, Field(ge=0)] | None = None
+    """Begins each document where ``add_bos`` is on; found in the tokeniser unless given here."""
+    special_tokens_in_text: Literal["text", "parse"] = "text"
+    """What strings such as ``<|endoftext|>`` inside documents are: plain text, or the special token."""
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)]
+    """Tokens per sample."""
+    packing: Literal["concat"] = "concat"
+    """How documents become samples."""
+    labels: Literal["same", "shifted"] = "same"
+    """``same``: labels equal input_ids. ``shifted``: labels are the next ids."""
+    add_bos: bool = False
+    """Put the begin-of-text id before each document."""
+    add_eot: bool | Literal["auto"] = True
+    """Put the end-of-text id after each document; ``auto``: unless the document ends with it already."""
+    last_step: Literal["drop", "pad"] = "drop"
+    """What becomes of an incomplete last step."""
+    window_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
+    """Steps that may be produced ahead of the committed one; the default follows the message size."""
+    mixture: NodeConfig
+    """The root of the mixture."""
+
+    @model_validator(mode="after")
+    def _sources_are_distinct(self) -> Self:
+        seen: dict[str, str] = {}
+        for path, source in self.sources_with_paths():
+            if source.source in seen:
+                raise ValueError(
+                    f"{path}.source: {source.source!r} is there already, at {seen[source.source]}; "
+                    "counters are keyed by the spec, so name each spec once and give it the sum of the weights"
+                )
+            seen[source.source] = path
+        names = [source.name for _, source in self.sources_with_paths()]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"alias {name!r} names two sources; give each its own")
+        if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
+            raise ValueError(
+                "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
+                "give vocab_size and end_of_text_id instead"
+            )
+        for field in ("end_of_text_id", "begin_of_text_id"):
+            value = getattr(self, field)
+            if value is not None and self.vocab_size is not None and value >= self.vocab_size:
+                raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
+        return self
+
+    def sources_with_paths(self) -> Iterator[tuple[str, SourceConfig]]:
+        """Every source with its place in the file, depth first: the order of source ids."""
+        yield from _walk(self.mixture, "mixture")
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """Every source; the position is the source id."""
+        return tuple(source for _, source in self.sources_with_paths())
+
+    def order_fields(self) -> dict[str, Any]:
+        """What the canonical order depends on, defaults omitted, numbers and specs normalised.
+
+        The tokeniser's content and the files' are digested elsewhere; here stands only that there is one.
+        """
+        fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"run", "window_steps", "tokenizer", "last_step"})
+        fields["sequence_length"] = self.sequence_length
+        fields["mixture"] = _order_of(self.mixture)
+        return fields
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the order-affecting fields."""
+        return hashlib.sha256(canonical(self.order_fields()).encode()).hexdigest()
+
+
+def _walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
+    for i, child in enumerate(node.children):
+        at = f"{path}.children.{i}"
+        if isinstance(child, NodeConfig):
+            yield from _walk(child, at)
+        else:
+            yield at, child
+
+
+def _order_of(node: NodeConfig | SourceConfig) -> dict[str, Any]:
+    """A node's order-affecting fields: no aliases; numbers as their shortest text (1, 1.0 → "1")."""
+    fields: dict[str, Any] = {"weight": f"{node.weight:.17g}"}
+    if isinstance(node, SourceConfig):
+        fields |= {"source": node.source, "epochs": f"{node.epochs:.17g}"}
+        fields |= {key: getattr(node, key) for key in ("add_bos", "add_eot") if getattr(node, key) is not None}
+        return fields
+    return fields | {
+        "policy": node.policy,
+        "on_exhausted": node.on_exhausted,
+        "children": [_order_of(child) for child in node.children],
+    }
+
+
+def load(path: Path) -> RunConfig:
+    """Reads and validates a mixture file.
+
+    Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a mixture file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    try:
+        document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader underneath
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
+    return parse(document, where=str(path))
+
+
+def parse(document: dict[str, Any], *, where: str) -> RunConfig:
+    """Validates a mixture that was read already; ``where`` begins each line of an error."""
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        lines = [f"{where}: {_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _field(location: tuple[str | int, ...]) -> str:
+    # The tags of the union are pydantic's own; the user's file has no such level.
+    parts = [str(p) for i, p in enumerate(location) if not (p in ("source", "node") and i and isinstance(location[i - 1], int))]
+    return ".".join(parts) + ": " if parts else ""
+
+
+def _explain(fault: dict[str, Any]) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key; check its spelling against the README's configuration section (found {fault['input']!r})"
+    if fault["type"] == "missing":
+        return "is missing"
+    if fault["type"] == "value_error":
+        return message
+    return f"{message}; found {fault['input']!r}"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key named twice, which YAML would silently resolve to the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice in one mapping", node.value[i][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+NodeConfig.model_rebuild()

@@ -1,0 +1,143 @@
+"""Every error that a user can meet, in one small tree; and the one table to gRPC and HTTP statuses.
+
+A message names what was found, what was expected and what to do. The class name is the stable name
+that travels in ``tokenloom-error`` metadata and in REST bodies.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+class TokenloomError(Exception):
+    """Root of all errors that Tokenloom raises on purpose."""
+
+    grpc_status: Final[str] | str = "INTERNAL"
+    http_status: Final[int] | int = 500
+
+    @property
+    def name(self) -> str:
+        """The error's stable name on the wire."""
+        return type(self).__name__
+
+
+class ConfigError(TokenloomError):
+    """A mixture file, spec or command-line value is wrong."""
+
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 422
+
+
+class SourceError(TokenloomError):
+    """A source's files are missing, malformed, of another shape, or not what the run began with."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 500
+
+
+class SourceChanged(SourceError):
+    """A file differs from the run's frozen manifest."""
+
+    http_status = 409
+
+
+class TokenizerError(TokenloomError):
+    """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class LedgerError(TokenloomError):
+    """The ledger refused or contradicted a write."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class LedgerUnavailable(LedgerError):
+    """The ledger cannot be reached now; the outcome of a write under way is unknown."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class LedgerUnsafe(LedgerError):
+    """The ledger would acknowledge writes that it can lose (Redis without appendonly and fsync always)."""
+
+    http_status = 503
+
+
+class LedgerRolledBack(LedgerError):
+    """The ledger is behind a commit that it has acknowledged: it lost data."""
+
+    grpc_status = "DATA_LOSS"
+    http_status = 409
+
+
+class NotLeader(LedgerError):
+    """Another server has taken this run over: this one's epoch is old."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class OrderMismatch(LedgerError):
+    """The same sample index was committed with another digest: two orders exist. Everything stops."""
+
+    grpc_status = "DATA_LOSS"
+    http_status = 409
+
+
+class Fenced(TokenloomError):
+    """The call belongs to a generation that is over. Never retried."""
+
+    grpc_status = "ABORTED"
+    http_status = 409
+
+
+class AttemptUsed(TokenloomError):
+    """An attempt id opened a generation before, or its slot was served to another process."""
+
+    grpc_status = "ALREADY_EXISTS"
+    http_status = 409
+
+
+class JoinRefused(TokenloomError):
+    """Ranks disagree, or a rank does not fit its world."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class ResumePointNeeded(TokenloomError):
+    """The ledger has progress and the trainer brought no state: guessing would skip or repeat data."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class SnapshotInvalid(TokenloomError):
+    """A snapshot is torn, of another version, or of another run, seed, tokeniser, data or config."""
+
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 422
+
+
+class BeyondHorizon(TokenloomError):
+    """A sample index that has not been and may not yet be produced."""
+
+    grpc_status = "OUT_OF_RANGE"
+    http_status = 416
+
+
+class NotFound(TokenloomError):
+    """No such run, stream or snapshot."""
+
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class ServerStopping(TokenloomError):
+    """The server is closing in an orderly way; clients reconnect."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503

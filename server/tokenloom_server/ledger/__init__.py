@@ -1,0 +1,1 @@
+"""The ledger: where committed state lives."""

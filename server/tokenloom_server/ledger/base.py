@@ -1,0 +1,164 @@
+"""What a run asks of the ledger. Two implementations, one contract (``tests/contract/test_ledger.py``).
+
+Every write after ``acquire`` names the server epoch, and every write inside a generation names that
+too; both are checked in the same atomic operation as the write. A run is (uid, stream).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """One generation of a run, as written by the opening. Generations count from 1."""
+
+    generation: int
+    #: The generation that the start state was taken in; 0 where there is none.
+    parent: int
+    attempt: str
+    world_size: int
+    batch_size: int
+    start_index: int
+    #: Canonical JSON of the state at ``start_index``.
+    start_state: str
+    #: Unix time in seconds, for people.
+    opened_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Committed counters of one source, keyed by its spec."""
+
+    samples: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A committed state. ``state`` is canonical JSON; ``counters`` are keyed by spec."""
+
+    sample_index: int
+    total_tokens: int
+    digest: str
+    state: str
+    counters: Mapping[str, Counters]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run as the ledger holds it. ``record`` is canonical JSON that never changes."""
+
+    name: str
+    stream: str
+    uid: str
+    record: str
+    epoch: int
+    #: None before the first generation.
+    opening: Opening | None
+    committed: Commit | None
+    #: Unix time of the last commit; None before the first.
+    committed_at: float | None
+    #: Canonical JSON of the pinned resume point; None where nothing is pinned.
+    pin: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """A past committed state, from which later samples can be computed again."""
+
+    generation: int
+    sample_index: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSnapshot:
+    """A snapshot that was saved on request. ``text`` is the sealed JSON."""
+
+    id: str
+    sample_index: int
+    saved_at: float
+    text: str
+
+
+class Ledger(Protocol):
+    """Where committed state lives. Methods are atomic, may be called from any thread, and return
+    only when the write is durable. All raise ``LedgerUnavailable`` when the store cannot be reached
+    (for a write: outcome unknown, and safe to repeat).
+    """
+
+    @property
+    def description(self) -> str:
+        """For people, without secrets: ``sqlite:///path`` or ``redis://host:port/0``."""
+
+    def check(self) -> None:
+        """Raises ``LedgerUnavailable`` or ``LedgerUnsafe`` (with the setting found, and the remedy)."""
+
+    def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
+        """Creates the run if the name is new; returns the run that is there now, whoever made it."""
+
+    def read_run(self, name: str, stream: str) -> StoredRun | None: ...
+
+    def run_names(self) -> Sequence[tuple[str, str]]:
+        """(name, stream) of every run, sorted."""
+
+    def acquire(self, uid: str, stream: str) -> int:
+        """Raises the run's server epoch by one and returns it: older epochs can no longer write."""
+
+    def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
+        """Renames a run that never opened a generation, so that a trainer's state from elsewhere fits.
+
+        Raises ``NotLeader``, or ``LedgerError`` where a generation was opened.
+        """
+
+    def open(self, uid: str, stream: str, epoch: int, opening: Opening, committed: Commit) -> None:
+        """The opening write: makes ``opening`` the current generation, sets the committed state and all
+        counters to ``committed`` (replacing them), removes the pin, records the attempt, forgets the
+        slots of the generation before, journals the start state. All or nothing.
+
+        Raises ``NotLeader``; ``AttemptUsed`` where the attempt id opened a generation before, naming
+        which; ``LedgerError`` where ``opening.generation`` is not the current one plus one or more.
+        """
+
+    def claim_slot(self, uid: str, stream: str, epoch: int, generation: int, rank: int, nonce: str) -> None:
+        """Binds a slot to a client process for the generation; the same nonce may claim again.
+
+        Raises ``NotLeader``, ``Fenced`` (other generation), ``AttemptUsed`` (slot bound to another nonce).
+        """
+
+    def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
+        """Makes ``commit`` the committed state; with ``journal`` also keeps it as a journal entry.
+
+        Returns the committed sample index after the call. At the committed index with the same digest,
+        or below the committed index, it changes nothing. Raises ``NotLeader``, ``Fenced``, and
+        ``OrderMismatch`` where the committed index has another digest.
+        """
+
+    def openings(self, uid: str, stream: str) -> Sequence[Opening]:
+        """All generations, oldest first."""
+
+    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> JournalEntry | None:
+        """The newest entry of a generation at or below a sample index."""
+
+    def journal_size(self, uid: str, stream: str) -> tuple[int, int]:
+        """(entries, bytes of their states) of a run, all generations."""
+
+    def thin_journal(self, uid: str, stream: str, epoch: int) -> None:
+        """Removes every second entry of each generation, never its first. Raises ``NotLeader``."""
+
+    def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
+        """Sets or removes the pinned resume point. Raises ``NotLeader``."""
+
+    def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
+        """Keeps a snapshot; the same id with the same text may be saved again."""
+
+    def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
+        """All saved snapshots, newest first."""
+
+    def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None: ...
+
+    def close(self) -> None: ...

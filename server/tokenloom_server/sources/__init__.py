@@ -1,0 +1,1 @@
+"""Sources: rows from files, in a fixed order, from any cursor."""

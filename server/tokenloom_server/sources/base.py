@@ -1,0 +1,63 @@
+"""What the pipeline asks of a source: which shards there are, and the rows of one from a row on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+
+class Content(StrEnum):
+    """What a source's column holds."""
+
+    TEXT = "text"
+    IDS = "ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of a source (for ``arrow:``, one of the folder's files), as frozen in the manifest.
+
+    ``path`` is as the spec names it (relative to the mixture file where the spec is), so that a
+    manifest, and so a run, can move with its folder. ``fingerprint`` is a hash of the file's size,
+    head and footer. A changed modification time alone is no change.
+    """
+
+    path: str
+    size: int
+    fingerprint: str
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of one shard.
+
+    ``column`` is a ``pyarrow.Array`` without chunks: (large_)string for text, (large_)list of an
+    integer type for ids. A null counts as an empty row.
+    """
+
+    first_row: int
+    column: Any
+
+
+class Source(Protocol):
+    """One opened source. Not shared between threads; reading has no state but the iterator's own."""
+
+    @property
+    def content(self) -> Content: ...
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files in reading order. At least one."""
+
+    def row_count(self, shard: int) -> int:
+        """Rows in a shard; builds that shard's index on first touch (cached by its fingerprint)."""
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        """Rows of a shard from ``row`` to its end, in order.
+
+        Opening costs at most one row group, record batch or seek, whatever ``row`` is. ``row`` may
+        equal the number of rows: then nothing is yielded. One ``Rows`` holds at most about a
+        mebibyte of text or ids unless a single row is larger. Raises ``SourceError``, naming the
+        file (and line), when the file is unreadable or malformed.
+        """

@@ -1,0 +1,84 @@
+"""The state of a stream at a sample index: plain, frozen data, and nothing else is needed to go on.
+
+``samples(state)`` continues bit for bit: every buffer of the pipeline is rebuilt from the cursors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Names the rules of packing, mixing, hashing and shuffling. A change to any of them is a new number.
+ORDER_VERSION = 1
+
+#: Counters are refused above this: JSON and Lua readers hold integers in doubles.
+MAX_COUNTER = 2**53 - 1
+
+#: The rolling digest: D' = (D × MULTIPLIER + h) mod MODULUS for each sample's hash h (0 ≤ h < 2^128).
+#: A polynomial hash (Karp & Rabin, 1987), so that digests of ranges can be combined.
+DIGEST_MODULUS = 2**127 - 1
+DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
+
+
+def digest_hex(digest: int) -> str:
+    """The digest as it is written everywhere: 32 hexadecimal digits."""
+    return f"{digest:032x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a source stands: just behind the last token that a sample took.
+
+    ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
+    shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
+    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row.
+    """
+
+    epoch: int = 0
+    shard: int = 0
+    row: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """A source's cursor and its counters since the run began.
+
+    ``rows`` counts rows taken to their end (and rows without tokens before them). ``tokens`` counts
+    samples × sequence length. ``dropped_tokens`` is the tail that filled no sample, known once the
+    source is exhausted.
+    """
+
+    cursor: Cursor = Cursor()
+    samples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    dropped_tokens: int = 0
+    exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """What a mixture node knows about one of its children.
+
+    ``credit`` (least_consumed) is what the child is owed, in 1/W tokens, where W is the sum of the
+    integer weights of the node's live children; frozen while the child is exhausted.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    credit: int = 0
+    exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything that decides samples ``sample_index``, ``sample_index + 1``, …
+
+    ``sources`` are in source-id order; ``nodes`` in node-id order, each with its children in order.
+    """
+
+    sample_index: int
+    total_tokens: int
+    digest: int
+    sources: tuple[SourceState, ...]
+    nodes: tuple[tuple[ChildState, ...], ...]
