@@ -48,7 +48,9 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     found = document.pop(CHECKSUM, None)
     expected = checksum(document)
     if found != expected:
-        raise ValueError(f"the snapshot's checksum is {found!r}, but its content gives {expected!r}: it was changed or cut")
+        raise ValueError(
+            f"the snapshot's checksum is {found!r}, but its content gives {expected!r}: it was changed or cut"
+        )
     return document
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tokenloom_proto.seal import canonical
 from tokenloom_server.errors import ConfigError
@@ -19,7 +28,9 @@ BYTES_TOKENIZER = "bytes"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
 
 
 Weight = Annotated[float, Field(gt=0, strict=False)]
@@ -81,7 +92,9 @@ class NodeConfig(_Model):
 
 
 def _child_kind(value: object) -> str:
-    if isinstance(value, NodeConfig) or (isinstance(value, dict) and ("children" in value or "policy" in value)):
+    if isinstance(value, NodeConfig) or (
+        isinstance(value, dict) and ("children" in value or "policy" in value)
+    ):
         return "node"
     return "source"
 
@@ -165,7 +178,9 @@ class RunConfig(_Model):
 
         The tokeniser's content and the files' are digested elsewhere; here stands only that there is one.
         """
-        fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"run", "window_steps", "tokenizer", "last_step"})
+        fields = self.model_dump(
+            mode="json", exclude_defaults=True, exclude={"run", "window_steps", "tokenizer", "last_step"}
+        )
         fields["sequence_length"] = self.sequence_length
         fields["mixture"] = _order_of(self.mixture)
         return fields
@@ -190,7 +205,9 @@ def _order_of(node: NodeConfig | SourceConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"weight": f"{node.weight:.17g}"}
     if isinstance(node, SourceConfig):
         fields |= {"source": node.source, "epochs": f"{node.epochs:.17g}"}
-        fields |= {key: getattr(node, key) for key in ("add_bos", "add_eot") if getattr(node, key) is not None}
+        fields |= {
+            key: getattr(node, key) for key in ("add_bos", "add_eot") if getattr(node, key) is not None
+        }
         return fields
     return fields | {
         "policy": node.policy,
@@ -230,7 +247,11 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
 
 def _field(location: tuple[str | int, ...]) -> str:
     # The tags of the union are pydantic's own; the user's file has no such level.
-    parts = [str(p) for i, p in enumerate(location) if not (p in ("source", "node") and i and isinstance(location[i - 1], int))]
+    parts = [
+        str(p)
+        for i, p in enumerate(location)
+        if not (p in ("source", "node") and i and isinstance(location[i - 1], int))
+    ]
     return ".".join(parts) + ": " if parts else ""
 
 
