@@ -19,8 +19,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-
 from tokenloom_proto.seal import canonical
+
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.spec import Spec
 
@@ -92,9 +92,7 @@ class NodeConfig(_Model):
 
 
 def _child_kind(value: object) -> str:
-    if isinstance(value, NodeConfig) or (
-        isinstance(value, dict) and ("children" in value or "policy" in value)
-    ):
+    if isinstance(value, NodeConfig) or (isinstance(value, dict) and ("children" in value or "policy" in value)):
         return "node"
     return "source"
 
@@ -205,9 +203,7 @@ def _order_of(node: NodeConfig | SourceConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"weight": f"{node.weight:.17g}"}
     if isinstance(node, SourceConfig):
         fields |= {"source": node.source, "epochs": f"{node.epochs:.17g}"}
-        fields |= {
-            key: getattr(node, key) for key in ("add_bos", "add_eot") if getattr(node, key) is not None
-        }
+        fields |= {key: getattr(node, key) for key in ("add_bos", "add_eot") if getattr(node, key) is not None}
         return fields
     return fields | {
         "policy": node.policy,
@@ -228,7 +224,7 @@ def load(path: Path) -> RunConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
     try:
-        document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader underneath
+        document = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from None
     if not isinstance(document, dict):

@@ -6,14 +6,12 @@ that travels in ``tokenloom-error`` metadata and in REST bodies.
 
 from __future__ import annotations
 
-from typing import Final
-
 
 class TokenloomError(Exception):
     """Root of all errors that Tokenloom raises on purpose."""
 
-    grpc_status: Final[str] | str = "INTERNAL"
-    http_status: Final[int] | int = 500
+    grpc_status: str = "INTERNAL"
+    http_status: int = 500
 
     @property
     def name(self) -> str:

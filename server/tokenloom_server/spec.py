@@ -37,9 +37,7 @@ class Spec:
         if not colon or not location or not column:
             raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
         if scheme == "txt" and column != "text":
-            raise ConfigError(
-                f"source {text!r}: a txt source has one column, 'text', but {column!r} was asked for"
-            )
+            raise ConfigError(f"source {text!r}: a txt source has one column, 'text', but {column!r} was asked for")
         return cls(scheme, location, column)
 
     def __str__(self) -> str:

@@ -130,9 +130,7 @@ class Ledger(Protocol):
         Raises ``NotLeader``, ``Fenced`` (other generation), ``AttemptUsed`` (slot bound to another nonce).
         """
 
-    def commit(
-        self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool
-    ) -> int:
+    def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
         """Makes ``commit`` the committed state; with ``journal`` also keeps it as a journal entry.
 
         Returns the committed sample index after the call. At the committed index with the same digest,

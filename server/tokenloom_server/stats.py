@@ -1,0 +1,142 @@
+"""A run's figures: one document for REST, gRPC, metrics, the command line and the page."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class SourceStats(_Figures):
+    """One source. Counters are committed ones."""
+
+    id: int
+    """What ``source_ids`` in a batch holds."""
+    spec: str
+    alias: str
+    """The short name; the spec where the mixture file gives none."""
+    target_share: float
+    """Share of the run's tokens that the weights ask for while every source lasts (0 to 1)."""
+    actual_share: float
+    """Share of the run's tokens so far (0 to 1); 0 before the first."""
+    window_share: float
+    """Share of the tokens in the last window of samples (0 to 1)."""
+    samples: int
+    rows: int
+    """Rows taken to their end."""
+    tokens: int
+    epoch: float
+    """Passes over the source, with the fraction of the present one by shards and rows known so far."""
+    epochs: float | None
+    """Passes that are allowed; null for no limit."""
+    exhausted: bool
+    dropped_tokens: int
+    """The tail that filled no sample; known once exhausted."""
+    remaining_samples: int | None
+    """Estimate from the rows left and the tokens per row so far; null where not known (no limit, or no rows yet)."""
+
+
+class RankStats(_Figures):
+    """One slot of the present generation."""
+
+    rank: int
+    connected: bool
+    position: int
+    """Sample index up to which the rank has consumed."""
+    lag: int
+    """Samples behind the fastest rank."""
+    last_heard_s: float | None
+    """Seconds since the rank's last message; null if it was never heard."""
+
+
+class LedgerStats(_Figures):
+    backend: str
+    """Without secrets."""
+    available: bool
+    error: str | None
+    last_commit_index: int
+    last_commit_age_s: float | None
+
+
+class RunStats(_Figures):
+    """One run."""
+
+    run: str
+    stream: str
+    run_uid: str
+    seed: int
+    generation: int
+    """0 before the first trainer."""
+    world_size: int
+    batch_size: int
+    sequence_length: int
+    sample_index: int
+    """Committed."""
+    produced_index: int
+    digest: str
+    """Rolling digest at ``sample_index``."""
+    total_tokens: int
+    """Committed."""
+    tokens_per_s: float
+    """Committed tokens per second over the last seconds."""
+    window_fill: float
+    """Produced and not yet committed, as a fraction of the window (0 to 1)."""
+    waiting_for: str
+    """What production waits for; empty while it works."""
+    ended: str | None
+    """Why the data ended; null while it has not."""
+    error: str | None
+    """What stopped the run; null while it is well."""
+    tokenizer: str
+    """Engine and version."""
+    sources: list[SourceStats]
+    ranks: list[RankStats]
+    ledger: LedgerStats
+
+
+class SnapshotInfo(_Figures):
+    """A snapshot that was saved in the ledger."""
+
+    id: str
+    sample_index: int
+    saved_at: float
+    """Unix time, seconds."""
+
+
+class ResumePoint(_Figures):
+    """Where a generation starts."""
+
+    sample_index: int
+    digest: str
+
+
+class RunService(Protocol):
+    """What the outer layers (gRPC, REST, metrics) ask of the runs of this server.
+
+    All raise ``NotFound`` for an unknown run or snapshot; see ``errors`` for the rest. Calls may come
+    from any thread and may block for one ledger round trip, ``snapshot`` for as long as going forward takes.
+    """
+
+    def names(self) -> list[str]: ...
+
+    def stats(self, run: str) -> RunStats: ...
+
+    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
+        """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
+
+    def snapshots(self, run: str) -> list[SnapshotInfo]: ...
+
+    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
+        """The sealed text."""
+
+    def restore(
+        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        """Pins where the next generation starts; exactly one of the three. Raises ``SnapshotInvalid``, ``BeyondHorizon``."""
+
+    def not_ready(self) -> str | None:
+        """Why requests cannot be served now; ``None`` when they can."""
