@@ -1,0 +1,151 @@
+"""``arrow:DIR:COLUMN``: Arrow files of a `datasets` ``save_to_disk`` folder, mapped and not copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import arrow_headers, columns, files
+from tokenloom_server.sources.arrow_headers import Batches
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.spec import Spec
+
+
+class ArrowSource:
+    """A source of Arrow IPC files, in stream format (as `datasets` writes them) or in file format.
+
+    A file stays mapped as long as an iterator, or an array that came from it, is alive.
+    """
+
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+        """Walks the batch headers up to the first shard that has rows.
+
+        Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
+        when no shard has a row.
+        """
+        self._spec = spec
+        self._shards = shards
+        self._base_dir = base_dir
+        self._batches: dict[int, Batches] = {}
+        for shard in shards:
+            if shard.size == 0:
+                raise SourceError(f"{self._where(shard)} is empty (0 bytes), expected an Arrow file")
+        _, schema = self._open(0)
+        self._content = columns.check_schema(schema, spec, shards[0].path)
+        if not any(self._has_rows(i) for i in range(len(shards))):
+            raise SourceError(
+                f"source {str(spec)!r} has no rows: its {len(shards)} files have none (the first is "
+                f"{shards[0].path!r}); give it files with content, or take it out of the mixture"
+            )
+
+    @property
+    def content(self) -> Content:
+        return self._content
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self._shards
+
+    def row_count(self, shard: int) -> int:
+        if shard not in self._batches:
+            mapped, schema = self._open(shard)
+            self._check(shard, schema)
+            self._scan(shard, mapped)
+        return int(self._batches[shard].ends[-1])
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        where = self._where(self._shards[shard])
+        mapped, schema = self._open(shard)
+        self._check(shard, schema)
+        first_batch, first_row = 0, 0
+        if row > 0:
+            ends = self._scan(shard, mapped).ends
+            if row > ends[-1]:
+                raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
+            first_batch = int(np.searchsorted(ends, row, "right")) - 1
+            first_row = int(ends[first_batch])
+        field = schema.get_field_index(self._spec.column)
+        batches = self._read_batches(shard, mapped, field, first_batch)
+        while True:
+            try:
+                array = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise self._damaged(shard, f"after row {first_row}: {error}") from None
+            if array is None:
+                return
+            behind = max(row - first_row, 0)
+            if behind < len(array):
+                yield from columns.rows(array.slice(behind), first_row + behind, where)
+            first_row += len(array)
+
+    def _read_batches(self, shard: int, mapped: Any, field: int, first: int) -> Iterator[Any]:
+        """The column of each record batch from the ``first`` on."""
+        options = pa.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
+        batches = self._batches.get(shard)
+        mapped.seek(0)
+        if arrow_headers.is_file_format(memoryview(mapped.read_buffer(8))):
+            reader = pa.ipc.open_file(mapped, options=options)
+            for i in range(first, reader.num_record_batches):
+                yield reader.get_batch(i).column(0)
+            return
+        mapped.seek(0)
+        if first and batches is not None and batches.plain:
+            schema = pa.ipc.read_schema(mapped)
+            for i in range(first, len(batches.offsets)):
+                mapped.seek(batches.offsets[i])
+                yield pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(field)
+            return
+        # Dictionaries come before the batches that need them: the stream has to be followed.
+        for i, batch in enumerate(pa.ipc.open_stream(mapped, options=options)):
+            if i >= first:
+                yield batch.column(0)
+
+    def _has_rows(self, shard: int) -> bool:
+        """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
+        mapped, schema = self._open(shard)
+        self._check(shard, schema)
+        try:
+            field = schema.get_field_index(self._spec.column)
+            return any(len(array) for array in self._read_batches(shard, mapped, field, 0))
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(shard, str(error)) from None
+
+    def _check(self, shard: int, schema: Any) -> None:
+        path = self._shards[shard].path
+        columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
+
+    def _scan(self, shard: int, mapped: Any) -> Batches:
+        if shard not in self._batches:
+            mapped.seek(0)
+            try:
+                self._batches[shard] = arrow_headers.scan(memoryview(mapped.read_buffer()))
+            except ValueError as error:
+                raise self._damaged(shard, str(error)) from None
+        return self._batches[shard]
+
+    def _open(self, shard: int) -> tuple[Any, Any]:
+        """The mapped file and its schema."""
+        local = files.present(self._spec, self._shards[shard], self._base_dir)
+        try:
+            mapped = pa.memory_map(str(local))
+            if arrow_headers.is_file_format(memoryview(mapped.read_buffer(8))):
+                return mapped, pa.ipc.open_file(mapped).schema
+            mapped.seek(0)
+            return mapped, pa.ipc.open_stream(mapped).schema
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(shard, str(error)) from None
+
+    def _damaged(self, shard: int, reason: str) -> SourceError:
+        return SourceError(
+            f"{self._where(self._shards[shard])} is not a readable Arrow file ({reason}); "
+            "it is truncated or damaged: write or copy it again"
+        )
+
+    def _where(self, shard: Shard) -> str:
+        return f"source {str(self._spec)!r}: {shard.path!r}"

@@ -1,0 +1,107 @@
+"""The headers of Arrow IPC messages: how many rows each record batch has, and where it lies.
+
+An IPC stream is a chain of messages: a length, a small flatbuffer, and a body that the flatbuffer
+gives the length of. Walking the chain touches one page per batch, and no body; Arrow's own readers
+in Python would make arrays of every batch (and decompress them) to tell the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+#: A file (not a stream) begins with this, padded to eight bytes, and then goes on like a stream.
+FILE_MAGIC = b"ARROW1"
+
+_CONTINUATION = 0xFFFFFFFF
+_SCHEMA, _DICTIONARY_BATCH, _RECORD_BATCH = 1, 2, 3
+
+
+class Batches(NamedTuple):
+    """The record batches of a file: entry i of ``ends`` is the row where batch i begins, the last the row count."""
+
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+    offsets: list[int]
+    plain: bool
+    """Whether a batch can be read by itself: no dictionaries before it, and nothing compressed."""
+
+
+def is_file_format(data: memoryview) -> bool:
+    """Whether an Arrow file has the file format (with a footer), not the stream format."""
+    return bytes(data[: len(FILE_MAGIC)]) == FILE_MAGIC
+
+
+def scan(data: memoryview) -> Batches:
+    """Walks the messages of a mapped file. Raises ``ValueError`` when the chain is broken or cut off."""
+    counts, offsets, plain = [0], [], True
+    for offset, header in _messages(data):
+        if header.kind == _DICTIONARY_BATCH:
+            plain = False
+        elif header.kind == _RECORD_BATCH:
+            counts.append(header.rows)
+            offsets.append(offset)
+            plain = plain and not header.compressed
+        elif header.kind != _SCHEMA:
+            raise ValueError(f"the message at byte {offset} is neither a schema nor a batch")
+    return Batches(np.cumsum(counts, dtype=np.int64), offsets, plain)
+
+
+class _Header(NamedTuple):
+    kind: int
+    body_bytes: int
+    rows: int
+    compressed: bool
+
+
+def _messages(data: memoryview) -> Iterator[tuple[int, _Header]]:
+    position = 8 if is_file_format(data) else 0
+    while position < len(data):
+        start = position
+        try:
+            (length,) = struct.unpack_from("<I", data, position)
+            position += 4
+            if length == _CONTINUATION:  # files from before 2019 do not have it
+                (length,) = struct.unpack_from("<I", data, position)
+                position += 4
+            if length == 0:
+                return
+            if position + length > len(data):
+                raise ValueError(f"it ends within the header of the message at byte {start}")
+            header = _header(data[position : position + length])
+        except struct.error:
+            raise ValueError(f"the message at byte {start} is cut off or damaged") from None
+        position += length + header.body_bytes
+        if header.body_bytes < 0 or header.rows < 0 or position > len(data):
+            raise ValueError(f"it ends within the message at byte {start}")
+        yield start, header
+
+
+def _header(buffer: memoryview) -> _Header:
+    # Field numbers are those of Message.fbs: Message {version, header_type, header, bodyLength},
+    # RecordBatch {length, nodes, buffers, compression}.
+    (message,) = struct.unpack_from("<I", buffer, 0)
+    kind_at, header_at, body_at = (_field(buffer, message, number) for number in (1, 2, 3))
+    kind = buffer[kind_at] if kind_at and kind_at < len(buffer) else 0
+    body_bytes = struct.unpack_from("<q", buffer, body_at)[0] if body_at else 0
+    if kind != _RECORD_BATCH or not header_at:
+        return _Header(kind, body_bytes, 0, False)
+    batch = header_at + struct.unpack_from("<I", buffer, header_at)[0]
+    rows_at = _field(buffer, batch, 0)
+    rows = struct.unpack_from("<q", buffer, rows_at)[0] if rows_at else 0
+    return _Header(kind, body_bytes, rows, _field(buffer, batch, 3) != 0)
+
+
+def _field(buffer: memoryview, table: int, number: int) -> int:
+    """Where a table's field lies, or 0 where it has its default."""
+    vtable = table - struct.unpack_from("<i", buffer, table)[0]
+    if vtable < 0:
+        raise struct.error("a vtable lies before its buffer")
+    (vtable_bytes,) = struct.unpack_from("<H", buffer, vtable)
+    entry = 4 + 2 * number
+    if entry + 2 > vtable_bytes:
+        return 0
+    (offset,) = struct.unpack_from("<H", buffer, vtable + entry)
+    return table + offset if offset else 0

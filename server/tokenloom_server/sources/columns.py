@@ -1,0 +1,160 @@
+"""Columns as Arrow arrays: which types a source may have, and how an array becomes ``Rows``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.base import Content, Rows
+from tokenloom_server.spec import Spec
+
+#: Bytes of text or ids in one ``Rows``, unless a single row is larger.
+PIECE_BYTES = 1 << 20
+
+#: Rows in one ``Rows``: bounds the offsets of rows that are empty or nearly so.
+PIECE_ROWS = 1 << 16
+
+#: Rows that are decoded from a dictionary at once: short codes may stand for long texts.
+DECODE_ROWS = 1 << 12
+
+EXPECTED = "text (string), or lists of integers"
+
+
+def content_of(kind: Any) -> Content | None:
+    """What a column of an Arrow type holds; ``None`` for a type that is neither text nor ids."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+        return Content.TEXT if content_of(kind) is Content.TEXT else None
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return Content.TEXT
+    return Content.IDS if _is_any_list(kind) and pa.types.is_integer(kind.value_type) else None
+
+
+def _is_any_list(kind: Any) -> bool:
+    return bool(
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or pa.types.is_list_view(kind)
+        or pa.types.is_large_list_view(kind)
+    )
+
+
+def check_schema(schema: Any, spec: Spec, path: str) -> Content:
+    """What the spec's column holds in a file.
+
+    Raises ``SourceError`` naming the file when the column is missing, there twice, or of another type.
+    """
+    where = f"source {str(spec)!r}: {path!r}"
+    found = schema.get_all_field_indices(spec.column)
+    if not found:
+        raise SourceError(f"{where} has no column {spec.column!r}; its columns are {', '.join(schema.names)}")
+    if len(found) > 1:
+        raise SourceError(f"{where} has {len(found)} columns named {spec.column!r}; rename all but one")
+    kind = schema.field(found[0]).type
+    content = content_of(kind)
+    if content is None:
+        others = [field.name for field in schema if content_of(field.type) is not None]
+        hint = f"; columns of such a type: {', '.join(others)}" if others else ""
+        raise SourceError(f"{where}: column {spec.column!r} is of type {kind}, expected {EXPECTED}{hint}")
+    return content
+
+
+def check_same(content: Content, expected: Content, spec: Spec, path: str) -> None:
+    """Raises ``SourceError`` when a shard holds ids and the source text, or the other way round."""
+    if content is not expected:
+        raise SourceError(
+            f"source {str(spec)!r}: {path!r}: column {spec.column!r} holds {content.value}, "
+            f"but the source's first shard holds {expected.value}; name them as two sources"
+        )
+
+
+def rows(array: Any, first_row: int, where: str, *, valid: bool = False) -> Iterator[Rows]:
+    """Cuts an array of a permitted type into ``Rows`` without nulls: a null becomes an empty row.
+
+    Zero copy, except where nulls are replaced and where dictionaries, views or fixed-size lists are
+    decoded. ``valid=True`` skips the check of offsets and UTF-8 for arrays that were made here.
+    Raises ``SourceError`` that begins with ``where`` and names the row.
+    """
+    if not valid:
+        _validate(array, first_row, where)
+    step = DECODE_ROWS if pa.types.is_dictionary(array.type) else max(len(array), 1)
+    for start in range(0, len(array), step):
+        plain = _without_nulls(_plain(array.slice(start, step)))
+        if not pa.types.is_string(plain.type) and not pa.types.is_large_string(plain.type):
+            _check_items(plain, first_row + start, where)
+        yield from _pieces(plain, first_row + start)
+
+
+def _validate(array: Any, first_row: int, where: str) -> None:
+    # Files can lie: a wild offset would be read out of bounds, and invalid UTF-8 would reach tokenisers.
+    try:
+        array.validate(full=True)
+        return
+    except pa.ArrowException as error:
+        reason = str(error)
+    for i in range(len(array)):
+        try:
+            array.slice(i, 1).validate(full=True)
+        except pa.ArrowException:
+            raise SourceError(f"{where}: row {first_row + i} is damaged: {reason}") from None
+    raise SourceError(f"{where}: rows from {first_row} on are damaged: {reason}")
+
+
+def _plain(array: Any) -> Any:
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _plain(array.dictionary_decode())
+    if pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    if _is_any_list(kind) and not pa.types.is_list(kind) and not pa.types.is_large_list(kind):
+        return array.cast(pa.large_list(kind.value_type))
+    return array
+
+
+def _without_nulls(array: Any) -> Any:
+    if array.null_count == 0:
+        return array
+    if content_of(array.type) is Content.TEXT:
+        return pc.fill_null(array, "")
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    wide = pa.types.is_large_list(array.type)
+    offsets = np.zeros(len(array) + 1, np.int64 if wide else np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    # flatten() leaves out what lies under a null, which Arrow allows to be anything.
+    return (pa.LargeListArray if wide else pa.ListArray).from_arrays(pa.array(offsets), array.flatten())
+
+
+def _offsets(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    wide = pa.types.is_large_string(array.type) or pa.types.is_large_list(array.type)
+    buffer = array.buffers()[1]
+    if buffer is None or buffer.size == 0:
+        return np.zeros(len(array) + 1, np.int64)
+    return np.frombuffer(buffer, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
+
+
+def _check_items(array: Any, first_row: int, where: str) -> None:
+    if array.values.null_count == 0:
+        return
+    for i in range(len(array)):
+        if array.slice(i, 1).flatten().null_count:
+            raise SourceError(f"{where}: row {first_row + i} has a null among its ids; expected integers only")
+
+
+def _pieces(array: Any, first_row: int) -> Iterator[Rows]:
+    is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+    limit = PIECE_BYTES if is_text else PIECE_BYTES * 8 // array.type.value_type.bit_width
+    offsets = _offsets(array)
+    start, count = 0, len(array)
+    while start < count:
+        # searchsorted wants one type on both sides, or it converts all of the offsets.
+        end = offsets.dtype.type(min(int(offsets[start]) + limit, np.iinfo(offsets.dtype).max))
+        fits = int(np.searchsorted(offsets, end, "right")) - 1
+        stop = min(max(fits, start + 1), start + PIECE_ROWS, count)
+        yield Rows(first_row + start, array.slice(start, stop - start))
+        start = stop

@@ -1,0 +1,136 @@
+"""The index of a file of lines: where to begin reading for a given row, at the cost of about a mebibyte.
+
+It holds, for each mebibyte of the file, the first line that begins in it. So its size follows the
+file's (16 bytes per mebibyte), not the number of lines, and a seek passes over at most a mebibyte
+and the line that reaches into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.base import Shard
+
+_log = logging.getLogger(__name__)
+
+#: One entry for each so many bytes of the file; also how much is read at once.
+STRIDE_BYTES = 1 << 20
+
+BOM = b"\xef\xbb\xbf"
+
+#: Version of the cached form; a part of the file's name, so that another one is not even opened.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LineIndex:
+    """Entries ``(row, offset)`` in ascending order; the first is the file's first line, the last its end."""
+
+    entries: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def row_count(self) -> int:
+        return int(self.entries[-1, 0])
+
+    def seek(self, row: int) -> tuple[int, int]:
+        """The last known line at or before ``row``: its row and its byte offset."""
+        entry = int(np.searchsorted(self.entries[:, 0], row, "right")) - 1
+        return int(self.entries[entry, 0]), int(self.entries[entry, 1])
+
+
+def first_offset(file: IO[bytes]) -> int:
+    """Where a file's first line begins: behind a UTF-8 byte order mark, where there is one."""
+    return len(BOM) if os.pread(file.fileno(), len(BOM), 0) == BOM else 0
+
+
+def build(file: IO[bytes], size: int) -> LineIndex:
+    """Scans a file that is opened for reading. Raises ``OSError``, and ``EOFError`` when it ends early."""
+    start = first_offset(file)
+    entries = [(0, start)]
+    buffer = bytearray(STRIDE_BYTES)
+    newlines, position, ends_line = 0, start, True
+    while position < size:
+        length = os.preadv(file.fileno(), [memoryview(buffer)[: min(STRIDE_BYTES, size - position)]], position)
+        if length == 0:
+            raise EOFError(f"it ends at byte {position}")
+        found = buffer.find(b"\n", 0, length)
+        if found >= 0 and position + found + 1 < size:
+            entries.append((newlines + 1, position + found + 1))
+        newlines += buffer.count(b"\n", 0, length)
+        ends_line = buffer[length - 1] == 0x0A
+        position += length
+    entries.append((newlines + (not ends_line), size))
+    return LineIndex(np.array(entries, np.int64))
+
+
+def load_or_build(shard: Shard, local: Path, index_dir: Path | None) -> LineIndex:
+    """The index of a shard, from ``index_dir`` where it is cached there, else by one scan of the file.
+
+    The cache is keyed by fingerprint and modification time: the fingerprint does not see the middle
+    of a file, and a wrong index would shift rows unseen; a needless scan is the lesser cost.
+    Raises ``SourceError`` naming the file.
+    """
+    try:
+        with local.open("rb", buffering=0) as file:
+            cache = None
+            if index_dir is not None:
+                key = f"{shard.fingerprint.replace(':', '-')}-{os.fstat(file.fileno()).st_mtime_ns:x}"
+                cache = index_dir / f"lines-v{FORMAT}-{key}.npy"
+            index = _load(cache, shard.size) if cache is not None else None
+            if index is None:
+                _log.info("building the line index of %s (%d bytes)", shard.path, shard.size)
+                index = build(file, shard.size)
+                if cache is not None:
+                    _save(cache, index)
+            return index
+    except (OSError, EOFError) as error:
+        raise SourceError(f"{shard.path!r} cannot be read ({error})") from None
+
+
+def _checksum(entries: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    # The cache is read back on the same kind of machine; np.save records the byte order anyway.
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(entries, "<i8").data) >> 1
+
+
+def _load(cache: Path, size: int) -> LineIndex | None:
+    try:
+        stored = np.load(cache, allow_pickle=False)
+        if stored.dtype != np.int64 or stored.ndim != 2 or stored.shape[0] < 3 or stored.shape[1] != 2:
+            raise ValueError(f"an array of {stored.dtype} {stored.shape} is no index")
+        entries, trailer = stored[:-1], stored[-1]
+        if int(trailer[1]) != _checksum(entries):
+            raise ValueError("its checksum differs")
+        if int(entries[-1, 1]) != size:
+            raise ValueError(f"it is for {int(entries[-1, 1])} bytes, the file has {size}")
+        return LineIndex(entries)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        _log.warning("the cached line index %s is not usable and is built again: %s", cache, error)
+        return None
+
+
+def _save(cache: Path, index: LineIndex) -> None:
+    stored = np.vstack([index.entries, np.array([[FORMAT, _checksum(index.entries)]], np.int64)])
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache.parent, prefix=".lines-", delete=False) as file:
+            try:
+                np.save(file, stored, allow_pickle=False)
+                file.flush()
+                Path(file.name).replace(cache)  # whole or not at all, whoever else writes it
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        # Without its cache the index still serves; only the next start has to scan again.
+        _log.warning("the line index %s cannot be kept: %s", cache, error)

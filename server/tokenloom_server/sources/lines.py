@@ -1,0 +1,207 @@
+"""Files of lines, read in blocks of whole lines: the part that ``jsonl`` and ``txt`` share.
+
+A line ends with ``\\n`` or ``\\r\\n``; the last may lack its end, and a final end begins no further
+line. A UTF-8 byte order mark at the head of a file belongs to no line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import files, line_index
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.spec import Spec
+
+#: Bytes read at once, and so the most that one seek passes over.
+BLOCK_BYTES = 1 << 20
+
+#: Indexes held in memory (16 bytes per mebibyte of text each); the others are read from the cache again.
+HELD_INDEXES = 1024
+
+
+class Block(NamedTuple):
+    """Consecutive whole lines of a file; ``ends`` are the positions of their ``\\n`` in ``data``.
+
+    Where the file's last line has no end, ``ends`` has ``len(data)`` for it.
+    """
+
+    first_row: int
+    data: bytes
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+
+    def line(self, i: int) -> bytes:
+        """The bytes of the i-th line, without its end."""
+        start = int(self.ends[i - 1]) + 1 if i else 0
+        end = int(self.ends[i])
+        if end < len(self.data):
+            end -= self.data[end - 1 : end] == b"\r" and end > start
+        return self.data[start:end]
+
+    def cut(self, start: int, stop: int) -> Block:
+        """The lines from ``start`` to ``stop`` as a block of their own."""
+        if start == 0 and stop == len(self.ends):
+            return self
+        first = int(self.ends[start - 1]) + 1 if start else 0
+        data = self.data[first : int(self.ends[stop - 1]) + 1]
+        return Block(self.first_row + start, data, self.ends[start:stop] - first)
+
+
+#: Turns a block into rows; the string begins an error and names source and file.
+Decoder = Callable[[Block, str], Iterator[Rows]]
+
+
+class LinesSource:
+    """A source whose shards are files of lines."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        index_dir: Path | None,
+        content: Content,
+        decode: Decoder,
+    ) -> None:
+        self._spec = spec
+        self._shards = shards
+        self._base_dir = base_dir
+        self._index_dir = index_dir
+        self._content = content
+        self._decode = decode
+        self._row_counts: dict[int, int] = {}
+        self._indexes: dict[int, LineIndex] = {}
+
+    @property
+    def content(self) -> Content:
+        return self._content
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self._shards
+
+    def row_count(self, shard: int) -> int:
+        if shard not in self._row_counts:
+            self._index(shard)
+        return self._row_counts[shard]
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        entry = self._shards[shard]
+        where = f"source {str(self._spec)!r}: {entry.path!r}"
+        local = files.present(self._spec, entry, self._base_dir)
+        position = None
+        if row > 0:
+            # Only now: a corpus that is read from its beginning must not be scanned first.
+            index = self._index(shard)
+            if row > index.row_count:
+                raise SourceError(f"{where} has {index.row_count} rows, but row {row} was asked for")
+            position = index.seek(row)
+        for block in read_blocks(local, entry.size, position, where):
+            behind = row - block.first_row
+            if behind < len(block.ends):
+                yield from self._decode(block.cut(max(behind, 0), len(block.ends)), where)
+
+    def _index(self, shard: int) -> LineIndex:
+        index = self._indexes.get(shard)
+        if index is None:
+            entry = self._shards[shard]
+            local = files.present(self._spec, entry, self._base_dir)
+            index = line_index.load_or_build(entry, local, self._index_dir)
+            if len(self._indexes) >= HELD_INDEXES:
+                self._indexes.pop(next(iter(self._indexes)))
+            self._indexes[shard] = index
+            self._row_counts[shard] = index.row_count
+        return index
+
+
+def read_blocks(local: Path, size: int, position: tuple[int, int] | None, where: str) -> Iterator[Block]:
+    """Blocks of about a mebibyte from a known line ``(row, offset)`` on, or from the file's first line.
+
+    A line that is longer than a block makes a block of its own. Raises ``SourceError``.
+    """
+    try:
+        with local.open("rb", buffering=0) as file:
+            row, offset = position or (0, line_index.first_offset(file))
+            wanted = BLOCK_BYTES
+            while offset < size:
+                data = _pread(file, min(wanted, size - offset), offset)
+                at_end = offset + len(data) == size
+                whole = len(data) if at_end else data.rfind(b"\n") + 1
+                if whole == 0:
+                    wanted *= 2  # doubling: a long line is read twice at most, whatever its length
+                    continue
+                data, wanted = data[:whole], BLOCK_BYTES
+                block = Block(row, data, _line_ends(data))
+                yield block
+                row += len(block.ends)
+                offset += whole
+    except (OSError, EOFError) as error:
+        raise SourceError(f"{where} cannot be read ({error})") from None
+
+
+def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 0x0A)
+    return ends if data.endswith(b"\n") else np.append(ends, len(data))
+
+
+def _pread(file: IO[bytes], length: int, offset: int) -> bytes:
+    data = os.pread(file.fileno(), length, offset)
+    while len(data) < length:
+        more = os.pread(file.fileno(), length - len(data), offset + len(data))
+        if not more:
+            raise EOFError(f"it ends at byte {offset + len(data)}: it was shortened while being read")
+        data += more
+    return data
+
+
+def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+    """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
+    for shard in shards:
+        if shard.size > len(line_index.BOM):
+            return
+        if shard.size:
+            with files.present(spec, shard, base_dir).open("rb", buffering=0) as file:
+                if line_index.first_offset(file) < shard.size:
+                    return
+    raise SourceError(
+        f"source {str(spec)!r} has no rows: its {len(shards)} files are empty (the first is {shards[0].path!r}); "
+        "give it files with content, or take it out of the mixture"
+    )
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether bytes are UTF-8, by Arrow's validator: no Python string is made."""
+    offsets = pa.py_buffer(np.array([0, len(data)], np.int64))
+    try:
+        pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(data)).validate(full=True)
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def bad_utf8_line(block: Block) -> int | None:
+    """The first line of a block that is not UTF-8, or ``None``."""
+    if is_utf8(block.data):
+        return None
+    try:
+        block.data.decode()
+    except UnicodeDecodeError as error:
+        return int(np.searchsorted(block.ends, error.start))
+    return None
+
+
+def utf8_error(block: Block, i: int, where: str) -> SourceError:
+    """What to raise for a line that is not UTF-8; where the bad byte is, counted from 1."""
+    try:
+        block.line(i).decode()
+        reason = "an incomplete character"
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
+    return SourceError(f"{where}: line {block.first_row + i + 1} is not UTF-8 ({reason}); convert the file to UTF-8")

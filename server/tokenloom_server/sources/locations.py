@@ -1,0 +1,122 @@
+"""From a spec's location to the paths of its files, in reading order."""
+
+from __future__ import annotations
+
+import glob
+import json
+from pathlib import Path
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.spec import Spec
+
+#: How many names an error lists of what lies in a folder.
+LISTED_NAMES = 8
+
+
+def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
+    """The files of a source as the spec names them (relative stays relative), in reading order.
+
+    That is the order of the path strings, and for ``arrow:`` the one that ``state.json`` gives.
+    Raises ``SourceError``, with the pattern as it was resolved and what lies there, when there is none.
+    """
+    if "://" in spec.location:
+        raise SourceError(
+            f"source {str(spec)!r}: {spec.location!r} is a URL, but this release reads local files only; "
+            "copy or mount the files, and give their path"
+        )
+    found = _folder_paths(spec, base_dir) if spec.scheme == "arrow" else _glob_paths(spec, base_dir)
+    for path in found:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise SourceError(
+                f"source {str(spec)!r}: the file name {path!r} is not UTF-8, so a manifest cannot hold it; rename it"
+            ) from None
+    return found
+
+
+def _glob_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
+    location = spec.location
+    if (base_dir / location).is_file():
+        return (location,)  # also a name that has brackets or stars in it
+    if (base_dir / location).is_dir():
+        raise SourceError(
+            f"source {str(spec)!r}: {str(base_dir / location)!r} is a folder, expected files; "
+            f"name them by a pattern such as {location.rstrip('/') + '/*.' + spec.scheme!r} "
+            f"({_listing(base_dir / location)})"
+        )
+    # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
+    matches = set(glob.glob(location, root_dir=base_dir, recursive=True))  # noqa: PTH207
+    files = sorted(match for match in matches if (base_dir / match).is_file())
+    if not files:
+        raise SourceError(
+            f"source {str(spec)!r}: no file matches {str(base_dir / location)!r}; {_nearest(base_dir / location)}"
+        )
+    return tuple(files)
+
+
+def _folder_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
+    where = f"source {str(spec)!r}"
+    folder = base_dir / spec.location
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise SourceError(
+            f"{where}: {str(folder)!r} {found}, expected a folder that `save_to_disk` wrote; {_nearest(folder)}"
+        )
+    prefix = spec.location.rstrip("/") or "/"
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+        choices = ", ".join(repr(f"arrow:{prefix}/{name}:{spec.column}") for name in names) or "none found"
+        raise SourceError(f"{where}: {str(folder)!r} holds a dataset for each split; name one of them: {choices}")
+    state = folder / "state.json"
+    names = _state_files(where, state) if state.is_file() else _arrow_files(folder)
+    if not names:
+        raise SourceError(
+            f"{where}: no Arrow file in {str(folder)!r}, expected state.json with data-*.arrow, or *.arrow files "
+            f"({_listing(folder)})"
+        )
+    return tuple(f"{prefix}/{name}" for name in names)
+
+
+def _state_files(where: str, state: Path) -> list[str]:
+    try:
+        document = json.loads(state.read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in document["_data_files"]]
+        indices = document.get("_indices_files") or document.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(
+            f"{where}: {str(state)!r} is not the state.json of a saved dataset ({type(error).__name__}: {error})"
+        ) from None
+    if indices:
+        raise SourceError(
+            f"{where}: the dataset has an indices mapping (it was shuffled, sorted or selected), so its files are "
+            "not in its order; call flatten_indices() on it and save it again"
+        )
+    return names
+
+
+def _arrow_files(folder: Path) -> list[str]:
+    # cache-*.arrow and tmp* are what `datasets` leaves beside the data: results of map and filter.
+    names = sorted(path.name for path in folder.glob("*.arrow") if path.is_file())
+    return [name for name in names if not name.startswith(("cache-", "tmp", "."))]
+
+
+def _nearest(path: Path) -> str:
+    """The nearest folder that exists above a path, and what lies there."""
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return f"the nearest folder that exists is {str(folder)!r} ({_listing(folder)})"
+
+
+def _listing(folder: Path) -> str:
+    try:
+        names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
+    except OSError as error:
+        return f"it cannot be listed: {error.strerror}"
+    if not names:
+        return "it is empty"
+    shown = ", ".join(names[:LISTED_NAMES])
+    more = len(names) - LISTED_NAMES
+    return f"in it: {shown}" + (f" and {more} more" if more > 0 else "")

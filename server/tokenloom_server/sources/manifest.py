@@ -1,0 +1,120 @@
+"""The manifest: which files a run was begun with, frozen, so that nothing under it changes unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.errors import SourceChanged, SourceError
+from tokenloom_server.sources import files, locations
+from tokenloom_server.sources.base import Shard
+from tokenloom_server.spec import Spec
+
+#: Version of the manifest's JSON form.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """The shards of one source, in reading order."""
+
+    spec: str
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The files of all sources of a run, in source-id order.
+
+    Row counts are not part of it: they follow from the files, and text has to be scanned for them.
+    """
+
+    sources: tuple[SourceFiles, ...]
+
+    def shards(self, spec: str) -> tuple[Shard, ...]:
+        """The shards of a source. Raises ``SourceError`` when the manifest does not have it."""
+        for source in self.sources:
+            if source.spec == spec:
+                return source.shards
+        known = ", ".join(repr(source.spec) for source in self.sources) or "none"
+        raise SourceError(f"the run's manifest has no source {spec!r}; it has {known}")
+
+    def to_json(self) -> str:
+        """The canonical text, which ``from_json`` reads and ``digest`` hashes."""
+        sources = [
+            {
+                "spec": source.spec,
+                "shards": [{"path": s.path, "size": s.size, "fingerprint": s.fingerprint} for s in source.shards],
+            }
+            for source in self.sources
+        ]
+        return canonical({"format": FORMAT, "sources": sources})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises ``SourceError`` when the text is no manifest or one of another format."""
+        try:
+            document = json.loads(text)
+            found = document["format"]
+            if found != FORMAT:
+                raise SourceError(f"the manifest has format {found!r}, but this server reads format {FORMAT}")
+            return cls(
+                tuple(
+                    SourceFiles(
+                        str(source["spec"]),
+                        tuple(Shard(str(s["path"]), int(s["size"]), str(s["fingerprint"])) for s in source["shards"]),
+                    )
+                    for source in document["sources"]
+                )
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical text."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
+    """Freezes the files that the specs match now; relative locations are below ``base_dir``.
+
+    Reads at most 128 KiB of each file. Raises ``SourceError`` when a spec matches nothing.
+    """
+    return Manifest(
+        tuple(
+            SourceFiles(str(spec), files.shards_of(spec, locations.paths(spec, base_dir), base_dir)) for spec in specs
+        )
+    )
+
+
+def verify(manifest: Manifest, base_dir: Path) -> None:
+    """Compares every file of the manifest with the one on disk; files that it does not name are ignored.
+
+    Raises ``SourceChanged`` naming the first file that is missing, shortened, grown or changed.
+    """
+    shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
+    differences = files.in_threads(lambda item: files.difference(item[1], base_dir), shards)
+    found = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
+    if found:
+        spec, text = found[0]
+        more = f" ({len(found) - 1} more files differ)" if len(found) > 1 else ""
+        raise SourceChanged(f"source {spec!r}: {text}{more}; {files.REMEDY}")
+
+
+def appeared(manifest: Manifest, base_dir: Path) -> tuple[str, ...]:
+    """The files that the specs match now and the manifest does not have: a reason to warn, no more."""
+    new: list[str] = []
+    for source in manifest.sources:
+        known = {shard.path for shard in source.shards}
+        try:
+            now = locations.paths(Spec.parse(source.spec), base_dir)
+        except SourceError:
+            continue  # that files are gone is for `verify` to say
+        new += [path for path in now if path not in known]
+    return tuple(new)

@@ -1,0 +1,133 @@
+"""``parquet:GLOB:COLUMN``: row counts from the footers, rows from the one row group where reading begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import columns, files
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.spec import Spec
+
+#: Bytes that are decoded at once, before they are cut into pieces.
+BATCH_BYTES = 1 << 20
+
+#: Rows that are decoded at once, at most: a dictionary may hide how large they are.
+BATCH_ROWS = 1 << 13
+
+#: Bytes of a column chunk that are read from the file at once.
+BUFFER_BYTES = 1 << 20
+
+
+class ParquetSource:
+    """A source of Parquet files."""
+
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+        """Opens footers up to the first that has rows.
+
+        Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
+        when no shard has a row.
+        """
+        self._spec = spec
+        self._shards = shards
+        self._base_dir = base_dir
+        self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        for shard in shards:
+            if shard.size == 0:
+                raise SourceError(f"{self._where(shard)} is empty (0 bytes), expected a Parquet file")
+        with self._open(0) as file:
+            self._content = columns.check_schema(file.schema_arrow, spec, shards[0].path)
+        if not any(self.row_count(i) for i in range(len(shards))):
+            raise SourceError(
+                f"source {str(spec)!r} has no rows: its {len(shards)} files have none (the first is "
+                f"{shards[0].path!r}); give it files with content, or take it out of the mixture"
+            )
+
+    @property
+    def content(self) -> Content:
+        return self._content
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self._shards
+
+    def row_count(self, shard: int) -> int:
+        if shard not in self._group_ends:
+            with self._open(shard) as file:
+                self._check(shard, file)
+        return int(self._group_ends[shard][-1])
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        where = self._where(self._shards[shard])
+        with self._open(shard) as file:
+            self._check(shard, file)
+            ends = self._group_ends[shard]
+            if row > ends[-1]:
+                raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
+            # The first entry is 0, so that entry g is where row group g begins.
+            first_group = int(np.searchsorted(ends, row, "right")) - 1
+            for group in range(first_group, len(ends) - 1):
+                yield from self._read_group(file, group, int(ends[group]), row, where)
+
+    def _read_group(self, file: Any, group: int, first_row: int, row: int, where: str) -> Iterator[Rows]:
+        batches = file.iter_batches(
+            _batch_rows(file.metadata.row_group(group), self._spec.column),
+            row_groups=[group],
+            columns=[self._spec.column],
+            use_threads=False,
+        )
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise SourceError(
+                    f"{where} cannot be read at row group {group}, after row {first_row} ({error}); "
+                    "it is damaged: write or copy it again"
+                ) from None
+            if batch is None:
+                return
+            behind = max(row - first_row, 0)
+            if behind < len(batch):
+                yield from columns.rows(batch.column(0).slice(behind), first_row + behind, where)
+            first_row += len(batch)
+
+    def _check(self, shard: int, file: Any) -> None:
+        if shard in self._group_ends:
+            return
+        path = self._shards[shard].path
+        columns.check_same(columns.check_schema(file.schema_arrow, self._spec, path), self._content, self._spec, path)
+        counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        self._group_ends[shard] = np.cumsum([0, *counts], dtype=np.int64)
+
+    def _open(self, shard: int) -> Any:
+        entry = self._shards[shard]
+        local = files.present(self._spec, entry, self._base_dir)
+        try:
+            # Without pre_buffer and with a buffer, pages are read as they are decoded: the column chunk
+            # of a large row group is never in memory as a whole.
+            return pq.ParquetFile(local, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(
+                f"{self._where(entry)} is not a readable Parquet file ({error}); "
+                "it is truncated or damaged: write or copy it again"
+            ) from None
+
+    def _where(self, shard: Shard) -> str:
+        return f"source {str(self._spec)!r}: {shard.path!r}"
+
+
+def _batch_rows(group: Any, column: str) -> int:
+    """Rows of a row group that make about ``BATCH_BYTES`` of a column."""
+    size = 0
+    for i in range(group.num_columns):
+        chunk = group.column(i)
+        path = chunk.path_in_schema
+        if path == column or path.startswith(f"{column}."):
+            size += int(chunk.total_uncompressed_size)
+    return max(1, min(BATCH_ROWS, int(group.num_rows) * BATCH_BYTES // max(size, 1)))

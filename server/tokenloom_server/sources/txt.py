@@ -1,0 +1,52 @@
+"""``txt:GLOB:text``: plain text, one row per line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tokenloom_server.sources import columns
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.lines import Block, LinesSource, bad_utf8_line, require_rows, utf8_error
+from tokenloom_server.spec import Spec
+
+
+def open_txt(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None) -> LinesSource:
+    """Opens a source of plain text. Raises ``SourceError`` when all of its files are empty."""
+    require_rows(spec, shards, base_dir)
+    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode)
+
+
+def decode(block: Block, where: str) -> Iterator[Rows]:
+    """The lines of a block as strings. Raises ``SourceError`` naming a line that is not UTF-8."""
+    bad = bad_utf8_line(block)
+    good = block if bad is None else block.cut(0, bad) if bad else None
+    if good is not None:
+        yield from columns.rows(_strings(good), good.first_row, where, valid=True)
+    if bad is not None:
+        raise utf8_error(block, bad, where)
+
+
+def _strings(block: Block) -> Any:
+    data, ends = block.data, block.ends
+    newlines = np.arange(len(ends))
+    if b"\r\n" in data:
+        raw = np.frombuffer(data, np.uint8)
+        # A line's \r counts as its end only where \n follows, so not at the end of an unfinished line.
+        has_return = (raw[ends - 1] == 0x0D) & (ends > 0)
+        has_return[-1] &= data.endswith(b"\n")
+        newlines += np.cumsum(has_return) - has_return
+        lengths_end = ends - has_return
+        text = data.replace(b"\r\n", b"\n").replace(b"\n", b"")
+    else:
+        lengths_end = ends
+        text = data.replace(b"\n", b"")
+    wide = len(text) > np.iinfo(np.int32).max
+    offsets = np.zeros(len(ends) + 1, np.int64 if wide else np.int32)
+    offsets[1:] = lengths_end - newlines
+    kind = pa.LargeStringArray if wide else pa.StringArray
+    return kind.from_buffers(len(ends), pa.py_buffer(offsets), pa.py_buffer(text))
