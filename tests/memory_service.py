@@ -1,0 +1,173 @@
+"""A ``RunService`` that holds its runs in memory, for tests of the layers above it. It really keeps and seals."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.state import digest_hex
+from tokenloom_server.stats import (
+    LedgerStats,
+    RankStats,
+    ResumePoint,
+    RunStats,
+    SnapshotInfo,
+    SourceStats,
+)
+
+
+def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
+    return SourceStats(
+        **{
+            "id": source_id,
+            "spec": f"parquet:data/source-{source_id}-*.parquet:text",
+            "alias": f"source-{source_id}",
+            "target_share": 0.5,
+            "actual_share": 0.5,
+            "window_share": 0.5,
+            "samples": 2048,
+            "rows": 1311,
+            "tokens": 1_048_576,
+            "epoch": 0.42,
+            "epochs": 1.0,
+            "exhausted": False,
+            "dropped_tokens": 0,
+            "remaining_samples": 2828,
+        }
+        | figures
+    )
+
+
+def rank_stats(rank: int = 0, **figures: Any) -> RankStats:
+    return RankStats(**{"rank": rank, "connected": True, "position": 4104, "lag": 0, "last_heard_s": 0.2} | figures)
+
+
+def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
+    return RunStats(
+        **{
+            "run": run,
+            "stream": "train",
+            "run_uid": "6f0c2f6d9b7a4b5e",
+            "seed": 7,
+            "generation": 3,
+            "world_size": 2,
+            "batch_size": 4,
+            "sequence_length": 512,
+            "sample_index": 4096,
+            "produced_index": 4160,
+            "digest": digest_hex(0x5EED),
+            "total_tokens": 2_097_152,
+            "tokens_per_s": 81_234.5,
+            "window_fill": 0.25,
+            "waiting_for": "",
+            "ended": None,
+            "error": None,
+            "tokenizer": "gigatoken 0.10.0",
+            "sources": [source_stats(0, alias="code"), source_stats(1, alias="prose")],
+            "ranks": [rank_stats(0), rank_stats(1, position=4096, lag=8)],
+            "ledger": LedgerStats(
+                backend="sqlite:///tokenloom.db",
+                available=True,
+                error=None,
+                last_commit_index=4096,
+                last_commit_age_s=0.4,
+            ),
+        }
+        | figures
+    )
+
+
+@dataclass
+class MemoryService:
+    """Set ``runs``, ``fault`` or ``reason`` from a test, at any time."""
+
+    runs: dict[str, RunStats] = field(default_factory=dict)
+    saved: dict[str, dict[str, str]] = field(default_factory=dict)
+    restored: dict[str, ResumePoint] = field(default_factory=dict)
+    reason: str | None = None
+    """What ``not_ready`` answers."""
+    fault: Exception | None = None
+    """Raised by every call about a run."""
+    gate: threading.Event | None = None
+    """Calls about a run wait for it."""
+    calls: int = 0
+
+    def put(self, stats: RunStats) -> RunStats:
+        self.runs[stats.run] = stats
+        return stats
+
+    def names(self) -> list[str]:
+        return list(self.runs)
+
+    def stats(self, run: str) -> RunStats:
+        self.calls += 1
+        if self.gate is not None:
+            self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        try:
+            return self.runs[run]
+        except KeyError:
+            raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
+
+    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
+        stats = self.stats(run)
+        index = stats.sample_index if sample_index is None else sample_index
+        if index > stats.produced_index:
+            raise BeyondHorizon(f"sample index {index} is beyond the horizon {stats.produced_index}")
+        text = seal(
+            {
+                "run": run,
+                "sample_index": index,
+                "digest": digest_hex(index),
+                "total_tokens": index * stats.sequence_length,
+                "note": "Zwölf",
+            }
+        )
+        if not save:
+            return text, None
+        snapshots = self.saved.setdefault(run, {})
+        snapshot_id = f"s{len(snapshots)}-{index}"
+        snapshots[snapshot_id] = text
+        return text, snapshot_id
+
+    def snapshots(self, run: str) -> list[SnapshotInfo]:
+        self.stats(run)
+        return [
+            SnapshotInfo(id=key, sample_index=unseal(text)["sample_index"], saved_at=time.time())
+            for key, text in self.saved.get(run, {}).items()
+        ]
+
+    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
+        self.stats(run)
+        try:
+            return self.saved[run][snapshot_id]
+        except KeyError:
+            raise NotFound(f"run {run!r} has no snapshot {snapshot_id!r}") from None
+
+    def restore(
+        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        stats = self.stats(run)
+        assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
+        if snapshot_id is not None:
+            text = self.saved_snapshot(run, snapshot_id)
+        if text is not None:
+            try:
+                sample_index = unseal(text)["sample_index"]
+            except ValueError as error:
+                raise SnapshotInvalid(str(error)) from None
+        assert sample_index is not None
+        if sample_index > stats.produced_index:
+            raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
+        self.restored[run] = ResumePoint(sample_index=sample_index, digest=digest_hex(sample_index))
+        return self.restored[run]
+
+    def not_ready(self) -> str | None:
+        if isinstance(self.fault, TokenloomError):
+            return str(self.fault)
+        return self.reason
