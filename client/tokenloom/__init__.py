@@ -1,0 +1,64 @@
+"""Tokenloom's client: a run's batches on every rank, and a learning-rate schedule by its tokens.
+
+Importing this package starts nothing and contacts nobody.
+"""
+
+from __future__ import annotations
+
+from tokenloom.batch import Batch
+from tokenloom.connection import Source
+from tokenloom.dataset import RemoteDataset
+from tokenloom.errors import (
+    AttemptUsed,
+    BeyondHorizon,
+    ConfigError,
+    CounterOverflow,
+    Fenced,
+    JoinRefused,
+    LedgerError,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    LedgerUnsafe,
+    NotFound,
+    NotLeader,
+    OrderMismatch,
+    ProtocolError,
+    ResumePointNeeded,
+    ServerStopping,
+    ServerUnavailable,
+    SnapshotInvalid,
+    SourceChanged,
+    SourceError,
+    TokenizerError,
+    TokenloomError,
+)
+from tokenloom.lr_scheduler import TokenLRScheduler
+
+__all__ = [
+    "AttemptUsed",
+    "Batch",
+    "BeyondHorizon",
+    "ConfigError",
+    "CounterOverflow",
+    "Fenced",
+    "JoinRefused",
+    "LedgerError",
+    "LedgerRolledBack",
+    "LedgerUnavailable",
+    "LedgerUnsafe",
+    "NotFound",
+    "NotLeader",
+    "OrderMismatch",
+    "ProtocolError",
+    "RemoteDataset",
+    "ResumePointNeeded",
+    "ServerStopping",
+    "ServerUnavailable",
+    "SnapshotInvalid",
+    "Source",
+    "SourceChanged",
+    "SourceError",
+    "TokenLRScheduler",
+    "TokenizerError",
+    "TokenloomError",
+]

@@ -1,0 +1,6 @@
+"""The gRPC side: the only place that knows wire types."""
+
+from tokenloom.connection.joining import Opening, Request, Source
+from tokenloom.connection.stream import Connection
+
+__all__ = ["Connection", "Opening", "Request", "Source"]

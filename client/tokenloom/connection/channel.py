@@ -1,0 +1,98 @@
+"""The gRPC channel: its options, what its failures mean, and how long to try again."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import grpc
+
+from tokenloom.address import Address
+from tokenloom.errors import ProtocolError, ServerUnavailable, TokenloomError, named
+
+FIRST_DELAY_S = 0.1
+#: High enough to spare a server that starts, low enough that training goes on soon after it has.
+MAX_DELAY_S = 5.0
+
+_OPTIONS: list[tuple[str, int]] = [
+    # A proxy meant for the web would sit between the trainer and its data.
+    ("grpc.enable_http_proxy", 0),
+    # A message is one group of steps; its size is the server's choice.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # Two datasets of one process must not share one TCP connection.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The retries are ours: gRPC's own pause between connection attempts must not outlast them.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # For a Join that waits on other ranks; streams are watched by their heartbeats.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
+def open_channel(address: Address) -> grpc.Channel:
+    """A channel to the server; it connects with the first call."""
+    return grpc.insecure_channel(address.target, options=_OPTIONS)
+
+
+def retryable(error: grpc.RpcError) -> bool:
+    """Whether the same call may succeed later: the server or the network went away."""
+    code, details = error.code(), error.details() or ""
+    # A server that dies mid-call shows as any of these; CANCELLED is its abort when it is not ours.
+    broken = code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details
+    return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and (broken or code is grpc.StatusCode.CANCELLED))
+
+
+def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
+    """The typed error for a failed call: by the name that the server gave, else by its status."""
+    code, details = error.code(), error.details() or "no details"
+    if name := _name(error):
+        return named(name, details)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return ServerUnavailable(f"{address}: {code.name}: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ProtocolError(f"{address} is not a Tokenloom server of this version: {details}")
+    return TokenloomError(f"{address}: {code.name}: {details}")
+
+
+def summary(error: grpc.RpcError) -> str:
+    """One line for the log."""
+    return f"{_name(error) or error.code().name}: {error.details() or 'no details'}"
+
+
+def _name(error: grpc.RpcError) -> str:
+    for entry in error.trailing_metadata() or ():
+        if entry.key == "tokenloom-error":
+            return str(entry.value)
+    return ""
+
+
+class Retry:
+    """Delays that double up to a bound, with jitter so that ranks do not return in step, within a budget."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s = budget_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts anew, after something went well."""
+        self._delay_s = FIRST_DELAY_S
+        self._deadline: float | None = None
+
+    def remaining_s(self) -> float:
+        """What is left of the budget, which runs from the first call on."""
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self.budget_s
+        return self._deadline - now
+
+    def next_delay_s(self) -> float | None:
+        """How long to wait before the next try; None when the budget is spent."""
+        remaining_s = self.remaining_s()
+        if remaining_s <= 0:
+            return None
+        delay_s = self._delay_s * random.uniform(0.5, 1.0)
+        self._delay_s = min(2 * self._delay_s, MAX_DELAY_S)
+        return min(delay_s, remaining_s)

@@ -1,0 +1,122 @@
+"""Join: what a dataset asks for, what the server answers, and how long to ask."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+
+from tokenloom.address import Address
+from tokenloom.batch import Layout
+from tokenloom.connection.channel import Retry, failure, retryable, summary
+from tokenloom.errors import ProtocolError
+from tokenloom.snapshot import Base, Point
+from tokenloom.topology import Topology
+
+log = logging.getLogger("tokenloom")
+
+#: While a server is away, the log says so at most this often.
+WARN_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a dataset asks for."""
+
+    address: Address
+    stream: str
+    topology: Topology
+    batch_size: int
+    resume: str
+    state: str
+    position_ids: bool
+    document_ids: bool
+    prefetch_steps: int | None
+    connect_timeout_s: float
+    reconnect_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of the run: ``id`` is what ``source_ids`` holds."""
+
+    id: int
+    spec: str
+    alias: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the server answered to a Join."""
+
+    run_uid: str
+    generation: int
+    start: Point
+    layout: Layout
+    sources: list[Source]
+    group_steps: int
+    template: bytes
+
+
+def join(stub: DataLoaderStub, request: Request, nonce: str) -> Opening:
+    """Takes the slot; waits for a server that is away, up to ``connect_timeout_s``."""
+    message = wire.JoinRequest(
+        run=request.address.run,
+        stream=request.stream,
+        rank=request.topology.rank,
+        world_size=request.topology.world_size,
+        batch_size=request.batch_size,
+        attempt=request.topology.attempt,
+        nonce=nonce,
+        resume=request.resume,
+        state_json=request.state.encode(),
+        document_starts=request.position_ids or request.document_ids,
+    )
+    retry = Retry(request.connect_timeout_s)
+    warn_at = 0.0
+    while True:
+        try:
+            # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
+            return _opening(stub.Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
+        except grpc.RpcError as error:
+            delay_s = retry.next_delay_s()
+            if not retryable(error) or delay_s is None:
+                raise failure(error, request.address) from error
+            if time.monotonic() >= warn_at:
+                warn_at = time.monotonic() + WARN_EVERY_S
+                log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
+        time.sleep(delay_s)
+
+
+def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
+    if answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED):
+        raise ProtocolError(
+            f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
+            "does not know: install the client of the server's version"
+        )
+    return Opening(
+        run_uid=answer.run_uid,
+        generation=answer.generation,
+        start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
+        layout=Layout(
+            batch_size=request.batch_size,
+            sequence_length=answer.sequence_length,
+            id_type=np.dtype(f"<u{int(answer.id_type)}").str,
+            shifted=answer.labels == wire.LABELS_SHIFTED,
+            position_ids=request.position_ids,
+            document_ids=request.document_ids,
+        ),
+        sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
+        group_steps=answer.group_steps,
+        template=answer.snapshot_template,
+    )
+
+
+def base_of(base: wire.Base) -> Base:
+    """A boundary, free of wire types."""
+    return Base(base.sample_index, base.resume_state)

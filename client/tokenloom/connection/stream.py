@@ -1,0 +1,221 @@
+"""The stream of a slot that was joined, and its reconnects.
+
+    trainer                     buffer                      this module                 server
+    next()  ── take ──────────▶ steps ◀──────── put ─────── reader thread ◀─ Batches ── Stream
+                                consumed_through ─────────▶ writer ───────── Progress ─▶
+
+The reader thread also owns the reconnects: they stay within the generation, go on behind the last
+step received, and never join again. The writer runs on gRPC's own thread, one for each stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+import grpc
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+
+from tokenloom import batch
+from tokenloom.buffer import Step, StepBuffer
+from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
+from tokenloom.connection.joining import Request, base_of, join
+from tokenloom.errors import ProtocolError, ServerUnavailable
+from tokenloom.snapshot import Point
+
+log = logging.getLogger("tokenloom")
+
+#: A stream that lived so long was sound, so the next break gets the whole reconnect budget again.
+SOUND_STREAM_S = 10.0
+#: How long close() waits for the server to take the last report.
+FLUSH_S = 2.0
+
+
+class Connection:
+    """A slot that was taken, and the stream that fills the buffer. Made by joining."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._nonce = uuid.uuid4().hex
+        self._channel = open_channel(request.address)
+        self._stub = DataLoaderStub(self._channel)  # type: ignore[no-untyped-call]
+        self._call: grpc.Call | None = None
+        self._fell_silent = False
+        try:
+            self.opening = join(self._stub, request, self._nonce)
+        except BaseException:
+            self._channel.close()
+            raise
+        self._base = self.opening.start.base
+        prefetch_steps = request.prefetch_steps or max(2 * self.opening.group_steps, 4)
+        self.buffer = StepBuffer(self.opening.start.sample_index, prefetch_steps)
+        self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Step | None:
+        """The next step; None at the end of the data. Raises what the background thread met."""
+        return self.buffer.take(self.on_silence)
+
+    def close(self) -> None:
+        """Reports the last step, ends the stream and the thread; bounded, and quiet if the server is gone."""
+        self.buffer.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(FLUSH_S)
+        if self._call is not None:
+            self._call.cancel()
+        self._channel.close()
+
+    def on_silence(self) -> None:
+        """Breaks a stream on which nothing comes; whoever waits for it next may notice."""
+        self._fell_silent = True
+        if self._call is not None:
+            self._call.cancel()
+
+    # The reader thread
+
+    def _run(self) -> None:
+        try:
+            self._keep_streaming()
+        except BaseException as error:
+            self.buffer.fail(error)
+
+    def _keep_streaming(self) -> None:
+        retry = Retry(self._request.reconnect_timeout_s)
+        while True:
+            began, had = time.monotonic(), self.buffer.received_through
+            broken = self._stream()
+            if broken is None or self.buffer.closing:
+                return
+            if self.buffer.end_reason is not None and self.buffer.pause(None, self.buffer.all_consumed):
+                return  # nothing is left to receive; a new stream only takes the last report
+            if self.buffer.received_through > had or time.monotonic() - began > SOUND_STREAM_S:
+                retry.reset()
+            delay_s = retry.next_delay_s()
+            if delay_s is None:
+                raise ServerUnavailable(
+                    f"{self._request.address} gave no stream for {retry.budget_s:g} s (reconnect_timeout_s); "
+                    f"the last failure: {broken}"
+                )
+            log.warning("the stream of %s broke, reconnecting in %.1f s: %s", self._request.address, delay_s, broken)
+            self.buffer.waits_for(f"a new connection ({broken})")
+            if self.buffer.pause(delay_s):
+                return
+
+    def _stream(self) -> str | None:
+        """Reads one stream to its end. None if that was agreed, else what broke it; raises what is final."""
+        writer = _Writer(self)
+        self.buffer.heard(0, "the stream to open")
+        self._fell_silent = False
+        call = self._call = self._stub.Stream(iter(writer))
+        try:
+            for response in call:
+                self._receive(response)
+        except grpc.RpcError as error:
+            if self.buffer.closing or retryable(error):
+                return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
+            raise failure(error, self._request.address) from error
+        finally:
+            writer.over = True
+            self.buffer.wake_writer()
+            call.cancel()
+        return None if writer.said_all else "the server ended the stream before the end of the data"
+
+    def _receive(self, response: wire.StreamResponse) -> None:
+        kind = response.WhichOneof("kind")
+        self.buffer.heard(response.committed_through, response.heartbeat.waiting_for if kind == "heartbeat" else "")
+        if self.buffer.closing:
+            return  # the rest is read only to let the server finish
+        if kind == "batches":
+            self.buffer.put(self._steps(response.batches))
+        elif kind == "end_of_data":
+            self._check_begin(response.end_of_data.end_index, "the end of the data")
+            if self.buffer.end_reason is None:
+                dropped = response.end_of_data.dropped_samples
+                note = f" ({dropped} samples of an incomplete last step were not delivered)" if dropped else ""
+                log.info("%s ends: %s%s", self._request.address, response.end_of_data.reason, note)
+            self.buffer.end(response.end_of_data.reason)
+
+    def _steps(self, message: wire.Batches) -> list[Step]:
+        self._check_begin(message.begin_index, "a message")
+        if message.HasField("base"):
+            self._base = base_of(message.base)
+        infos = message.steps
+        ends = [info.end_index for info in infos]
+        begins = [message.begin_index, *ends[:-1]]
+        if not ends or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+            raise ProtocolError(f"the steps of a message must ascend from {message.begin_index}, but end at {ends}")
+        batches = batch.decode(
+            batch.Steps(
+                begin_indices=begins,
+                end_indices=ends,
+                slices=[info.slice for info in infos],
+                total_tokens=[info.total_tokens for info in infos],
+                ids=message.ids,
+                source_ids=message.source_ids,
+                document_counts=message.document_counts,
+                document_starts=message.document_starts,
+            ),
+            self.opening.layout,
+        )
+        return [
+            Step(tensors, Point(info.end_index, info.total_tokens, info.digest, self._base))
+            for tensors, info in zip(batches, infos, strict=True)
+        ]
+
+    def _check_begin(self, begin_index: int, what: str) -> None:
+        if begin_index != self.buffer.received_through:
+            raise ProtocolError(
+                f"{what} came for sample index {begin_index}, but {self.buffer.received_through} is next: "
+                "the server skips or repeats data"
+            )
+
+    def stream_open(self, consumed_through: int) -> wire.StreamRequest:
+        """The first message of a stream: who we are, and where it goes on."""
+        asked = self._request
+        return wire.StreamRequest(
+            open=wire.StreamOpen(
+                run=asked.address.run,
+                stream=asked.stream,
+                run_uid=self.opening.run_uid,
+                generation=self.opening.generation,
+                rank=asked.topology.rank,
+                nonce=self._nonce,
+                received_through=self.buffer.received_through,
+                committed_through=self.buffer.committed_through,
+                progress=self.progress(consumed_through),
+            )
+        )
+
+    def progress(self, consumed_through: int) -> wire.Progress:
+        """How far the trainer is, and how many steps may come beyond that."""
+        return wire.Progress(consumed_through=consumed_through, credit_steps=self.buffer.capacity_steps)
+
+
+class _Writer:
+    """What goes up one stream: its opening, then the trainer's progress, then the end of our half."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.over = False
+        self.said_all = False
+
+    def __iter__(self) -> Iterator[wire.StreamRequest]:
+        connection, buffer = self._connection, self._connection.buffer
+        reported = buffer.consumed_through
+        yield connection.stream_open(reported)
+        reported_at = 0.0
+        while True:
+            consumed = buffer.next_report(reported, reported_at, lambda: self.over, connection.on_silence)
+            if self.over:
+                return
+            if consumed > reported:
+                reported, reported_at = consumed, time.monotonic()
+                yield wire.StreamRequest(progress=connection.progress(consumed))
+            if buffer.closing or buffer.all_consumed():
+                self.said_all = reported == buffer.consumed_through
+                if self.said_all:
+                    return

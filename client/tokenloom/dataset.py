@@ -1,0 +1,291 @@
+"""``RemoteDataset``: a run's batches as a torch dataset that can be saved and resumed to the sample."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tokenloom import topology
+from tokenloom.address import Address
+from tokenloom.batch import Batch
+from tokenloom.connection import Connection, Request, Source
+from tokenloom.errors import ProtocolError
+from tokenloom.snapshot import KEY, History, Loaded, Point
+
+if TYPE_CHECKING:  # a build of torch may lack it
+    from torch.distributed import ProcessGroup
+
+
+class RemoteDataset(IterableDataset[Batch]):
+    """The batches of one rank, streamed from a Tokenloom server.
+
+    ``url`` is ``grpc://host:port/run``. Rank and world size are fixed here: as given, else those of
+    ``process_group`` (or of the default group), else the launcher's. All ranks of one launch share an
+    ``attempt`` id, by the process group's store, the SLURM job step, or as given.
+
+    The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
+    from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id
+    of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most.
+
+    A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        batch_size: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        attempt: str | None = None,
+        process_group: ProcessGroup | None = None,
+        resume: str | None = None,
+        stream: str = "train",
+        prefetch_steps: int | None = None,
+        document_ids: bool = False,
+        position_ids: bool = False,
+        connect_timeout_s: float = 300.0,
+        reconnect_timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__()
+        self._address = Address.parse(url)
+        for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        for name, seconds in (("connect_timeout_s", connect_timeout_s), ("reconnect_timeout_s", reconnect_timeout_s)):
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
+        if resume is not None and not resume:
+            raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
+        self._batch_size = batch_size
+        self._resume = resume or ""
+        self._stream = stream
+        self._prefetch_steps = prefetch_steps
+        self._document_ids = document_ids
+        self._position_ids = position_ids
+        self._connect_timeout_s = connect_timeout_s
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._topology = topology.resolve(
+            run=self._address.run,
+            stream=stream,
+            rank=rank,
+            world_size=world_size,
+            attempt=attempt,
+            process_group=process_group,
+            timeout_s=connect_timeout_s,
+        )
+        # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
+        # tell that a worker's copy has the batches, and with them the state.
+        self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._loaded: Loaded | None = None
+        self._connection: Connection | None = None
+        self._history: History | None = None
+        self._closer: weakref.finalize[[Connection, int], RemoteDataset] | None = None
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Joins the run if that was not done, and goes on after the last batch yielded."""
+        self._check_worker()
+        self._check_process()
+        if self._connection is None:
+            self._join()
+        return _Batches(self)
+
+    def _next(self) -> Batch:
+        self._check_process()
+        if self._closed or self._connection is None or self._history is None:
+            raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+        step = self._connection.take()
+        if step is None:
+            raise StopIteration
+        self._history.append(step.point)
+        return step.batch
+
+    # State
+
+    def state_dict(self, at: int | None = None) -> dict[str, str]:
+        """The state after the last batch yielded, or after that which ended at sample index ``at``.
+
+        Equal on every rank. Needs no network, and works before the first batch and with the server dead.
+        """
+        self._check_state_is_here()
+        if self._history is not None:
+            return {KEY: self._history.text(at)}
+        place = self._standing
+        if at is not None and at != place.sample_index:
+            raise ValueError(f"there is no state at sample index {at}: no batch was yielded yet")
+        return {KEY: place.text}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keeps a state for the Join, which the first ``iter()`` makes; does not contact the server."""
+        self._check_state_is_here()
+        if self._closed or self._connection is not None:
+            raise RuntimeError(
+                "load_state_dict comes before the first iter(), which joins the run at that state; "
+                "to go back, close() this dataset and make a new one"
+            )
+        self._loaded = Loaded.read(state)
+
+    @property
+    def sample_index(self) -> int:
+        """End of the last batch yielded, in the run's one global order."""
+        return self._place.sample_index
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run up to there, over all ranks and restarts."""
+        return self._place.total_tokens
+
+    @property
+    def digest(self) -> str:
+        """Rolling digest of all samples up to there: equal digests are equal data."""
+        return self._place.digest
+
+    @property
+    def _place(self) -> Point | Loaded:
+        self._check_state_is_here()
+        return self._history.last if self._history is not None else self._standing
+
+    @property
+    def _standing(self) -> Loaded:
+        """Where the trainer stands as long as it has not joined."""
+        return self._loaded or Loaded.start(self._address.run, self._stream)
+
+    # The run
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._topology.world_size
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        return self._joined.opening.layout.sequence_length
+
+    @property
+    def sources(self) -> list[Source]:
+        """The run's sources, by the ids that ``source_ids`` holds."""
+        return list(self._joined.opening.sources)
+
+    @property
+    def generation(self) -> int:
+        """The run's fencing number, made by this attempt."""
+        return self._joined.opening.generation
+
+    @property
+    def start_index(self) -> int:
+        """The sample index at which this attempt began."""
+        return self._joined.opening.start.sample_index
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the data ended; None while it has not."""
+        return self._connection.buffer.end_reason if self._connection else None
+
+    @property
+    def _joined(self) -> Connection:
+        if self._connection is None:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._connection
+
+    # Life
+
+    def close(self) -> None:
+        """Reports the last batch yielded to the server and ends the stream. The state stays readable."""
+        self._closed = True
+        if self._closer is not None:
+            self._closer()
+
+    def __enter__(self) -> RemoteDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._connection is not None:
+            raise RuntimeError("a RemoteDataset cannot be copied to another process once it has joined the run")
+        return self.__dict__.copy()
+
+    def _join(self) -> None:
+        if self._closed:
+            raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+        connection = Connection(
+            Request(
+                address=self._address,
+                stream=self._stream,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                resume="" if self._loaded else self._resume,
+                state=self._loaded.text if self._loaded else "",
+                position_ids=self._position_ids,
+                document_ids=self._document_ids,
+                prefetch_steps=self._prefetch_steps,
+                connect_timeout_s=self._connect_timeout_s,
+                reconnect_timeout_s=self._reconnect_timeout_s,
+            )
+        )
+        start = connection.opening.start
+        if self._loaded and (start.sample_index, start.digest) != (self._loaded.sample_index, self._loaded.digest):
+            connection.close()
+            raise ProtocolError(
+                f"the loaded state stands at sample index {self._loaded.sample_index} (digest {self._loaded.digest}), "
+                f"but the server starts at {start.sample_index} (digest {start.digest})"
+            )
+        self._connection = connection
+        self._closer = weakref.finalize(self, _close, connection, os.getpid())
+        self._joined_in[0] = os.getpid()
+        self._history = History(connection.opening.template, start, self._loaded)
+
+    def _check_worker(self) -> None:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise RuntimeError(
+                f"this DataLoader has num_workers={worker.num_workers}, but a rank is one slot of the run and each "
+                "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
+                "and batch_size=None"
+            )
+
+    def _check_process(self) -> None:
+        if int(self._joined_in[0]) not in (0, os.getpid()):
+            raise RuntimeError(
+                "this RemoteDataset joined the run in another process, and a slot is served to one process only: "
+                "fork before the first iter(), keep a DataLoader's worker (persistent_workers=True), "
+                "or make a new dataset"
+            )
+
+    def _check_state_is_here(self) -> None:
+        if self._connection is None and int(self._joined_in[0]) not in (0, os.getpid()):
+            raise RuntimeError(
+                "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 "
+                "(batches are fetched in the background all the same), or a loader that asks its worker for the state"
+            )
+
+
+class _Batches:
+    """An iterator that keeps raising what it met: a generator would turn an error into an end of data."""
+
+    def __init__(self, dataset: RemoteDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._dataset._next()
+
+
+def _close(connection: Connection, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must leave its parent's connection alone
+        connection.close()

@@ -1,0 +1,107 @@
+"""Every error that a trainer can meet, in one small tree.
+
+A class carries the name that the server sends in ``tokenloom-error`` metadata; its message is the
+server's own text: what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class TokenloomError(Exception):
+    """Root of all errors that Tokenloom raises on purpose."""
+
+
+class ServerUnavailable(TokenloomError):
+    """The server could not be reached, or did not answer, for as long as the timeout allows."""
+
+
+class ProtocolError(TokenloomError):
+    """The peer broke the wire contract: it is another version, or not a Tokenloom server."""
+
+
+class ConfigError(TokenloomError):
+    """The run's mixture file is wrong."""
+
+
+class SourceError(TokenloomError):
+    """A source's files are missing, malformed, of another shape, or not what the run began with."""
+
+
+class SourceChanged(SourceError):
+    """A file differs from the run's frozen manifest."""
+
+
+class TokenizerError(TokenloomError):
+    """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have."""
+
+
+class LedgerError(TokenloomError):
+    """The ledger refused or contradicted a write."""
+
+
+class LedgerUnavailable(LedgerError):
+    """The ledger could not be reached."""
+
+
+class LedgerUnsafe(LedgerError):
+    """The ledger would acknowledge writes that it can lose."""
+
+
+class LedgerRolledBack(LedgerError):
+    """The ledger is behind a commit that this client was told of: it lost data."""
+
+
+class NotLeader(LedgerError):
+    """Another server has taken this run over."""
+
+
+class OrderMismatch(LedgerError):
+    """The same sample index was committed with another digest: two orders exist."""
+
+
+class Fenced(TokenloomError):
+    """A newer attempt has opened this run: this one is over, and what it had buffered is dropped."""
+
+
+class AttemptUsed(TokenloomError):
+    """The attempt id opened a generation before, or this slot was served to another process."""
+
+
+class JoinRefused(TokenloomError):
+    """Ranks disagree, or a rank does not fit its world."""
+
+
+class ResumePointNeeded(TokenloomError):
+    """The ledger has progress and this trainer brought no state: guessing would skip or repeat data."""
+
+
+class SnapshotInvalid(TokenloomError, ValueError):
+    """A state is torn, of another version, or of another run, seed, tokeniser, data or config."""
+
+
+class BeyondHorizon(TokenloomError):
+    """A sample index that has not been and may not yet be produced."""
+
+
+class NotFound(TokenloomError):
+    """No such run, stream or snapshot."""
+
+
+class CounterOverflow(TokenloomError):
+    """A counter passed 2^53 − 1, the last integer that JSON and Lua readers hold exactly."""
+
+
+class ServerStopping(TokenloomError):
+    """The server is closing in an orderly way."""
+
+
+def named(name: str, message: str) -> TokenloomError:
+    """The error that travels under ``name``; the root, with the name kept, for one of a newer server."""
+    for error in _tree(TokenloomError):
+        if error.__name__ == name:
+            return error(message)
+    return TokenloomError(f"{name}: {message}")
+
+
+def _tree(root: type[TokenloomError]) -> list[type[TokenloomError]]:
+    return [root, *(error for child in root.__subclasses__() for error in _tree(child))]

@@ -1,0 +1,123 @@
+"""The trainer's side of a snapshot: enough is kept to write one at any recent batch, with no network.
+
+The server sends the state at boundaries that are the same for all ranks, and what is the same at
+every sample index; a snapshot is both, plus where the trainer stands. A restore goes forward from
+the boundary to that point.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenloom_proto.seal import seal, unseal
+
+from tokenloom.errors import SnapshotInvalid
+
+#: The one key of ``state_dict()``.
+KEY = "tokenloom"
+FORMAT = "tokenloom/snapshot"
+VERSION = 1
+#: How far back ``state_dict(at=)`` reaches: frameworks fetch a few batches ahead, not a thousand.
+HISTORY_STEPS = 1024
+ZERO_DIGEST = "0" * 32
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The resume state at a boundary, as it travelled: JSON, read only when a snapshot is written."""
+
+    sample_index: int
+    resume_state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a trainer stands after a batch.
+
+    ``base`` is the boundary that was in force for the step which ends here, and came with it at the
+    latest. (A boundary exactly here may or may not have come yet, so it would differ between ranks.)
+    """
+
+    sample_index: int
+    total_tokens: int
+    digest: str
+    base: Base
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state as the checkpoint held it: checked for damage here, for its meaning by the server."""
+
+    text: str
+    sample_index: int
+    total_tokens: int
+    digest: str
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Loaded:
+        """Opens a ``state_dict()``; raises ``SnapshotInvalid`` with what was found."""
+        expected = f"a state of RemoteDataset is {{{KEY!r}: '<one JSON string>'}}, as state_dict() gave it"
+        if not isinstance(state, Mapping):
+            raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
+        if KEY not in state:
+            raise SnapshotInvalid(f"{expected}; got the keys {sorted(map(str, state))}")
+        text = state[KEY]
+        if not isinstance(text, str):
+            raise SnapshotInvalid(f"{expected}; got a {type(text).__name__} under {KEY!r}")
+        try:
+            document = unseal(text)
+        except ValueError as error:
+            raise SnapshotInvalid(str(error)) from None
+        index, tokens, digest = (document.get(key) for key in ("sample_index", "total_tokens", "digest"))
+        if type(index) is not int or type(tokens) is not int or not isinstance(digest, str):
+            raise SnapshotInvalid(
+                "a snapshot has the integers sample_index and total_tokens and the string digest; "
+                f"this one has sample_index={index!r}, total_tokens={tokens!r}, digest={digest!r}"
+            )
+        return cls(text, index, tokens, digest)
+
+    @classmethod
+    def start(cls, run: str, stream: str) -> Loaded:
+        """The state of a run that has not begun: what is saved before the first batch and before a Join."""
+        place = {"sample_index": 0, "total_tokens": 0, "digest": ZERO_DIGEST}
+        text = seal({"format": FORMAT, "version": VERSION, "run": run, "stream": stream, **place})
+        return cls(text, 0, 0, ZERO_DIGEST)
+
+
+class History:
+    """The last points that the trainer was at, and how to write each as a snapshot."""
+
+    def __init__(self, template: bytes, start: Point, loaded: Loaded | None) -> None:
+        self._template = template
+        self._loaded = loaded
+        self._points: OrderedDict[int, Point] = OrderedDict({start.sample_index: start})
+        self._start = start
+        self.last = start
+
+    def append(self, point: Point) -> None:
+        """Takes the point that the trainer has now reached."""
+        self._points[point.sample_index] = self.last = point
+        if len(self._points) > HISTORY_STEPS:
+            self._points.popitem(last=False)
+
+    def text(self, at: int | None = None) -> str:
+        """The sealed snapshot at a batch boundary that was reached; the last one by default."""
+        point = self.last if at is None else self._points.get(at)
+        if point is None:
+            first = next(iter(self._points))
+            raise ValueError(
+                f"there is no state at sample index {at}: it must be the end of a batch that was yielded, "
+                f"of those from {first} to {self.last.sample_index} (the last {HISTORY_STEPS} at most are kept)"
+            )
+        if point is self._start and self._loaded is not None:
+            return self._loaded.text
+        document: dict[str, Any] = json.loads(self._template)
+        document["resume_state"] = json.loads(point.base.resume_state)
+        document["sample_index"] = point.sample_index
+        document["total_tokens"] = point.total_tokens
+        document["digest"] = point.digest
+        return seal(document)

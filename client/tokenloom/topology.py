@@ -1,0 +1,130 @@
+"""Which rank of how many this process is, and the attempt id that all ranks of one launch share.
+
+An attempt id is used once: it is what keeps the ranks of a forgotten launch out of a new one. So it
+must be fresh for each launch and equal on its ranks, and is never guessed from ids that may repeat
+(torchrun's do).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:  # a build of torch may lack it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """This process's slot, fixed when the dataset is made."""
+
+    rank: int
+    world_size: int
+    attempt: str
+
+
+def resolve(
+    *,
+    run: str,
+    stream: str,
+    rank: int | None,
+    world_size: int | None,
+    attempt: str | None,
+    process_group: ProcessGroup | None,
+    timeout_s: float,
+) -> Topology:
+    """The slot of this process: from the arguments, else ``torch.distributed``, else the launcher.
+
+    With a process group, ranks other than 0 wait here until rank 0 has made its dataset.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"give both rank and world_size, or neither; got rank={rank}, world_size={world_size}")
+    members = f"of-{world_size}"
+    if rank is None or world_size is None:
+        if grouped:
+            rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+            if process_group is not None and rank >= 0:
+                members = "-".join(map(str, dist.get_process_group_ranks(process_group)))
+        else:
+            rank, world_size = _launched(os.environ)
+    if rank < 0 or world_size < 1:
+        raise ValueError(
+            f"this process has rank {rank} of {world_size}, so it takes no part in the process group: "
+            "only the processes of the data-parallel group make a RemoteDataset"
+        )
+    if rank >= world_size:
+        raise ValueError(f"rank {rank} is not below world_size {world_size}: ranks count from 0")
+    if attempt is None:
+        attempt = _attempt(run, stream, rank, world_size, members, grouped, timeout_s)
+    elif not attempt:
+        raise ValueError("attempt is empty: it must be an id that is new for each launch and equal on its ranks")
+    return Topology(rank, world_size, attempt)
+
+
+def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Rank and world size from the variables of torchrun or SLURM; one rank alone without them."""
+    for rank_name, world_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        rank, world_size = environ.get(rank_name), environ.get(world_name)
+        if world_size is None:
+            continue
+        if not world_size.isdecimal() or not (rank or "0").isdecimal():
+            raise ValueError(f"{rank_name}={rank!r} and {world_name}={world_size!r} must be integers")
+        if rank is None and int(world_size) > 1:
+            raise ValueError(
+                f"{world_name} is {world_size} but {rank_name} is not set, so this process does not know its rank: "
+                f"set {rank_name}, call torch.distributed.init_process_group, or give rank= and world_size="
+            )
+        return int(rank or 0), int(world_size)
+    return 0, 1
+
+
+def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, grouped: bool, timeout_s: float) -> str:
+    if world_size == 1:
+        return uuid.uuid4().hex
+    if grouped and (store := _default_store()) is not None:
+        return _shared(store, f"tokenloom/{run}/{stream}/{members}", rank, timeout_s)
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    if job and step:
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return "-".join(["slurm", job, step, *restarts, stream])
+    raise ValueError(
+        f"rank {rank} of {world_size} needs an attempt id that is new for each launch and equal on all its ranks. "
+        "There are three ways: call torch.distributed.init_process_group before making the dataset (rank 0 shares "
+        "an id through its store); start the ranks as a SLURM job step; or give attempt= on every rank. "
+        "torchrun's variables alone do not do: its ids repeat."
+    )
+
+
+def _default_store() -> Store | None:
+    # Private, but what torch itself and its elastic tools build upon; the public ways to share an id
+    # are collectives, which would need a device here and an agreed order with the trainer's own.
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _shared(store: Store, prefix: str, rank: int, timeout_s: float) -> str:
+    """Rank 0 makes the id, the others read it. Which dataset of its launch this is, is counted in the
+    store itself, so that several datasets do not clash and a new process group begins anew."""
+    ordinal = store.add(f"{prefix}/made-by-{rank}", 1)
+    key = f"{prefix}/attempt-{ordinal}"
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store.set(key, attempt)
+        return attempt
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ValueError(
+            f"rank {rank} waited {timeout_s:g} s for rank 0 to make its RemoteDataset for the same run and stream "
+            f"({prefix}), in vain: every rank of the group must make one, in the same order"
+        ) from error
+    return str(store.get(key).decode())

@@ -1,0 +1,236 @@
+"""A protocol peer that follows the wire contract with synthetic ids, and breaks it on request.
+
+It stands in for the faults which a true server cannot be told to produce: streams that break, fall
+silent, are fenced or repeat data. What a sample holds is a function of its index alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderServicer, add_DataLoaderServicer_to_server
+
+STATUS_OF = {
+    "Fenced": grpc.StatusCode.ABORTED,
+    "ServerStopping": grpc.StatusCode.UNAVAILABLE,
+    "NotLeader": grpc.StatusCode.UNAVAILABLE,
+    "LedgerRolledBack": grpc.StatusCode.DATA_LOSS,
+    "AttemptUsed": grpc.StatusCode.ALREADY_EXISTS,
+}
+RUN_UID = "uid-of-the-fake-run"
+
+
+@dataclass
+class Script:
+    """What the run is, and what goes wrong."""
+
+    length: int = 8
+    id_bytes: int = 2
+    shifted: bool = False
+    group_steps: int = 2
+    end_index: int = 10**9
+    pad_last_step: bool = False
+    start_index: int = 0
+    ids_of: Callable[[int, int], NDArray[Any]] | None = None
+    """(sample index, how many ids) → ids; by default hashes of both."""
+    documents_of: Callable[[int], list[int]] = lambda index: [index % 5]  # noqa: E731
+    join_errors: list[str] = field(default_factory=list)
+    """One Join each fails with the next of these names; '' is UNAVAILABLE without a name."""
+    on_message: Callable[[int, int], str | None] = field(default=lambda stream, begin: None)
+    """(number of the stream, begin index) → 'silent', 'skip', 'end' (the stream, with OK), or an error's name."""
+
+
+def ids_of(index: int, count: int) -> NDArray[np.uint16]:
+    """The ids of a sample: different for every index."""
+    return ((np.arange(count, dtype=np.int64) * 7919 + index * 104729 + 11) % 65521).astype(np.uint16)
+
+
+class FakeServer(DataLoaderServicer):  # type: ignore[misc]
+    """One run for any number of ranks. Everything that was asked of it is kept for the tests to read."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.joins: list[wire.JoinRequest] = []
+        self.opens: list[wire.StreamOpen] = []
+        self.progress: list[wire.Progress] = []
+        self.half_closed = threading.Event()
+        self.committed_through = 0
+        self._lock = threading.Lock()
+
+    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
+        script = self.script
+        with self._lock:
+            self.joins.append(request)
+            error = script.join_errors.pop(0) if script.join_errors else None
+        if error is not None:
+            _abort(context, error, "as the script says")
+        start = script.start_index
+        if request.state_json:
+            start = json.loads(request.state_json)["sample_index"]
+        return wire.JoinResponse(
+            run_uid=RUN_UID,
+            generation=3,
+            start_index=start,
+            start_digest=digest_at(start),
+            start_tokens=start * script.length,
+            sequence_length=script.length,
+            id_type=script.id_bytes,
+            labels=wire.LABELS_SHIFTED if script.shifted else wire.LABELS_SAME,
+            vocab_size=65536,
+            sources=[wire.Source(id=0, spec="parquet:a:text", alias="a"), wire.Source(id=1, spec="txt:b:text")],
+            group_steps=script.group_steps,
+            snapshot_template=json.dumps(template(request.run, request.stream)).encode(),
+            base=base_at(start),
+        )
+
+    def Stream(  # noqa: N802
+        self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
+    ) -> Iterator[wire.StreamResponse]:
+        opened = next(requests).open
+        with self._lock:
+            self.opens.append(opened)
+            number = len(self.opens)
+        join = next(join for join in reversed(self.joins) if join.rank == opened.rank)
+        heard = _Heard(self, opened.progress)
+        threading.Thread(target=heard.read, args=(requests,), daemon=True).start()
+        start = json.loads(join.state_json)["sample_index"] if join.state_json else self.script.start_index
+        group = join.world_size * join.batch_size * self.script.group_steps
+        begin, base_sent = opened.received_through, None
+        while not heard.closed:
+            steps = self._steps_from(begin, start + ((begin - start) // group + 1) * group, join, heard.progress)
+            if not steps and begin >= self._last_end(join):
+                end = wire.EndOfData(end_index=begin, reason="all sources are exhausted")
+                yield wire.StreamResponse(end_of_data=end, committed_through=self.committed_through)
+                heard.wait_closed(context)
+                return
+            fault = self.script.on_message(number, begin) if steps else None
+            if fault == "silent":
+                heard.wait_closed(context)
+                return
+            if fault == "end":
+                return
+            if fault is not None and fault != "skip":
+                _abort(context, fault, f"as the script says, at {begin}")
+            if not steps:
+                heard.wait_progress(context)
+                if heard.idle:
+                    yield wire.StreamResponse(heartbeat=wire.Heartbeat(), committed_through=self.committed_through)
+                continue
+            base = base_at(start + (begin - start) // group * group)
+            message = self._message(begin, steps, join, opened.rank, base if base != base_sent else None)
+            base_sent = base
+            if fault == "skip":
+                message.begin_index += join.batch_size
+            yield wire.StreamResponse(batches=message, committed_through=self.committed_through)
+            begin = steps[-1]
+
+    def _last_end(self, join: wire.JoinRequest) -> int:
+        step = join.world_size * join.batch_size
+        return self.script.end_index if self.script.pad_last_step else self.script.end_index // step * step
+
+    def _steps_from(self, begin: int, boundary: int, join: wire.JoinRequest, progress: wire.Progress) -> list[int]:
+        step = join.world_size * join.batch_size
+        limit = min(boundary, progress.consumed_through + progress.credit_steps * step)
+        last = self._last_end(join)
+        return [min(end, last) for end in range(begin + step, limit + 1, step) if min(end, last) > end - step]
+
+    def _message(
+        self, begin: int, ends: list[int], join: wire.JoinRequest, rank: int, base: wire.Base | None
+    ) -> wire.Batches:
+        script, width = self.script, self.script.length + self.script.shifted
+        message = wire.Batches(begin_index=begin, base=base)
+        ids = []
+        for at, end in zip([begin, *ends[:-1]], ends, strict=True):
+            slice_ = (rank + at) % join.world_size
+            message.steps.add(end_index=end, slice=slice_, total_tokens=end * script.length, digest=digest_at(end))
+            for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
+                real = index < script.end_index
+                made = (script.ids_of or ids_of)(index, width) if real else np.zeros(width)
+                ids.append(made.astype(f"<u{script.id_bytes}"))
+                message.source_ids.append(index % 2 if real else -1)
+                if join.document_starts:
+                    starts = script.documents_of(index) if real else []
+                    message.document_counts.append(len(starts))
+                    message.document_starts.extend(starts)
+        message.ids = np.stack(ids).tobytes()
+        return message
+
+
+class _Heard:
+    """The newest progress of a stream; read on a thread of its own."""
+
+    def __init__(self, server: FakeServer, progress: wire.Progress) -> None:
+        self._server = server
+        self._changed = threading.Condition()
+        self.progress = progress
+        self.closed = False
+        self.idle = False
+
+    def read(self, requests: Iterator[wire.StreamRequest]) -> None:
+        with contextlib.suppress(grpc.RpcError, Exception):
+            for request in requests:
+                with self._changed:
+                    self.progress = request.progress
+                    self._server.progress.append(request.progress)
+                    self._server.committed_through = request.progress.consumed_through
+                    self._changed.notify_all()
+            self._server.half_closed.set()
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def wait_progress(self, context: grpc.ServicerContext) -> None:
+        with self._changed:
+            seen = self.progress
+            self.idle = not self._changed.wait_for(lambda: self.progress is not seen or self.closed, 0.2)
+
+    def wait_closed(self, context: grpc.ServicerContext) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or not context.is_active(), 30)
+
+
+def digest_at(index: int) -> str:
+    """Stands for the rolling digest: 0 at 0, and different everywhere."""
+    return hashlib.md5(str(index).encode()).hexdigest() if index else "0" * 32
+
+
+def template(run: str, stream: str) -> Mapping[str, Any]:
+    """What is the same in all snapshots of the fake run."""
+    return {"format": "tokenloom/snapshot", "version": 1, "run": run, "stream": stream or "train", "run_uid": RUN_UID}
+
+
+def base_at(index: int) -> wire.Base:
+    """The resume state at a boundary."""
+    return wire.Base(sample_index=index, resume_state=json.dumps({"sample_index": index, "datasets": []}).encode())
+
+
+def _abort(context: grpc.ServicerContext, name: str, message: str) -> None:
+    if name:
+        context.set_trailing_metadata((("tokenloom-error", name),))
+    context.abort(STATUS_OF.get(name, grpc.StatusCode.UNAVAILABLE if not name else grpc.StatusCode.INTERNAL), message)
+
+
+@contextlib.contextmanager
+def serving(script: Script, port: int = 0) -> Iterator[tuple[FakeServer, str, grpc.Server]]:
+    """A fake server on loopback: (its record, the URL of its run, the gRPC server)."""
+    servicer = FakeServer(script)
+    options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=options)
+    add_DataLoaderServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield servicer, f"grpc://127.0.0.1:{port}/fake", server
+    finally:
+        server.stop(0).wait(5)
