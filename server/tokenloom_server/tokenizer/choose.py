@@ -1,0 +1,227 @@
+"""The choice of an engine: made once per run against the reference, recorded, and honoured or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+
+import pyarrow as pa
+
+from tokenloom_server.errors import TokenizerError
+from tokenloom_server.tokenizer.check import CheckedEngine, Difference, first_difference
+from tokenloom_server.tokenizer.definition import TokenizerDefinition
+from tokenloom_server.tokenizer.engine import (
+    BytesEngine,
+    Encoded,
+    Engine,
+    GigatokenEngine,
+    SpecialTokensInText,
+    TokenizersEngine,
+    ragged,
+)
+
+#: How much of the sample is encoded with both engines: about half a second for the slower one.
+SAMPLE_BYTES = 1 << 20
+
+#: One in this many documents is checked while running: a hundredth of the fast engine's time.
+CHECK_ONE_IN = 10_000
+
+#: Texts on which tokenisers have differed before; a sample of real rows may lack them all.
+PROBES = (
+    "",
+    " ",
+    "  leading, trailing  ",
+    "tab\tnew\nline\r\nreturn\r\n\r\n  \n \t end",
+    "a\u00a0b\u2003c\u3000d\u200be\ufefff\u0085g",
+    "I'm you're WE'LL they'd It'S o'clock ''s",
+    "0 12 123 1234 12345 1,234.56 3.14e-10 0x1F ½ ² ٣٤ १२",
+    "camelCase snake_case SCREAMING_CASE kebab-case CamelHTTPServer",
+    "x==y!=z; {[(<>)]} // /* */ #!@$%^&*~`|\\ ... --- ===",
+    "naïve café cafe\u0301 A\u030a Å ﬁ İstanbul ı ſ ẞ",
+    "日本語のテキスト。中文，测试！한국어 시험 ไทย हिन्दी",
+    "שלום עולם مرحبا بالعالم",
+    "😀👍🏽👨\u200d👩\u200d👧🇩🇪 ❤\ufe0f",
+    "\x00\x01\x1f\x7f\x80",
+    "\U0001f9ff\U000e0001\U0010ffff\ue000\ufffd",
+    "a" * 300 + " " * 300 + "\n" * 30,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """What decides a run's ids, as kept in its record and in every snapshot."""
+
+    digest: str
+    engine: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """Tokens per CPU-second, measured on the sample; None where the engine did not run."""
+
+    gigatoken: float | None = None
+    tokenizers: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the CPU time of gigatoken tokenizers takes."""
+        return self.gigatoken / self.tokenizers if self.gigatoken and self.tokenizers else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """The engine of a run, and why."""
+
+    record: EngineRecord
+    reason: str
+    cost: EngineCost
+
+    @property
+    def engine(self) -> str:
+        return self.record.engine
+
+    @property
+    def version(self) -> str:
+        return self.record.version
+
+
+def choose_engine(
+    definition: TokenizerDefinition,
+    special_tokens_in_text: SpecialTokensInText,
+    sample_rows: Sequence[pa.Array],
+    *,
+    cpu_clock_s: Callable[[], float],
+) -> EngineChoice:
+    """gigatoken where it equals tokenizers on a sample, else tokenizers.
+
+    ``sample_rows`` are (large_)string columns of real rows; as much as ``SAMPLE_BYTES`` of them is
+    read, evenly. Every added token, alone and inside text, is compared as well. ``cpu_clock_s`` gives the
+    CPU time of this thread (``time.thread_time``); it is for the cost alone and decides nothing.
+    """
+    if definition.is_bytes:
+        record = EngineRecord(definition.digest, BytesEngine.name, BytesEngine.version)
+        return EngineChoice(record, "bytes need no tokeniser", EngineCost())
+    reference = TokenizersEngine(definition, special_tokens_in_text)
+    rows = _sample(sample_rows)
+    # The first rows warm both engines, the second half of the sample is timed.
+    parts = [part for part in (_probes(definition), rows[: len(rows) // 2], rows[len(rows) // 2 :]) if part]
+    slow = _Timed(parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part]))
+    try:
+        engine = GigatokenEngine(definition, special_tokens_in_text)
+        fast = _Timed(parts, cpu_clock_s, lambda part: engine.encode(pa.array(part, pa.large_string())))
+    except TokenizerError as error:
+        cost = EngineCost(tokenizers=slow.tokens_per_cpu_s)
+        return _fall_back(definition, reference, str(error), cost)
+    cost = EngineCost(gigatoken=fast.tokens_per_cpu_s, tokenizers=slow.tokens_per_cpu_s)
+    for part, found, expected in zip(parts, fast.results, slow.results, strict=True):
+        difference = first_difference(found, expected)
+        if difference is not None:
+            excerpt = _excerpt(reference, part[difference.row], difference)
+            why = f"gigatoken {engine.version} gives other ids for the text {excerpt} {difference.describe()}"
+            return _fall_back(definition, reference, why, cost)
+    texts, tokens = sum(map(len, parts)), sum(len(result.values) for result in slow.results)
+    reason = f"gigatoken equals tokenizers {reference.version} on {texts} texts ({tokens} tokens)"
+    return EngineChoice(EngineRecord(definition.digest, engine.name, engine.version), reason, cost)
+
+
+def load_engine(
+    definition: TokenizerDefinition,
+    record: EngineRecord,
+    special_tokens_in_text: SpecialTokensInText,
+    *,
+    parallel: bool = False,
+    check_one_in: int = CHECK_ONE_IN,
+) -> Engine:
+    """The engine that a run began with. One per thread that encodes.
+
+    ``parallel`` lets gigatoken use all cores in a call; ``check_one_in`` is how many documents stand
+    behind each one that is checked against the reference (0: none). Raises ``TokenizerError`` when the
+    tokeniser's digest, the engine or its installed version is not the recorded one.
+    """
+    if record.digest != definition.digest:
+        raise TokenizerError(
+            f"tokenizer {definition.name!r}: its files have the digest {definition.digest}, but the run began with "
+            f"{record.digest}; put the old files back, or begin a new run"
+        )
+    if record.engine == BytesEngine.name and definition.is_bytes:
+        _require_version(record, BytesEngine.version)
+        return BytesEngine()
+    if definition.is_bytes or record.engine not in (GigatokenEngine.name, TokenizersEngine.name):
+        raise TokenizerError(
+            f"tokenizer {definition.name!r}: the run began with the engine {record.engine!r}, which this server "
+            "does not have for it; use the server version that the run began with, or begin a new run"
+        )
+    _require_version(record, _installed(record.engine))
+    reference = TokenizersEngine(definition, special_tokens_in_text)
+    if record.engine == TokenizersEngine.name:
+        return reference
+    engine = GigatokenEngine(definition, special_tokens_in_text, parallel=parallel)
+    return CheckedEngine(engine, reference, one_in=check_one_in) if check_one_in else engine
+
+
+def _require_version(record: EngineRecord, found: str) -> None:
+    if record.version != found:
+        raise TokenizerError(
+            f"the run began with {record.engine} {record.version}, but {found} is installed, which may give other ids; "
+            f"install {record.engine}=={record.version}, or begin a new run"
+        )
+
+
+def _installed(package: str) -> str:
+    try:
+        return installed_version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+class _Timed:
+    """Results of each part, and the speed on the last one in CPU time of this thread."""
+
+    def __init__(
+        self, parts: list[list[str]], cpu_clock_s: Callable[[], float], encode: Callable[[list[str]], Encoded]
+    ) -> None:
+        self.results: list[Encoded] = []
+        elapsed_s = 0.0
+        for part in parts:
+            begin_s = cpu_clock_s()
+            self.results.append(encode(part))
+            elapsed_s = cpu_clock_s() - begin_s
+        self.tokens_per_cpu_s = len(self.results[-1].values) / max(elapsed_s, 1e-9)
+
+
+def _fall_back(
+    definition: TokenizerDefinition, reference: TokenizersEngine, why: str, cost: EngineCost
+) -> EngineChoice:
+    speed = f"{cost.tokenizers or 0:,.0f} tokens per CPU-second"
+    price = f"it costs {cost.ratio:.1f} times the CPU time, at {speed}" if cost.ratio else f"it makes {speed}"
+    record = EngineRecord(definition.digest, reference.name, reference.version)
+    return EngineChoice(record, f"{why}; so tokenizers {reference.version} is used: {price}", cost)
+
+
+def _excerpt(reference: TokenizersEngine, text: str, difference: Difference) -> str:
+    at = reference.character_of(text, difference.position)
+    begin, end = max(0, at - 20), at + 20
+    return ("…" if begin else "") + repr(text[begin:end]) + ("…" if end < len(text) else "")
+
+
+def _probes(definition: TokenizerDefinition) -> list[str]:
+    patterns = ("{}", "a{}b", "a {} b", "{0}{0}", "\n{}\n", "日{}é")
+    added = [pattern.format(token.content) for token in definition.added_tokens for pattern in patterns]
+    return [*PROBES, *added]
+
+
+def _sample(columns: Sequence[pa.Array]) -> list[str]:
+    """Texts from the head of each column, cut at an even share of ``SAMPLE_BYTES``."""
+    texts: list[str] = []
+    for column in columns:
+        left = SAMPLE_BYTES // len(columns)
+        for value in column:
+            if left <= 0:
+                break
+            text = (value.as_py() or "")[:left]
+            left -= max(1, len(text.encode()))
+            texts.append(text)
+    return texts

@@ -1,0 +1,199 @@
+"""What a tokeniser is: its file's content, its digest and its vocabulary. No engine runs it yet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.config import BYTES_TOKENIZER
+from tokenloom_server.errors import TokenizerError
+
+#: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.
+_BYTES_END_OF_TEXT = 256
+_BYTES_BEGIN_OF_TEXT = 257
+
+_LISTED_FILES = 12
+_HELP = "Names are never looked up on a hub: download the tokeniser's files, and give their path"
+_CONVERT = (
+    "save it as a tokenizer.json, for example with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token with an id of its own beside the model's. Special ones are plain text unless asked for."""
+
+    content: str
+    id: int
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NamedToken:
+    """A token that ``tokenizer_config.json`` names; ``id`` is None where the vocabulary lacks it."""
+
+    content: str
+    id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerDefinition:
+    """A tokeniser as found on disk, or `bytes`."""
+
+    name: str
+    """As the mixture file writes it."""
+    content: str
+    """The text of ``tokenizer.json``; empty for `bytes`."""
+    digest: str
+    """SHA-256 of everything here that decides ids: the file, and the end and begin tokens named beside it."""
+    vocab_size: int
+    """Greatest id + 1, added tokens included."""
+    added_tokens: tuple[AddedToken, ...]
+    """In id order."""
+    end_of_text: NamedToken | None = None
+    """``eos_token`` of the ``tokenizer_config.json`` beside the file."""
+    begin_of_text: NamedToken | None = None
+    """``bos_token`` of the ``tokenizer_config.json`` beside the file."""
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.name == BYTES_TOKENIZER
+
+
+def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
+    """Reads the tokeniser that a mixture file names; relative paths begin at ``base_dir``.
+
+    Raises ``TokenizerError``, naming the path, what was found and what to do, when there is no
+    tokenizer.json, when `tokenizers` cannot read it, or when it encodes at random.
+    """
+    if name == BYTES_TOKENIZER:
+        return _bytes_definition()
+    path = _tokenizer_json(name, base_dir)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"tokenizer {name!r}: {path} cannot be read ({error.strerror})") from None
+    content, document = _parse(name, path, raw)
+    _refuse_random(name, path, document.get("model"))
+
+    import tokenizers
+
+    try:
+        reference = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} is not supported by tokenizers {tokenizers.__version__} ({error}); "
+            "expected a tokenizer.json of that version or an older one"
+        ) from None
+    added = tuple(
+        AddedToken(str(token.content), int(token_id), bool(token.special))
+        for token_id, token in sorted(reference.get_added_tokens_decoder().items())
+    )
+    vocabulary: dict[str, int] = reference.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
+    # A file of another name may stand beside a config that is not its own.
+    named = _named_beside(path, vocabulary) if path.name == "tokenizer.json" else {}
+    sealed = canonical({key: token.content for key, token in named.items()})
+    return TokenizerDefinition(
+        name=name,
+        content=content,
+        digest=hashlib.sha256(hashlib.sha256(raw).digest() + sealed.encode()).hexdigest(),
+        vocab_size=max(vocabulary.values()) + 1,
+        added_tokens=added,
+        end_of_text=named.get("eos_token"),
+        begin_of_text=named.get("bos_token"),
+    )
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest of uint8, uint16 and uint32 that holds every id below ``vocab_size``.
+
+    Raises ``TokenizerError`` when none does.
+    """
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        if vocab_size - 1 <= np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    raise TokenizerError(
+        f"a vocabulary of {vocab_size} ids does not fit the wire's widest type, uint32; expected at most {2**32}"
+    )
+
+
+def _bytes_definition() -> TokenizerDefinition:
+    return TokenizerDefinition(
+        name=BYTES_TOKENIZER,
+        content="",
+        digest=hashlib.sha256(b"tokenloom bytes 258").hexdigest(),
+        vocab_size=258,
+        added_tokens=(
+            AddedToken("<|endoftext|>", _BYTES_END_OF_TEXT, True),
+            AddedToken("<|begin_of_text|>", _BYTES_BEGIN_OF_TEXT, True),
+        ),
+    )
+
+
+def _tokenizer_json(name: str, base_dir: Path) -> Path:
+    path = base_dir / name
+    if not path.exists():
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} does not exist; expected a tokenizer.json, a folder with one, "
+            f"or {BYTES_TOKENIZER!r}. {_HELP}"
+        )
+    if not path.is_dir():
+        return path
+    if (path / "tokenizer.json").is_file():
+        return path / "tokenizer.json"
+    there = sorted(entry.name for entry in path.iterdir())
+    listed = ", ".join(there[:_LISTED_FILES]) + (", …" if len(there) > _LISTED_FILES else "")
+    raise TokenizerError(
+        f"tokenizer {name!r}: the folder {path} has no tokenizer.json (found: {listed or 'nothing'}); {_CONVERT}"
+    )
+
+
+def _parse(name: str, path: Path, raw: bytes) -> tuple[str, dict[str, Any]]:
+    try:
+        content = raw.decode("utf-8")
+        document = json.loads(content)
+    except ValueError as error:
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} is not JSON ({error}); expected a tokenizer.json. "
+            f"Where it is another format (a sentencepiece or tiktoken model, a vocab.txt), {_CONVERT}"
+        ) from None
+    if not isinstance(document, dict) or "model" not in document:
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} is JSON but has no 'model', so it is no tokenizer.json; {_CONVERT}"
+        )
+    return content, document
+
+
+def _refuse_random(name: str, path: Path, model: object) -> None:
+    # BPE dropout and unigram sampling give other ids at each call: no order could be repeated.
+    for field in ("dropout", "alpha"):
+        if isinstance(model, dict) and model.get(field):
+            raise TokenizerError(
+                f"tokenizer {name!r}: {path} has model.{field} = {model[field]}, which encodes at random; "
+                "set it to null, so that a run can be repeated"
+            )
+
+
+def _named_beside(path: Path, vocabulary: dict[str, int]) -> dict[str, NamedToken]:
+    beside = path.parent / "tokenizer_config.json"
+    if not beside.is_file():
+        return {}
+    try:
+        config = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{beside}: cannot be read ({error}); expected JSON, mend it or remove it") from None
+    named = {}
+    for field in ("eos_token", "bos_token"):
+        token = config.get(field) if isinstance(config, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            named[field] = NamedToken(token, vocabulary.get(token))
+    return named
