@@ -1,0 +1,64 @@
+-- Goes before every other script. KEYS are all keys of one run, in the order of KEYS_OF_A_RUN in
+-- redis.py. ARGV[1] is the run's uid, ARGV[2] the server epoch ('' where the call has none).
+-- Integers are compared as doubles (all are below 2^53) and stored as the strings that came.
+local RUN, SAMPLES, ROWS, TOKENS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local OPENINGS, ATTEMPTS, SLOTS = KEYS[5], KEYS[6], KEYS[7]
+local JOURNAL, STATES, SNAPSHOTS = KEYS[8], KEYS[9], KEYS[10]
+
+local function field(name)
+  return redis.call('HGET', RUN, name)
+end
+
+local function refused()
+  local uid = field('uid')
+  if not uid then return {'missing'} end
+  if uid ~= ARGV[1] then return {'renamed', uid} end
+  if ARGV[2] ~= '' then
+    local epoch = field('epoch')
+    if tonumber(epoch) ~= tonumber(ARGV[2]) then return {'not_leader', epoch} end
+  end
+  return nil
+end
+
+local function fenced(generation)
+  local found = field('generation') or '0'
+  if found == '0' or tonumber(found) ~= tonumber(generation) then return {'fenced', found} end
+  return nil
+end
+
+local function put_counters(key, specs, first)
+  -- In parts, because unpack() has a limit.
+  for start = 1, #specs, 1000 do
+    local pairs_of = {}
+    for place = start, math.min(start + 999, #specs) do
+      pairs_of[#pairs_of + 1] = specs[place]
+      pairs_of[#pairs_of + 1] = ARGV[first + place - 1]
+    end
+    redis.call('HSET', key, unpack(pairs_of))
+  end
+end
+
+-- ARGV[at]: sample index, total tokens, digest, state, time, number of specs n; then n specs,
+-- their n samples, n rows and n tokens.
+local function put_committed(at)
+  redis.call('HSET', RUN, 'sample_index', ARGV[at], 'total_tokens', ARGV[at + 1], 'digest', ARGV[at + 2],
+    'state', ARGV[at + 3], 'committed_at', ARGV[at + 4])
+  local count = tonumber(ARGV[at + 5])
+  local specs = {}
+  for place = 1, count do specs[place] = ARGV[at + 5 + place] end
+  for place, key in ipairs({SAMPLES, ROWS, TOKENS}) do
+    local first = at + 6 + place * count
+    put_counters(key, specs, first)
+    if redis.call('HLEN', key) ~= count then -- specs that are no longer counted
+      redis.call('DEL', key)
+      put_counters(key, specs, first)
+    end
+  end
+end
+
+local function put_journal(member, state)
+  if redis.call('HSETNX', STATES, member, state) == 1 then
+    redis.call('ZADD', JOURNAL, 0, member)
+    redis.call('HINCRBY', RUN, 'journal_bytes', #state)
+  end
+end

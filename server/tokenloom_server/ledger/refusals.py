@@ -1,0 +1,109 @@
+"""What both ledgers refuse, in the same words: what the ledger holds, what the call had, what it means."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from tokenloom_server.errors import AttemptUsed, Fenced, LedgerError, NotFound, NotLeader, OrderMismatch
+from tokenloom_server.ledger.base import Commit, Opening
+from tokenloom_server.state import MAX_COUNTER
+
+
+def no_such_run(uid: str, stream: str) -> NotFound:
+    return NotFound(
+        f"The ledger has no run {uid}, stream {stream}: either another ledger was meant (--ledger), or this lost it."
+    )
+
+
+def renamed(uid: str, stream: str, found: str) -> NotLeader:
+    return NotLeader(
+        f"Run {uid}, stream {stream}, took the uid {found}, for a trainer that brought that run's state: whoever still "
+        f"writes as {uid} serves it no longer. Read the run by its name again."
+    )
+
+
+def not_leader(uid: str, stream: str, found: int, had: int) -> NotLeader:
+    return NotLeader(
+        f"Run {uid}, stream {stream}: the ledger is at server epoch {found}, this server has {had}. Another server has "
+        f"taken the run over, and this one must not write to it any more."
+    )
+
+
+def fenced(uid: str, stream: str, found: int, had: int) -> Fenced:
+    now = f"the ledger is at generation {found}" if found else "the ledger has no generation of it yet"
+    return Fenced(
+        f"Run {uid}, stream {stream}: {now}, the call belongs to generation {had}. "
+        f"That generation is over: its trainers must end, and drop what they have buffered."
+    )
+
+
+def order_mismatch(uid: str, stream: str, index: int, found: str, had: str) -> OrderMismatch:
+    return OrderMismatch(
+        f"Run {uid}, stream {stream}: sample index {index} is committed with digest {found}, the call has {had}: two "
+        f"orders of the same run exist, so nothing more is served. Compare the servers' data, tokenizer and version."
+    )
+
+
+def attempt_used(uid: str, stream: str, attempt: str, generation: int) -> AttemptUsed:
+    return AttemptUsed(
+        f"Run {uid}, stream {stream}: the attempt id {attempt!r} opened generation {generation} already. An attempt "
+        f"id is used once: give each launch, restarts included, an id of its own."
+    )
+
+
+def slot_taken(uid: str, stream: str, generation: int, rank: int) -> AttemptUsed:
+    return AttemptUsed(
+        f"Run {uid}, stream {stream}: rank {rank} of generation {generation} was served to another client process. "
+        f"What that one got cannot be given out again: restart all ranks with a new attempt id."
+    )
+
+
+def generation_too_low(uid: str, stream: str, found: int, had: int) -> LedgerError:
+    return LedgerError(
+        f"Run {uid}, stream {stream}: the ledger is at generation {found}, the opening has {had}; expected {found + 1} "
+        f"or more. Another opening came first: read the run again."
+    )
+
+
+def opened_already(uid: str, stream: str, generation: int, new_uid: str) -> LedgerError:
+    return LedgerError(
+        f"Run {uid}, stream {stream}, has opened generation {generation}, so it cannot take the uid {new_uid}. The "
+        f"state belongs to another run: give this one another name (run: in the mixture file), or use an empty ledger."
+    )
+
+
+def uid_taken(uid: str, stream: str, name: str, holder: str) -> LedgerError:
+    return LedgerError(
+        f"Run {name!r}, stream {stream}, cannot have the uid {uid}: the ledger has it for run {holder!r}. A state "
+        f"continues under the name that its run has in this ledger (run: in the mixture file), or in an empty ledger."
+    )
+
+
+def snapshot_differs(uid: str, stream: str, snapshot_id: str) -> LedgerError:
+    return LedgerError(
+        f"Run {uid}, stream {stream}: snapshot {snapshot_id} is in the ledger with another text; it never changes."
+    )
+
+
+def check_commit(uid: str, stream: str, commit: Commit) -> None:
+    """Refuses integers that a reader of JSON or Lua cannot hold."""
+    named = [("sample_index", commit.sample_index), ("total_tokens", commit.total_tokens)]
+    for spec, counters in commit.counters.items():
+        named += [(f"{field} of {spec}", getattr(counters, field)) for field in ("samples", "rows", "tokens")]
+    for name, number in named:
+        if not 0 <= number <= MAX_COUNTER:
+            raise LedgerError(
+                f"Run {uid}, stream {stream}: {name} is {number}; expected 0 to {MAX_COUNTER} (2^53 - 1), the integers "
+                f"that every reader of the ledger holds exactly."
+            )
+
+
+def opening_mark(epoch: int, opening: Opening, committed: Commit) -> str:
+    """Equal for repetitions of one opening write, which an unknown outcome makes necessary, and for nothing else.
+
+    ``opened_at`` is left out: it is for people, and a repetition may be stamped anew.
+    """
+    fields = asdict(opening) | {"opened_at": 0, "epoch": epoch, "digest": committed.digest}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

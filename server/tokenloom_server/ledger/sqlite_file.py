@@ -1,0 +1,173 @@
+"""A SQLite file that is a ledger: its layout, how it is opened, its transactions and their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
+
+#: How long a call waits for another process's transaction; those take milliseconds.
+BUSY_TIMEOUT_S = 5.0
+
+#: The layout below. A change to it is a new number, with a migration.
+SCHEMA_VERSION = 1
+
+#: "TKLM": tells a ledger from other SQLite files.
+APPLICATION_ID = 0x544B4C4D
+
+# What a commit rewrites stands apart from the run's record, so that a commit writes few pages.
+_SCHEMA = """
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, stream TEXT NOT NULL, uid TEXT NOT NULL, epoch INTEGER NOT NULL,
+    generation INTEGER NOT NULL, opening_mark TEXT NOT NULL, pin TEXT, record TEXT NOT NULL,
+    UNIQUE (name, stream), UNIQUE (uid, stream));
+CREATE TABLE former_uids (
+    uid TEXT NOT NULL, stream TEXT NOT NULL, run INTEGER NOT NULL, PRIMARY KEY (uid, stream)) WITHOUT ROWID;
+CREATE TABLE committed (
+    run INTEGER PRIMARY KEY, sample_index INTEGER NOT NULL, total_tokens INTEGER NOT NULL, digest TEXT NOT NULL,
+    committed_at REAL NOT NULL, state TEXT NOT NULL);
+CREATE TABLE counters (
+    run INTEGER NOT NULL, spec TEXT NOT NULL, samples INTEGER NOT NULL, rows INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (run, spec)) WITHOUT ROWID;
+CREATE TABLE openings (
+    run INTEGER NOT NULL, generation INTEGER NOT NULL, parent INTEGER NOT NULL, attempt TEXT NOT NULL,
+    world_size INTEGER NOT NULL, batch_size INTEGER NOT NULL, start_index INTEGER NOT NULL, opened_at REAL NOT NULL,
+    start_state TEXT NOT NULL, PRIMARY KEY (run, generation), UNIQUE (run, attempt));
+CREATE TABLE slots (
+    run INTEGER NOT NULL, rank INTEGER NOT NULL, nonce TEXT NOT NULL, PRIMARY KEY (run, rank)) WITHOUT ROWID;
+CREATE TABLE journal (
+    id INTEGER PRIMARY KEY, run INTEGER NOT NULL, generation INTEGER NOT NULL, sample_index INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, state TEXT NOT NULL, UNIQUE (run, generation, sample_index));
+CREATE TABLE snapshots (
+    run INTEGER NOT NULL, id TEXT NOT NULL, sample_index INTEGER NOT NULL, saved_at REAL NOT NULL, text TEXT NOT NULL,
+    PRIMARY KEY (run, id));
+"""
+
+
+class SqliteFile:
+    """One connection to a ledger's file, guarded by a lock: any thread may call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"The ledger's folder {path.parent} does not exist. Create it, or give another path with --ledger."
+            )
+        if path.is_dir():
+            raise ConfigError(f"The ledger {path} is a folder; expected a file. Give another path with --ledger.")
+        with self._translated():
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        try:
+            with self._translated():
+                self._refuse_other_files()
+            self._write_ahead()
+            with self.writing() as connection:
+                if not self._refuse_other_files():
+                    _create(connection)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def settings(self) -> tuple[str, int]:
+        """(journal mode, synchronous) as they are."""
+        with self._lock, self._translated():
+            (mode,) = self._connection.execute("PRAGMA journal_mode").fetchone()
+            (synchronous,) = self._connection.execute("PRAGMA synchronous").fetchone()
+        return str(mode), int(synchronous)
+
+    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
+        """A transaction that sees one moment."""
+        return self._transaction("BEGIN")
+
+    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
+        """A transaction that is alone from its start, and on the disk when it ends without an exception."""
+        return self._transaction("BEGIN IMMEDIATE")
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def _refuse_other_files(self) -> bool:
+        """Whether the file has a ledger's layout already; raises where it has something else's."""
+        (application,) = self._connection.execute("PRAGMA application_id").fetchone()
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        if (application, version, tables) == (0, 0, 0):
+            return False
+        if application != APPLICATION_ID:
+            raise ConfigError(f"{self.path} is a SQLite database, but not a ledger. Give another path with --ledger.")
+        if version > SCHEMA_VERSION:
+            raise LedgerError(
+                f"The ledger {self.path} has schema version {version}, this server knows up to {SCHEMA_VERSION}: a "
+                f"newer Tokenloom wrote it. Upgrade this one."
+            )
+        return True
+
+    def _write_ahead(self) -> None:
+        """Two processes that make a file a write-ahead one at once may collide without SQLite's own
+        waiting: hence the loop.
+        """
+        deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                    with self._translated():
+                        raise
+                time.sleep(0.01)
+        self._connection.execute("PRAGMA synchronous = FULL")
+        # On macOS a plain fsync leaves the data in the disk's cache; elsewhere these two do nothing.
+        self._connection.execute("PRAGMA fullfsync = ON")
+        self._connection.execute("PRAGMA checkpoint_fullfsync = ON")
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._translated():
+            self._connection.execute(begin)
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    with contextlib.suppress(sqlite3.Error):
+                        self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise LedgerUnavailable(
+                f"The ledger {self.path} cannot be used now: {error}. Look at its disk's free space, at the file's "
+                f"permissions, and for another process that holds it locked."
+            ) from error
+        except sqlite3.ProgrammingError as error:
+            raise LedgerUnavailable(f"The ledger {self.path} cannot be used now: {error}") from error
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+                raise ConfigError(
+                    f"{self.path} is not a SQLite database. Give another path with --ledger, or move that file away."
+                ) from error
+            raise LedgerError(
+                f"The ledger {self.path} is damaged or refuses: {error}. Restore it from a copy, or begin an empty "
+                f"one and resume from a trainer's checkpoint."
+            ) from error
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    for statement in _SCHEMA.split(";"):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

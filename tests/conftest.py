@@ -1,0 +1,26 @@
+"""Fixtures for every test: a real Redis, empty for each test that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from support.redis_server import RedisServer
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis with ``appendonly yes`` and ``appendfsync always``. A test that kills it starts it again."""
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The URL of an empty Redis database."""
+    with redis.Redis(port=redis_server.port) as client:
+        client.flushall()
+    return redis_server.url()

@@ -1,0 +1,67 @@
+"""Stores that a ledger can be opened on, that can crash and come back: what the contract suite runs on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import redis
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.redis import RedisLedger
+from tokenloom_server.ledger.sqlite import SqliteLedger
+
+from support.redis_server import RedisServer
+
+
+class LedgerStore(Protocol):
+    """An empty store; ``open`` gives a ledger as another server process would have it."""
+
+    def open(self) -> Ledger: ...
+
+    def crash(self) -> None:
+        """Kills the store where it is a process, and brings it back on the same data."""
+
+    def close(self) -> None:
+        """Closes every ledger that was opened."""
+
+
+class SqliteStore:
+    def __init__(self, folder: Path, ledger: Callable[[Path], Ledger] = SqliteLedger) -> None:
+        self.path = folder / f"{uuid.uuid4().hex}.db"
+        self._ledger = ledger
+        self._opened: list[Ledger] = []
+
+    def open(self) -> Ledger:
+        self._opened.append(self._ledger(self.path))
+        return self._opened[-1]
+
+    def crash(self) -> None:
+        """There is no process to kill: the ledgers are closed, and must be opened again."""
+        self.close()
+
+    def close(self) -> None:
+        while self._opened:
+            self._opened.pop().close()
+
+
+class RedisStore:
+    def __init__(self, server: RedisServer, ledger: Callable[[str], Ledger] = RedisLedger) -> None:
+        self._server = server
+        self._ledger = ledger
+        self._opened: list[Ledger] = []
+        with redis.Redis(port=server.port) as client:
+            client.flushall()
+
+    def open(self) -> Ledger:
+        self._opened.append(self._ledger(self._server.url()))
+        return self._opened[-1]
+
+    def crash(self) -> None:
+        self._server.kill()
+        self._server.start()
+
+    def close(self) -> None:
+        while self._opened:
+            self._opened.pop().close()

