@@ -134,6 +134,10 @@ class NotFound(TokenloomError):
     http_status = 404
 
 
+class CounterOverflow(TokenloomError):
+    """A counter passed 2^53 − 1, the last integer that JSON and Lua readers hold exactly."""
+
+
 class ServerStopping(TokenloomError):
     """The server is closing in an orderly way; clients reconnect."""
 

@@ -1,0 +1,33 @@
+"""Counter-based randomness: every draw is a hash of what it is for, so there is no generator to save.
+
+The hash is XXH3-64 of five little-endian 64-bit words. Purposes are never reused; a new kind of draw
+gets a new number, a changed one a new ``ORDER_VERSION``.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import xxhash
+
+_WORDS = struct.Struct("<5Q")
+
+
+class Purpose(IntEnum):
+    """What a draw decides."""
+
+    TIE = 1
+    CHOICE = 2
+    SLICE = 3
+
+
+def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:
+    """A uniform integer in [0, 2^64), a pure function of its arguments (each in [0, 2^64))."""
+    return xxhash.xxh3_64_intdigest(_WORDS.pack(seed, purpose, stable_id, index, retry))
+
+
+def slice_rotation(seed: int, sample_index: int, world_size: int) -> int:
+    """By how many slots a step that begins at ``sample_index`` is rotated: rank r gets slice
+    ``(r + rotation) mod world_size``. Without it a deterministic mixture would alias with the ranks."""
+    return draw(seed, Purpose.SLICE, 0, sample_index) * world_size >> 64

@@ -1,0 +1,410 @@
+"""One run at work: the threads, waits and ledger writes around a ``Generation``.
+
+    producer   pipeline → group         (outside the lock)
+    streams    group → messages         (the caller's threads, one per rank)
+    committer  acknowledged → ledger    (always the newest; the hot path never waits for it)
+
+Everything that changes is guarded by one lock; the slow things happen outside it. The exception is the
+opening write: while it is under way nothing is sent, so that nothing reaches an older generation
+once the new one is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenloom_server.errors import (
+    Fenced,
+    LedgerUnavailable,
+    NotFound,
+    ServerStopping,
+    SourceError,
+    TokenloomError,
+)
+from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening
+from tokenloom_server.order import Order
+from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.run import Delivery, EndOfData, Generation
+from tokenloom_server.state import State, digest_hex
+
+_log = logging.getLogger(__name__)
+
+#: A message to a rank is about this large: that is where gRPC is cheap.
+MESSAGE_BYTES = 512 * 1024
+#: Steps between two state boundaries take at most this much memory, and are at most this many.
+GROUP_BYTES = 64 * 2**20
+GROUP_STEPS = 64
+#: The default window, in groups.
+WINDOW_GROUPS = 4
+#: Past states that the ledger keeps per run; every second one goes when they take more.
+JOURNAL_BYTES = 16 * 2**20
+#: Waits between attempts to reach a ledger that is away, seconds.
+_LEDGER_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class Session(NamedTuple):
+    """A stream's place: which generation, slot and stream of that slot it is."""
+
+    generation: Generation
+    rank: int
+    number: int
+
+
+class Waiting(NamedTuple):
+    """Nothing to send within the time; what the run waits for, for people."""
+
+    waiting_for: str
+
+
+@dataclass(slots=True)
+class Live:
+    """The present generation with what belongs to it."""
+
+    generation: Generation
+    #: The state at which production begins.
+    base: State
+    #: resume_state texts by group begin.
+    texts: dict[int, str] = field(default_factory=dict)
+    slots: list[threading.Condition] = field(default_factory=list)
+    #: The committed digest that production has to meet again after a restart; None once met.
+    expected_digest: str | None = None
+
+
+class Host:
+    """Owns one run of this server. Thread-safe."""
+
+    def __init__(self, order: Order, ledger: Ledger, uid: str, epoch: int, clock: Callable[[], float] = time.monotonic):
+        self.order = order
+        self.ledger = ledger
+        self.uid = uid
+        self.epoch = epoch
+        self.stream = "train"
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.live: Live | None = None
+        self.committed: Commit | None = None
+        self.committed_at: float | None = None
+        #: The state behind the committed commit, for the figures.
+        self.committed_state: State = order.initial()
+        self.error: TokenloomError | None = None
+        self.ledger_error: str | None = None
+        #: (time, commit) over the last minute or so, for rates and window shares.
+        self.recent: deque[tuple[float, Commit]] = deque(maxlen=512)
+        self.clock = clock
+        self._stopping = False
+        self._producer_wakes = threading.Condition(self.lock)
+        self._committer_wakes = threading.Condition(self.lock)
+        self._journalled = -1
+        self._journal_stride = 1
+        self._threads = [
+            threading.Thread(target=self._produce, name=f"{order.name}-producer", daemon=True),
+            threading.Thread(target=self._keep_committing, name=f"{order.name}-committer", daemon=True),
+        ]
+
+    @property
+    def name(self) -> str:
+        return self.order.name
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends streams with ``ServerStopping``, commits what is acknowledged, ends the threads; bounded."""
+        with self.lock:
+            self._stopping = True
+            self._wake_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    # --- generations -------------------------------------------------------------------------------
+
+    def plan(self, opening: Opening) -> BatchPlan:
+        return BatchPlan(
+            start_index=opening.start_index,
+            world_size=opening.world_size,
+            batch_size=opening.batch_size,
+            group_steps=opening.group_steps,
+        )
+
+    def group_steps(self, world_size: int, batch_size: int) -> int:
+        """Steps between two state boundaries: a full message for each rank, within bounds."""
+        step = batch_size * self.order.sample_bytes
+        return max(1, min(MESSAGE_BYTES // step, GROUP_BYTES // (step * world_size), GROUP_STEPS))
+
+    def install(self, opening: Opening, base: State, committed: Commit, *, resumed: bool) -> None:
+        """Makes a generation the present one (the caller holds the lock). ``resumed``: after a restart
+        of the server, where production has to meet the committed digest again."""
+        plan = self.plan(opening)
+        window = self.order.config.window_steps or WINDOW_GROUPS * plan.group_steps
+        steps, rest = divmod(committed.sample_index - plan.start_index, plan.step_samples)
+        generation = Generation(opening.generation, opening.attempt, plan, window, steps + bool(rest))
+        self._wake_all()
+        self.live = Live(
+            generation,
+            base,
+            slots=[threading.Condition(self.lock) for _ in range(plan.world_size)],
+            expected_digest=committed.digest if resumed else None,
+        )
+        self.committed = committed
+        self.recent.clear()
+        self.recent.append((self.clock(), committed))
+        self._journalled = base.sample_index
+        self.error = None
+        self._wake_all()
+
+    # --- streams -----------------------------------------------------------------------------------
+
+    def attach(
+        self, uid: str, generation: int, rank: int, nonce: str, received_through: int, committed_through: int
+    ) -> Session:
+        """Begins a stream. Raises ``Fenced`` for another generation, and what ``Generation.attach`` raises."""
+        with self.lock:
+            live = self._live_of(uid, generation)
+            known = rank < len(live.slots) and live.generation.slots[rank].nonce is not None
+        if not known and rank < len(live.slots):
+            # After a restart of the server only the ledger knows whose slot it is.
+            self.ledger.claim_slot(self.uid, self.stream, self.epoch, generation, rank, nonce)
+        with self.lock:
+            live = self._live_of(uid, generation)
+            number = live.generation.attach(rank, nonce, received_through, committed_through, self.clock())
+            live.slots[rank].notify_all()
+            self._producer_wakes.notify()
+            return Session(live.generation, rank, number)
+
+    def detach(self, session: Session) -> None:
+        with self.lock:
+            session.generation.detach(session.rank, session.number)
+            self.changed.notify_all()
+
+    def progress(self, session: Session, consumed_through: int, credit_steps: int) -> None:
+        """Raises ``Fenced`` where the session's generation, or stream, is over."""
+        with self.lock:
+            live = self._live_of(self.uid, session.generation.number)
+            generation = live.generation
+            generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock())
+            if generation.commit_due() is not None:
+                self._committer_wakes.notify()
+            live.slots[session.rank].notify_all()
+            self._producer_wakes.notify()
+
+    def next_for(self, session: Session, timeout_s: float) -> Delivery | EndOfData | Waiting:
+        """What a slot gets next; waits for it at most ``timeout_s``.
+
+        Raises ``Fenced``, ``ServerStopping``, or the error that stopped the run (after all that was
+        produced before it).
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            while True:
+                if self._stopping:
+                    raise ServerStopping("the server is stopping; it goes on where it was when it is back")
+                live = self._live_of(self.uid, session.generation.number)
+                found = live.generation.next_for(session.rank, session.number)
+                if found is not None:
+                    self._producer_wakes.notify()
+                    return found
+                if self.error is not None:
+                    raise self.error
+                left = deadline - time.monotonic()
+                if left <= 0 or not live.slots[session.rank].wait(left):
+                    return Waiting(self.waiting_for())
+
+    def finish(self, session: Session, timeout_s: float) -> None:
+        """Waits, bounded, until all that every rank acknowledged is committed."""
+        with self.lock:
+            self.changed.wait_for(
+                lambda: session.generation.commit_due() is None or self.error is not None or self._stopping, timeout_s
+            )
+
+    def resume_state(self, live: Live, group: Group) -> str:
+        """``resume_state`` at a group's begin; made once per group."""
+        text = live.texts.get(group.begin)
+        if text is None:
+            text = self.order.encode(group.base)
+            if len(live.texts) > 64:
+                live.texts.clear()
+            live.texts[group.begin] = text
+        return text
+
+    def waiting_for(self) -> str:
+        """What production or delivery waits for (the caller holds the lock)."""
+        if self.live is None:
+            return "a trainer"
+        generation = self.live.generation
+        if self.ledger_error is not None:
+            return f"the ledger: {self.ledger_error}"
+        if generation.end is not None or generation.steps_wanted():
+            return ""
+        absent = [slot.rank for slot in generation.slots if not slot.connected]
+        if absent:
+            named = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")
+            return f"rank {named} to connect"
+        slot = next(generation.laggards())
+        return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
+
+    # --- the producer ------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        live: Live | None = None
+        pipeline = group = None
+        while True:
+            with self.lock:
+                self._producer_wakes.wait_for(lambda: self._stopping or self._production())
+                if self._stopping:
+                    return
+                assert self.live is not None
+                if self.live is not live:
+                    live, pipeline, group = self.live, None, None
+                steps, fresh = live.generation.steps_wanted(), live.generation.needs_group()
+            try:
+                if pipeline is None:
+                    pipeline = self.order.pipeline(live.base)
+                if fresh or group is None:
+                    group = pipeline.begin_group(live.generation.plan)
+                pipeline.fill(group, steps)
+            except TokenloomError as error:
+                self._fail(live, error)
+                live = None
+                continue
+            except Exception as error:
+                _log.exception("%s: producing failed", self.name)
+                self._fail(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
+                live = None
+                continue
+            with self.lock:
+                if live is not self.live:
+                    continue
+                self._publish(live, group, fresh, pipeline.ended, pipeline.dropped_samples)
+
+    def _production(self) -> int:
+        if self.live is None or self.error is not None:
+            return 0
+        return self.live.generation.steps_wanted()
+
+    def _publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
+        generation = live.generation
+        if fresh:
+            generation.add_group(group)
+        generation.filled(ended, dropped)
+        if live.expected_digest is not None and generation.produced >= generation.committed:
+            try:
+                generation.check_digest(live.expected_digest)
+            except TokenloomError as error:
+                self.error = error
+                self._wake_all()
+                return
+            live.expected_digest = None
+        if ended is not None:
+            _log.info("%s: end of data at sample %d: %s", self.name, group.end, ended)
+        for slot in live.slots:
+            slot.notify_all()
+        self._committer_wakes.notify()
+
+    # --- the committer -----------------------------------------------------------------------------
+
+    def _keep_committing(self) -> None:
+        failures = 0
+        while True:
+            with self.lock:
+                self._committer_wakes.wait_for(lambda: self._stopping or self._commit_due())
+                live, steps = self.live, self._commit_due()
+                if live is None or not steps:
+                    return
+                group = live.generation.group_of(steps - 1)
+            state = group.state_behind((steps - 1) % group.plan.group_steps)
+            commit = self.commit_of(state, self.resume_state(live, group))
+            journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
+            try:
+                self.ledger.commit(self.uid, self.stream, self.epoch, live.generation.number, commit, journal)
+                if journal:
+                    self._journalled = group.begin
+                    self._bound_journal()
+            except LedgerUnavailable as error:
+                with self.lock:
+                    self.ledger_error = str(error)
+                    if self._stopping:
+                        _log.error("%s: stopped with sample %d uncommitted: %s", self.name, commit.sample_index, error)
+                        return
+                    if not failures:
+                        _log.warning("%s: the ledger is away; commits wait for it: %s", self.name, error)
+                    self._committer_wakes.wait(_LEDGER_BACKOFF_S[min(failures, len(_LEDGER_BACKOFF_S) - 1)])
+                failures += 1
+                continue
+            except TokenloomError as error:
+                self._fail(live, error)
+                continue
+            failures = 0
+            with self.lock:
+                if self.ledger_error is not None:
+                    _log.info("%s: the ledger is back; committed through sample %d", self.name, commit.sample_index)
+                self.ledger_error = None
+                if live is not self.live:
+                    continue
+                live.generation.set_committed(steps)
+                self.committed, self.committed_state, self.committed_at = commit, state, time.time()
+                now = self.clock()
+                if now - self.recent[-1][0] >= 0.25:
+                    self.recent.append((now, commit))
+                self.changed.notify_all()
+                self._producer_wakes.notify()
+
+    def commit_of(self, state: State, resume_state: str) -> Commit:
+        """The ledger's view of a state; ``resume_state`` is at the boundary to go forward from."""
+        return Commit(
+            sample_index=state.sample_index,
+            total_tokens=state.total_tokens,
+            digest=digest_hex(state.digest),
+            state=resume_state,
+            counters={
+                spec: Counters(samples=source.samples, rows=source.rows, tokens=source.tokens)
+                for spec, source in zip(self.order.specs, state.sources, strict=True)
+            },
+        )
+
+    def _commit_due(self) -> int:
+        if self.live is None or self.error is not None or self.live.expected_digest is not None:
+            return 0
+        return self.live.generation.commit_due() or 0
+
+    def _bound_journal(self) -> None:
+        _, size = self.ledger.journal_size(self.uid, self.stream)
+        if size > JOURNAL_BYTES:
+            self.ledger.thin_journal(self.uid, self.stream, self.epoch)
+            self._journal_stride *= 2
+
+    # -----------------------------------------------------------------------------------------------
+
+    def _live_of(self, uid: str, generation: int) -> Live:
+        if self.live is None:
+            raise NotFound(f"run {self.name!r} has no generation; join first")
+        number = self.live.generation.number
+        if uid != self.uid or generation != number:
+            raise Fenced(
+                f"generation {generation} of run {self.name!r} is over: generation {number} "
+                f"(attempt {self.live.generation.attempt!r}) has taken its place"
+            )
+        return self.live
+
+    def _fail(self, live: Live, error: TokenloomError) -> None:
+        with self.lock:
+            if live is self.live:
+                _log.error("%s: stopped: %s: %s", self.name, error.name, error)
+                self.error = error
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._producer_wakes.notify_all()
+        self._committer_wakes.notify_all()
+        self.changed.notify_all()
+        if self.live is not None:
+            for slot in self.live.slots:
+                slot.notify_all()

@@ -1,0 +1,1 @@
+"""Mixing: which source gives the next sample."""

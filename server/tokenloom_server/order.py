@@ -1,0 +1,284 @@
+"""What a run's canonical order is made of: config, frozen files, tokeniser. From a state to a pipeline.
+
+An ``Order`` is made once, when the run is created, and written into the run's record; a restarted
+server makes it again from that record and refuses whatever differs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server import snapshot
+from tokenloom_server.config import RunConfig, SourceConfig
+from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
+from tokenloom_server.packing.concat import ConcatPacker
+from tokenloom_server.packing.documents import Documents
+from tokenloom_server.pipeline import Pipeline, initial_state
+from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.files import order_warning
+from tokenloom_server.sources.manifest import Manifest, appeared, build, verify
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.tokenizer import (
+    DocumentEncoder,
+    Engine,
+    EngineRecord,
+    TokenizerDefinition,
+    begin_of_text_id,
+    choose_engine,
+    end_of_text_id,
+    find_tokenizer,
+    id_dtype,
+    load_engine,
+)
+
+_log = logging.getLogger(__name__)
+
+RECORD_FORMAT = 1
+
+
+class Order:
+    """The canonical order of one run. Immutable; pipelines made from it are independent of each other."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        base_dir: Path,
+        index_dir: Path | None,
+        manifest: Manifest,
+        definition: TokenizerDefinition | None,
+        engine: EngineRecord | None,
+    ) -> None:
+        """``engine`` is None where every source holds ids. See ``create`` and ``load``."""
+        self.config = config
+        self.base_dir = base_dir
+        self.index_dir = index_dir
+        self.manifest = manifest
+        self.engine = engine
+        self._definition = definition
+        self.name = config.run
+        self.specs = tuple(source.source for source in config.sources)
+        self.shards = tuple(manifest.shards(spec) for spec in self.specs)
+        self.shard_paths = tuple(tuple(shard.path for shard in shards) for shards in self.shards)
+        self.vocab_size = _vocab_size(config, definition)
+        self.dtype = id_dtype(self.vocab_size)
+        self.width = config.sequence_length + (config.labels == "shifted")
+        #: Bytes of a sample as it travels.
+        self.sample_bytes = self.width * self.dtype.itemsize
+        adds_eot = any(_adds_eot(config, source) for source in config.sources)
+        adds_bos = any(_adds_bos(config, source) for source in config.sources)
+        self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
+        self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+
+    @classmethod
+    def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None) -> Order:
+        """The order of a new run: freezes the files, reads the tokeniser, chooses its engine.
+
+        Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
+        """
+        manifest = build([source.spec for source in config.sources], base_dir)
+        definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        opened = [
+            open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in config.sources
+        ]
+        texts = [
+            (source, reader)
+            for source, reader in zip(config.sources, opened, strict=True)
+            if reader.content is Content.TEXT
+        ]
+        if not texts:
+            return cls(config, base_dir, index_dir, manifest, definition, None)
+        if definition is None:
+            raise ConfigError(
+                f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
+                "one, or 'bytes'"
+            )
+        choice = choose_engine(
+            definition,
+            config.special_tokens_in_text,
+            [_first_rows(reader) for _, reader in texts],
+            cpu_clock_s=time.thread_time,
+        )
+        level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
+        _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
+        return cls(config, base_dir, index_dir, manifest, definition, choice.record)
+
+    @classmethod
+    def load(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, record: str) -> Order:
+        """The order of a run that the ledger has.
+
+        Raises ``ConfigError`` naming each field of the mixture file that differs from the record, with
+        both values; ``SourceChanged``; ``TokenizerError``; ``LedgerError`` for a record of another version.
+        """
+        found = json.loads(record)
+        for field, ours in (("format", RECORD_FORMAT), ("order_version", ORDER_VERSION)):
+            if found.get(field) != ours:
+                raise LedgerError(
+                    f"run {config.run!r}: its record has {field} {found.get(field)!r}, this server honours {ours!r}: "
+                    "serve it with the Tokenloom release that began it"
+                )
+        differences = _differences(found["config"], json.loads(canonical(config.order_fields())), "")
+        if differences:
+            raise ConfigError(
+                f"the mixture file of run {config.run!r} differs from the run's record:\n  "
+                + "\n  ".join(differences)
+                + "\nput these back, or begin a new run under another name; changing a mixture during a run "
+                "(a revision) comes with a later release"
+            )
+        manifest = Manifest.from_json(canonical(found["manifest"]))
+        verify(manifest, base_dir)
+        for path in appeared(manifest, base_dir):
+            _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
+        definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        recorded = found["tokenizer"]
+        engine = None if recorded["engine"] == "none" else EngineRecord(**recorded)
+        if engine is not None and definition is None:
+            raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
+        order = cls(config, base_dir, index_dir, manifest, definition, engine)
+        if order.vocab_size != found["vocab_size"]:
+            raise TokenizerError(
+                f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
+                "put the tokeniser or vocab_size back, or begin a new run"
+            )
+        if engine is not None:
+            order._load_engine()
+        return order
+
+    def warnings(self) -> list[str]:
+        """What a user should know about the sources before training."""
+        found = (
+            order_warning(source.spec, shards) for source, shards in zip(self.config.sources, self.shards, strict=True)
+        )
+        return [text for text in found if text is not None]
+
+    def record(self) -> str:
+        """Canonical JSON: what a restarted server, and a snapshot, compare themselves with."""
+        return canonical(
+            {
+                "format": RECORD_FORMAT,
+                "order_version": ORDER_VERSION,
+                "config": self.config.order_fields(),
+                "tokenizer": self._tokenizer_record(),
+                "vocab_size": self.vocab_size,
+                "manifest": json.loads(self.manifest.to_json()),
+            }
+        )
+
+    def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
+        """What every snapshot of a generation says beside its position and state."""
+        return {
+            "format": snapshot.FORMAT,
+            "version": snapshot.VERSION,
+            "run": self.name,
+            "run_uid": run_uid,
+            "stream": stream,
+            "generation": generation,
+            "seed": self.config.seed,
+            "order_version": ORDER_VERSION,
+            "config_digest": self.config.digest,
+            "manifest_digest": self.manifest.digest,
+            "tokenizer": self._tokenizer_record(),
+        }
+
+    def initial(self) -> State:
+        """The state before sample 0."""
+        return initial_state(self.config)
+
+    def encode(self, state: State) -> str:
+        """``resume_state``: the canonical JSON of a state."""
+        return snapshot.encode_state(state, self.specs, self.shard_paths)
+
+    def decode(self, resume_state: str) -> State:
+        return snapshot.decode_state(resume_state, self.specs, self.shard_paths)
+
+    def pipeline(self, state: State) -> Pipeline:
+        """A new pipeline that goes on from a state. Opens files only as they are read."""
+        engine = self._load_engine()
+
+        def packer(source_id: int, source_state: SourceState) -> ConcatPacker:
+            source = self.config.sources[source_id]
+            encoder = DocumentEncoder(
+                engine,
+                vocab_size=self.vocab_size,
+                bos_id=self._bos_id,
+                eot_id=self._eot_id,
+                add_bos=_adds_bos(self.config, source),
+                add_eot=_adds_eot(self.config, source),
+            )
+            return ConcatPacker(
+                Documents(source.source, self.open(source_id), encoder, source.epochs),
+                source_state,
+                source_id=source_id,
+                length=self.config.sequence_length,
+                lookahead=self.width - self.config.sequence_length,
+                dtype=self.dtype,
+            )
+
+        return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype)
+
+    def open(self, source_id: int) -> Source:
+        """A new reader of a source."""
+        return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+
+    def _load_engine(self) -> Engine | None:
+        if self.engine is None or self._definition is None:
+            return None
+        return load_engine(self._definition, self.engine, self.config.special_tokens_in_text)
+
+    def _tokenizer_record(self) -> dict[str, str]:
+        if self.engine is None:
+            return {"digest": "", "engine": "none", "version": ""}
+        return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
+
+
+def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:
+    if definition is None:
+        assert config.vocab_size is not None
+        return config.vocab_size
+    if config.vocab_size is not None and config.vocab_size < definition.vocab_size:
+        raise ConfigError(
+            f"vocab_size: {config.vocab_size} is smaller than the tokeniser's {definition.vocab_size} (greatest id + 1)"
+        )
+    return config.vocab_size or definition.vocab_size
+
+
+def _adds_eot(config: RunConfig, source: SourceConfig) -> Any:
+    return config.add_eot if source.add_eot is None else source.add_eot
+
+
+def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
+    return config.add_bos if source.add_bos is None else source.add_bos
+
+
+def _first_rows(source: Source) -> pa.Array:
+    for shard in range(len(source.shards)):
+        for rows in source.read(shard, 0):
+            return rows.column
+    return pa.array([], pa.large_string())
+
+
+def _differences(record: Any, file: Any, path: str) -> list[str]:
+    """Lines that name each field with another value, in the file's own terms."""
+    if isinstance(record, dict) and isinstance(file, dict):
+        found = []
+        for key in sorted(record.keys() | file.keys()):
+            at = f"{path}.{key}" if path else key
+            found += _differences(record.get(key, "(default)"), file.get(key, "(default)"), at)
+        return found
+    if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
+        pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
+        return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
+    return [] if record == file else [f"{path}: the run began with {_short(record)}, the file has {_short(file)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else text[:157] + "…"

@@ -1,0 +1,1 @@
+"""Packing: from the documents of one source to its samples."""

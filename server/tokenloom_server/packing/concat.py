@@ -1,0 +1,135 @@
+"""``concat``: documents joined and cut into samples of equal length; nothing is dropped but the last tail.
+
+The source is one endless row of tokens, its documents epoch after epoch; sample k covers tokens
+[k·L, (k + 1)·L). The part of a document that did not fit opens the next sample. With shifted labels a
+sample reads one token more than it advances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tokenloom_server.packing.base import Block
+from tokenloom_server.packing.documents import Documents, Piece
+from tokenloom_server.state import SourceState
+
+_Int64s = npt.NDArray[np.int64]
+
+
+class ConcatPacker:
+    """Implements ``Packer``."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        state: SourceState,
+        *,
+        source_id: int,
+        length: int,
+        lookahead: int,
+        dtype: npt.DTypeLike,
+    ) -> None:
+        """``lookahead``: how many tokens a sample reads beyond ``length`` (1 for shifted labels)."""
+        self._documents = documents
+        self._state = state
+        self._source_id = source_id
+        self._length = length
+        self._width = length + lookahead
+        self._dtype = np.dtype(dtype)
+        self.dropped_tokens = 0
+
+    def blocks(self) -> Iterator[Block]:
+        cursor = self._state.cursor
+        # Positions count the source's tokens since the run began, so that position = samples × length.
+        position = self._state.samples * self._length
+        held = _Held(position - cursor.offset, self._state.rows)
+        tokens = np.empty(0, self._dtype)
+        skip = cursor.offset
+        for piece in self._documents.read(cursor):
+            held.add(piece)
+            ids = piece.ids
+            if skip:
+                skipped = min(skip, len(ids))
+                skip -= skipped
+                ids = ids[skipped:]
+            tokens = np.concatenate((tokens, ids)) if len(tokens) else ids
+            count = (len(tokens) - (self._width - self._length)) // self._length
+            if count <= 0:
+                continue
+            yield self._cut(tokens, count, position, held)
+            position += count * self._length
+            tokens = tokens[count * self._length :].copy()
+            held.forget(position)
+        self.dropped_tokens = len(tokens)
+
+    def _cut(self, tokens: npt.NDArray[np.unsignedinteger], count: int, position: int, held: _Held) -> Block:
+        length, width = self._length, self._width
+        tokens = np.ascontiguousarray(tokens)
+        ids = np.lib.stride_tricks.as_strided(
+            tokens, (count, width), (length * tokens.itemsize, tokens.itemsize), writeable=False
+        )
+        edges = np.arange(count + 1, dtype=np.int64) * length
+        starts = held.starts(position, int(edges[-1]))
+        # The hash is of the ids as they travel; little-endian everywhere.
+        wire = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
+        advance, reach, seed = length * tokens.itemsize, width * tokens.itemsize, self._source_id
+        digest = xxhash.xxh3_128_intdigest
+        return Block(
+            ids=ids,
+            length=length,
+            first_sample=position // length,
+            cursors=held.cursors(edges[1:] + position),
+            hashes=[digest(wire[at : at + reach], seed) for at in range(0, count * advance, advance)],
+            starts=starts.astype(np.uint32),
+            bounds=np.searchsorted(starts, edges),
+        )
+
+
+class _Held:
+    """Where the rows whose tokens are held lie, by position."""
+
+    def __init__(self, position: int, rows: int) -> None:
+        """``position`` is where the next row begins, ``rows`` its number since the run began."""
+        self._position = position
+        self._rows = rows
+        # One column a row: first position, end position, epoch, shard, row in shard, number.
+        self._table: _Int64s = np.empty((6, 0), np.int64)
+
+    def add(self, piece: Piece) -> None:
+        count = len(piece.ends)
+        table = np.empty((6, count), np.int64)
+        table[1] = piece.ends + self._position
+        table[0, :1] = self._position
+        table[0, 1:] = table[1, :-1]
+        table[2] = piece.epoch
+        table[3] = piece.shard
+        table[4] = np.arange(piece.first_row, piece.first_row + count)
+        table[5] = np.arange(self._rows, self._rows + count)
+        self._table = np.concatenate((self._table, table), axis=1) if self._table.size else table
+        self._position += len(piece.ids)
+        self._rows += count
+
+    def cursors(self, positions: _Int64s) -> _Int64s:
+        """[n, 5]: epoch, shard, row, offset, rows counter behind the token before each position."""
+        first, end, epoch, shard, row, number = self._table
+        # The first row that ends at or behind the position holds the last token taken: rows without
+        # tokens behind it are not passed yet, whatever piece they come in.
+        at = np.searchsorted(end, positions, side="left")
+        whole = end[at] == positions
+        offset = np.where(whole, 0, positions - first[at])
+        return np.stack((epoch[at], shard[at], row[at] + whole, offset, number[at] + whole), axis=1)
+
+    def starts(self, position: int, length: int) -> _Int64s:
+        """Where documents begin in [position, position + length), relative to it, ascending."""
+        first, end = self._table[0], self._table[1]
+        lo, hi = np.searchsorted(first, (position, position + length))
+        begins: _Int64s = first[lo:hi][end[lo:hi] > first[lo:hi]] - position
+        return begins
+
+    def forget(self, position: int) -> None:
+        """Drops the rows that end at or before a position."""
+        self._table = self._table[:, np.searchsorted(self._table[1], position, side="right") :]

@@ -1,0 +1,94 @@
+"""A source's documents as tokens, epoch after epoch, from any cursor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.errors import SourceError, TokenizerError
+from tokenloom_server.sources.base import Source
+from tokenloom_server.state import Cursor
+from tokenloom_server.tokenizer import DocumentEncoder
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of one shard as tokens.
+
+    ``ids`` [tokens] in the run's narrow dtype; ``ends`` [rows] int64, where each row's tokens end in
+    ``ids`` (a row may have none); ``first_row`` within the shard.
+    """
+
+    epoch: int
+    shard: int
+    first_row: int
+    ids: npt.NDArray[np.unsignedinteger]
+    ends: npt.NDArray[np.int64]
+
+
+class Documents:
+    """The rows of one source, ``epochs`` times over (a fraction: that part of the last pass's rows)."""
+
+    def __init__(self, name: str, source: Source, encoder: DocumentEncoder, epochs: float) -> None:
+        self._name = name
+        self._source = source
+        self._encoder = encoder
+        self._whole = math.inf if math.isinf(epochs) else math.floor(epochs)
+        self._fraction = 0.0 if math.isinf(epochs) else epochs - math.floor(epochs)
+
+    def read(self, start: Cursor) -> Iterator[Piece]:
+        """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
+
+        Raises ``SourceError`` when a whole epoch has no token at all: it would be read for ever.
+        """
+        epoch, shard, row = start.epoch, start.shard, start.row
+        while True:
+            limit = self._row_limit(epoch)
+            if limit == 0:
+                return
+            found, whole = 0, (shard, row) == (0, 0)
+            before = self._rows_before(shard) if limit is not None else 0
+            while shard < len(self._source.shards):
+                left = None if limit is None else limit - before - row
+                for piece in self._shard(epoch, shard, row, left):
+                    found += len(piece.ids)
+                    yield piece
+                before += self._source.row_count(shard) if limit is not None else 0
+                if limit is not None and before >= limit:
+                    break
+                shard, row = shard + 1, 0
+            if whole and not found:
+                raise SourceError(
+                    f"{self._name}: epoch {epoch} has no token in any of its rows; "
+                    "check that the column is the right one and is not empty"
+                )
+            epoch, shard, row = epoch + 1, 0, 0
+
+    def _row_limit(self, epoch: int) -> int | None:
+        """Rows of this epoch that are read; None for all, 0 behind the last epoch."""
+        if epoch < self._whole:
+            return None
+        if epoch > self._whole or not self._fraction:
+            return 0
+        # Only a fraction needs the number of rows, and so every shard's index.
+        return math.ceil(self._fraction * self._rows_before(len(self._source.shards)))
+
+    def _rows_before(self, shard: int) -> int:
+        return sum(self._source.row_count(i) for i in range(shard))
+
+    def _shard(self, epoch: int, shard: int, row: int, left: int | None) -> Iterator[Piece]:
+        for rows in self._source.read(shard, row):
+            column = rows.column
+            if left is not None:
+                if left <= 0:
+                    return
+                column = column[:left]
+                left -= len(column)
+            try:
+                documents = self._encoder.encode(column, rows.first_row)
+            except TokenizerError as error:
+                raise TokenizerError(f"{self._name}: {self._source.shards[shard].path}: {error}") from None
+            yield Piece(epoch, shard, rows.first_row, documents.values, documents.ends)

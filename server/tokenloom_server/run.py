@@ -1,0 +1,278 @@
+"""One generation of a live run: what was produced, sent, consumed and committed. The sole owner of that.
+
+Pure logic: no clock, thread, socket or ledger. The caller (``host``) serialises all calls, passes the
+time in, and does the slow things outside. Steps are counted from the generation's start.
+
+    committed ≤ acknowledged (by all) ≤ consumed (by a rank) ≤ sent ≤ produced ≤ committed + window
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
+from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.state import digest_hex
+
+
+@dataclass(slots=True)
+class Slot:
+    """One rank's place. ``session`` tells the present stream from an earlier one of the same process."""
+
+    rank: int
+    nonce: str | None = None
+    session: int = 0
+    connected: bool = False
+    sent: int = 0
+    consumed: int = 0
+    credit_steps: int = 1
+    last_heard: float | None = None
+    #: Begin of the group whose base the present stream has.
+    base_index: int | None = None
+    ended: bool = False
+
+
+class Delivery(NamedTuple):
+    """Steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
+
+    group: Group
+    first: int
+    last: int
+    with_base: bool
+
+
+class EndOfData(NamedTuple):
+    end_index: int
+    reason: str
+    dropped_samples: int
+
+
+@dataclass(slots=True)
+class Generation:
+    """See the module. ``number`` and ``attempt`` identify it; ``committed`` is where the ledger stands."""
+
+    number: int
+    attempt: str
+    plan: BatchPlan
+    window_steps: int
+    committed: int = 0
+    produced: int = 0
+    groups: deque[Group] = field(default_factory=deque)
+    slots: list[Slot] = field(default_factory=list)
+    end: EndOfData | None = None
+    _ramp: int = 1
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot(rank, sent=self.committed, consumed=self.committed) for rank in range(self.plan.world_size)]
+        # After a restart of the server, production begins again at the boundary before the committed step.
+        self.produced = self.first_needed
+
+    @property
+    def first_needed(self) -> int:
+        """The step at which production (again) begins for the committed step to be known."""
+        return self._boundary_step(self.committed)
+
+    # --- positions ---------------------------------------------------------------------------------
+
+    def index_of(self, step: int) -> int:
+        """The sample index at which the first ``step`` steps end."""
+        if self.end is not None and step == self.produced:
+            return self.end.end_index
+        return self.plan.start_index + step * self.plan.step_samples
+
+    def step_at(self, sample_index: int, what: str) -> int:
+        """The number of steps that end at a sample index. Raises ``JoinRefused`` where none does."""
+        if self.end is not None and sample_index == self.end.end_index:
+            return self.produced
+        step, rest = divmod(sample_index - self.plan.start_index, self.plan.step_samples)
+        if rest or step < 0:
+            raise JoinRefused(
+                f"{what} is sample {sample_index}, but no step of generation {self.number} ends there: steps have "
+                f"{self.plan.step_samples} samples and begin at {self.plan.start_index}"
+            )
+        return step
+
+    def group_of(self, step: int) -> Group:
+        """The group that holds a step (0-based)."""
+        begin = self.plan.start_index + step // self.plan.group_steps * self.plan.group_samples
+        for group in self.groups:
+            if group.begin == begin:
+                return group
+        raise BeyondHorizon(f"step {step} of generation {self.number} is not held; steps {self.committed} on are")
+
+    def digest_behind(self, steps: int) -> str:
+        """The rolling digest behind the first ``steps`` steps of those that are held."""
+        if steps % self.plan.group_steps == 0:
+            for group in self.groups:
+                if group.begin == self.index_of(steps):
+                    return digest_hex(group.base.digest)
+        group = self.group_of(steps - 1)
+        return digest_hex(group.marks[(steps - 1) % self.plan.group_steps].digest)
+
+    # --- production --------------------------------------------------------------------------------
+
+    def steps_wanted(self) -> int:
+        """How many steps to produce now: 0 to wait. They never cross a state boundary.
+
+        Waits for room for half a window (or the rest of the group), so that bursts and messages stay
+        large, unless a rank has nothing left.
+        """
+        if self.end is not None or not any(slot.connected for slot in self.slots):
+            return 0
+        room = max(self.committed, self.first_needed) + self.window_steps - self.produced
+        rest = self.plan.group_steps - self.produced % self.plan.group_steps
+        starving = any(slot.connected and slot.sent >= self.produced for slot in self.slots)
+        if room <= 0 or (room < min(rest, self.window_steps // 2) and not starving):
+            return 0
+        return min(room, rest, self._ramp)
+
+    def needs_group(self) -> bool:
+        """Whether the next step begins a group."""
+        return self.produced % self.plan.group_steps == 0
+
+    def add_group(self, group: Group) -> None:
+        self.groups.append(group)
+
+    def filled(self, ended: str | None, dropped_samples: int) -> None:
+        """The newest group got steps (or the data ended)."""
+        group = self.groups[-1]
+        begin = (group.begin - self.plan.start_index) // self.plan.step_samples
+        self.produced = begin + len(group.marks)
+        # The first steps of a generation go out one by one: somebody is waiting.
+        self._ramp = min(2 * self._ramp, self.plan.group_steps)
+        if ended is not None:
+            self.end = EndOfData(group.end, ended, dropped_samples)
+
+    # --- slots -------------------------------------------------------------------------------------
+
+    def attach(self, rank: int, nonce: str, received_through: int, committed_through: int, now: float) -> int:
+        """A stream of a slot begins behind ``received_through``; returns its session number.
+
+        Raises ``AttemptUsed`` (another process's slot), ``LedgerRolledBack`` (the client saw a later
+        commit than the ledger holds) and ``JoinRefused`` (a position that no step ends at, or that was
+        committed by all and is no longer held).
+        """
+        slot = self._slot(rank, nonce)
+        committed_index = self.index_of(self.committed)
+        if committed_through > committed_index:
+            raise LedgerRolledBack(
+                f"rank {rank} saw a commit at sample {committed_through}, but the ledger is at {committed_index}: it "
+                "lost data; restore the ledger, or restart the training job from its checkpoint"
+            )
+        step = self.step_at(received_through, f"rank {rank}'s received_through")
+        if step < self.committed:
+            raise JoinRefused(
+                f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {committed_index}; "
+                "restart the training job from its checkpoint"
+            )
+        slot.session += 1
+        slot.connected = True
+        slot.sent = step
+        slot.consumed = min(slot.consumed, step)
+        slot.base_index = None
+        slot.ended = False
+        slot.last_heard = now
+        return slot.session
+
+    def detach(self, rank: int, session: int) -> None:
+        """The stream ended; a newer one of the slot is left alone."""
+        slot = self.slots[rank]
+        if slot.session == session:
+            slot.connected = False
+
+    def progress(self, rank: int, session: int, consumed_through: int, credit_steps: int, now: float) -> None:
+        """A rank consumed up to a sample index. An older report changes nothing."""
+        slot = self._current(rank, session)
+        step = self.step_at(consumed_through, f"rank {rank}'s consumed_through")
+        if step > slot.sent:
+            raise JoinRefused(
+                f"rank {rank} reports sample {consumed_through} as consumed, but it was sent nothing beyond "
+                f"{self.index_of(slot.sent)}"
+            )
+        slot.last_heard = now
+        slot.consumed = max(slot.consumed, step)
+        slot.credit_steps = max(1, credit_steps)
+
+    def next_for(self, rank: int, session: int) -> Delivery | EndOfData | None:
+        """What to send to a slot now; marks it as sent. None: nothing yet."""
+        slot = self._current(rank, session)
+        if slot.sent >= self.produced:
+            if self.end is None or slot.ended:
+                return None
+            slot.ended = True
+            return self.end
+        group_end = slot.sent - slot.sent % self.plan.group_steps + self.plan.group_steps
+        credit_end = slot.consumed + slot.credit_steps
+        last = min(self.produced, group_end, credit_end)
+        ready = last - slot.sent
+        if ready <= 0:
+            return None
+        whole = last == group_end or (self.end is not None and last == self.produced)
+        halfway = last == credit_end and 2 * ready >= slot.credit_steps
+        draining = 4 * (slot.sent - slot.consumed) <= self.plan.group_steps
+        if not (whole or halfway or draining):
+            return None
+        group = self.group_of(slot.sent)
+        first = slot.sent % self.plan.group_steps
+        with_base = slot.base_index != group.begin
+        slot.base_index = group.begin
+        slot.sent = last
+        return Delivery(group, first, first + ready, with_base)
+
+    def laggards(self) -> Iterator[Slot]:
+        """The slots that hold the others back."""
+        least = min(slot.consumed for slot in self.slots)
+        return (slot for slot in self.slots if slot.consumed == least)
+
+    # --- commits -----------------------------------------------------------------------------------
+
+    def acknowledged(self) -> int:
+        """Steps that every rank has consumed."""
+        return min(slot.consumed for slot in self.slots)
+
+    def commit_due(self) -> int | None:
+        """The step count to commit next; None while there is nothing new, or it is not produced again yet."""
+        steps = self.acknowledged()
+        return steps if self.committed < steps <= self.produced else None
+
+    def set_committed(self, steps: int) -> None:
+        """The ledger holds the first ``steps`` steps: what lies before leaves memory."""
+        self.committed = max(self.committed, steps)
+        keep = self.plan.start_index + self._boundary_step(self.committed) * self.plan.step_samples
+        while len(self.groups) > 1 and self.groups[0].begin < keep:
+            self.groups.popleft()
+
+    def check_digest(self, expected: str) -> None:
+        """After a restart: what was produced again must be what was committed."""
+        found = self.digest_behind(self.committed)
+        if found != expected:
+            raise OrderMismatch(
+                f"sample {self.index_of(self.committed)} was committed with digest {expected}, but producing it again "
+                f"gives {found}: the data, the tokeniser or the software changed; nothing was delivered"
+            )
+
+    # -----------------------------------------------------------------------------------------------
+
+    def _boundary_step(self, steps: int) -> int:
+        """The group begin of the last of the first ``steps`` steps."""
+        return (steps - 1) // self.plan.group_steps * self.plan.group_steps if steps else 0
+
+    def _slot(self, rank: int, nonce: str) -> Slot:
+        if rank >= self.plan.world_size:
+            raise JoinRefused(f"rank {rank} is not below the world size {self.plan.world_size}")
+        slot = self.slots[rank]
+        if slot.nonce is not None and slot.nonce != nonce:
+            raise AttemptUsed(
+                f"rank {rank} of attempt {self.attempt!r} is another process's: start the job under a new attempt id"
+            )
+        slot.nonce = nonce
+        return slot
+
+    def _current(self, rank: int, session: int) -> Slot:
+        slot = self.slots[rank]
+        if slot.session != session:
+            raise Fenced(f"a newer stream of rank {rank} has taken this one's place")
+        return slot

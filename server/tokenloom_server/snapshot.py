@@ -1,0 +1,254 @@
+"""The snapshot: a state, sealed, self-sufficient, and plain enough for other tools to read.
+
+A snapshot names a sample index and carries ``resume_state``, the state at the state boundary at or
+before it; a restore goes forward from the one to the other and must meet the digest. Boundaries are
+the same for all ranks, so every rank (and the server) writes the same text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenloom_proto.seal import canonical, seal, unseal
+
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
+
+FORMAT = "tokenloom/snapshot"
+VERSION = 1
+
+#: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
+MAX_BYTES = 16 * 2**20
+
+_Count = Field(ge=0, le=MAX_COUNTER)
+_Digest = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Dataset(_Strict):
+    """One source. ``row_offset`` counts within the shard, ``token_offset`` is the source's total."""
+
+    id: int = _Count
+    spec: str
+    shard: str
+    shard_index: int = _Count
+    epoch: int = _Count
+    row_offset: int = _Count
+    row_token_offset: int = _Count
+    samples: int = _Count
+    rows: int = _Count
+    token_offset: int = _Count
+    dropped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    exhausted: bool = False
+
+
+class _ResumeState(_Strict):
+    sample_index: int = _Count
+    digest: str = _Digest
+    total_tokens: int = _Count
+    datasets: list[_Dataset]
+    #: By node id, by child: [samples, tokens, credit, exhausted (0 or 1)].
+    nodes: list[list[tuple[int, int, int, int]]]
+
+
+class _Snapshot(_Strict):
+    format: str
+    version: int
+    run: str
+    stream: str
+    sample_index: int = _Count
+    digest: str = _Digest
+    total_tokens: int = _Count
+    run_uid: str | None = None
+    generation: int | None = None
+    seed: int | None = None
+    order_version: int | None = None
+    config_digest: str | None = None
+    manifest_digest: str | None = None
+    tokenizer: dict[str, str] | None = None
+    resume_state: _ResumeState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """A sample index to resume at, with the state to go forward from (None: from the beginning)."""
+
+    sample_index: int
+    digest: str
+    total_tokens: int
+    base: State | None
+    #: The run and generation it was taken in; None and 0 for a state from before the first join.
+    run_uid: str | None
+    generation: int
+
+
+def encode_state(state: State, specs: Sequence[str], shards: Sequence[Sequence[str]]) -> str:
+    """``resume_state``: the canonical JSON of a state. ``shards`` are each source's shard paths."""
+    datasets = []
+    for i, (source, spec) in enumerate(zip(state.sources, specs, strict=True)):
+        entry: dict[str, Any] = {
+            "id": i,
+            "spec": spec,
+            "shard": shards[i][source.cursor.shard],
+            "shard_index": source.cursor.shard,
+            "epoch": source.cursor.epoch,
+            "row_offset": source.cursor.row,
+            "row_token_offset": source.cursor.offset,
+            "samples": source.samples,
+            "rows": source.rows,
+            "token_offset": source.tokens,
+        }
+        if source.exhausted:
+            entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
+        datasets.append(entry)
+    return canonical(
+        {
+            "sample_index": state.sample_index,
+            "digest": digest_hex(state.digest),
+            "total_tokens": state.total_tokens,
+            "datasets": datasets,
+            "nodes": [
+                [[child.samples, child.tokens, child.credit, int(child.exhausted)] for child in children]
+                for children in state.nodes
+            ],
+        }
+    )
+
+
+def decode_state(resume_state: str, specs: Sequence[str], shards: Sequence[Sequence[str]]) -> State:
+    """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
+    try:
+        return _state(_ResumeState.model_validate_json(resume_state), specs, shards)
+    except ValidationError as error:
+        raise SnapshotInvalid(_explain(error)) from None
+
+
+def compose(template: Mapping[str, Any], resume_state: Mapping[str, Any], index: int, digest: str, tokens: int) -> str:
+    """The sealed snapshot at a sample index. The client does the same with what the wire carries."""
+    position = {"sample_index": index, "digest": digest, "total_tokens": tokens}
+    return seal({**template, **position, "resume_state": dict(resume_state)})
+
+
+def parse(
+    text: str | bytes, template: Mapping[str, Any], specs: Sequence[str], shards: Sequence[Sequence[str]]
+) -> ResumePoint:
+    """Reads and checks a snapshot against the run that it is to resume.
+
+    ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
+    caller's to compare). Raises ``SnapshotInvalid``, naming the field, both values and the remedy.
+    """
+    if len(text) > MAX_BYTES:
+        raise SnapshotInvalid(f"the snapshot has {len(text)} bytes; expected at most {MAX_BYTES}")
+    try:
+        document = unseal(text)
+    except ValueError as error:
+        raise SnapshotInvalid(str(error)) from None
+    found = {key: document.get(key) for key in ("format", "version")}
+    if found["format"] != FORMAT:
+        raise SnapshotInvalid(f"format is {found['format']!r}, expected {FORMAT!r}")
+    if found["version"] != VERSION:
+        raise SnapshotInvalid(
+            f"the snapshot has format version {found['version']!r}, this server reads {VERSION}: "
+            "restore it with the Tokenloom release that wrote it"
+        )
+    try:
+        snapshot = _Snapshot.model_validate(document)
+    except ValidationError as error:
+        raise SnapshotInvalid(_explain(error)) from None
+    for field, remedy in _REMEDIES.items():
+        theirs, ours = getattr(snapshot, field), template.get(field)
+        if theirs is not None and theirs != ours:
+            raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
+    if snapshot.resume_state is None:
+        if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
+            raise SnapshotInvalid(f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0")
+        base = None
+    else:
+        missing = [field for field in _REMEDIES if getattr(snapshot, field) is None]
+        if missing:
+            raise SnapshotInvalid(f"{', '.join(missing)} missing: they must be there beside resume_state")
+        base = _state(snapshot.resume_state, specs, shards)
+        if base.sample_index > snapshot.sample_index:
+            raise SnapshotInvalid(
+                f"resume_state is at sample {base.sample_index}, behind sample_index {snapshot.sample_index}"
+            )
+    return ResumePoint(
+        sample_index=snapshot.sample_index,
+        digest=snapshot.digest,
+        total_tokens=snapshot.total_tokens,
+        base=base,
+        run_uid=snapshot.run_uid,
+        generation=snapshot.generation or 0,
+    )
+
+
+_REMEDIES = {
+    "run": "load it into that run",
+    "stream": "load it into that stream",
+    "order_version": "serve it with the Tokenloom release that wrote it",
+    "seed": "restore the seed in the mixture file, or start a new run under another name",
+    "tokenizer": "restore that tokeniser and engine version, or start a new run under another name",
+    "config_digest": "restore the mixture file that the run began with, or start a new run under another name",
+    "manifest_digest": "restore the data files that the run began with, or start a new run under another name",
+}
+
+
+def _state(resume: _ResumeState, specs: Sequence[str], shards: Sequence[Sequence[str]]) -> State:
+    if [dataset.spec for dataset in resume.datasets] != list(specs):
+        theirs, ours = {dataset.spec for dataset in resume.datasets}, set(specs)
+        raise SnapshotInvalid(
+            "resume_state.datasets does not list this run's sources in their order; "
+            f"only there: {sorted(theirs - ours) or 'none'}, only here: {sorted(ours - theirs) or 'none'}"
+        )
+    sources = []
+    for i, dataset in enumerate(resume.datasets):
+        if dataset.id != i or dataset.shard_index >= len(shards[i]) or shards[i][dataset.shard_index] != dataset.shard:
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: shard {dataset.shard!r} at {dataset.shard_index} "
+                f"is not in this run's manifest of {dataset.spec!r}"
+            )
+        sources.append(
+            SourceState(
+                cursor=Cursor(dataset.epoch, dataset.shard_index, dataset.row_offset, dataset.row_token_offset),
+                samples=dataset.samples,
+                rows=dataset.rows,
+                tokens=dataset.token_offset,
+                dropped_tokens=dataset.dropped_tokens,
+                exhausted=dataset.exhausted,
+            )
+        )
+    nodes = tuple(
+        tuple(ChildState(samples, tokens, credit, bool(out)) for samples, tokens, credit, out in children)
+        for children in resume.nodes
+    )
+    for number, children in enumerate(nodes):
+        for child in children:
+            if not (0 <= child.samples <= MAX_COUNTER and 0 <= child.tokens <= MAX_COUNTER):
+                raise SnapshotInvalid(f"resume_state.nodes.{number}: counters are within 0 and 2^53 − 1, found {child}")
+            if abs(child.credit) > MAX_COUNTER:
+                raise SnapshotInvalid(f"resume_state.nodes.{number}: credits are within ±2^53, found {child.credit}")
+    digest = int(resume.digest, 16)
+    if digest >= DIGEST_MODULUS:
+        raise SnapshotInvalid(f"resume_state.digest {resume.digest!r} is not below 2^127 − 1")
+    if sum(source.samples for source in sources) != resume.sample_index:
+        raise SnapshotInvalid("resume_state: the sources' samples do not add up to sample_index")
+    return State(
+        sample_index=resume.sample_index,
+        total_tokens=resume.total_tokens,
+        digest=digest,
+        sources=tuple(sources),
+        nodes=nodes,
+    )
+
+
+def _explain(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    field = re.sub(r"\.(?=\.)", "", ".".join(str(part) for part in fault["loc"]))
+    return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"
