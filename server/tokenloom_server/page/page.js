@@ -1,1 +1,356 @@
-<!-- -->
+// Asks the server for its runs' figures once a second and shows them.
+//
+// Texts from the server (aliases, specs, errors) are other people's: they only ever become textContent.
+// Rows are kept and updated in place, so that focus, selection and screen readers keep their place.
+
+const POLL_MS = 1000;
+const LONGEST_WAIT_MS = 15000; // between two tries while the server is away
+const REQUEST_TIMEOUT_MS = 5000;
+const SNAPSHOT_TIMEOUT_MS = 120000; // going forward to a sample index may take a while
+const SNAPSHOTS_EVERY = 10; // polls
+const SNAPSHOTS_SHOWN = 10;
+const RANKS_SHOWN = 16; // beyond twice as many ranks, only those furthest behind
+
+const $ = (id) => document.getElementById(id);
+const views = new Map(); // run name → view
+let failures = 0;
+let awaySince = null;
+let wake = () => {};
+
+// Numbers
+
+const grouped = (n) => n.toLocaleString("en");
+const dash = "–";
+
+function compact(n) {
+  if (Math.abs(n) < 10000) return n.toLocaleString("en", { maximumFractionDigits: 1 });
+  for (const [unit, size] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    // 999,950 is 1.00 M and not 1000 k.
+    if (n >= size * 0.9995) return `${(n / size).toPrecision(Math.max(3, String(Math.round(n / size)).length))}\u00a0${unit}`;
+  }
+  return String(n);
+}
+
+const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 2 : 1)}\u00a0%`;
+
+function ago(seconds) {
+  if (seconds === null) return "never";
+  if (seconds < 10) return `${seconds.toFixed(1)}\u00a0s ago`;
+  if (seconds < 120) return `${Math.round(seconds)}\u00a0s ago`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)}\u00a0min ago`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)}\u00a0h ago` : `${Math.round(seconds / 86400)}\u00a0days ago`;
+}
+
+// The end of the bars' scale: the least of these that holds every share.
+const SCALES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];
+const scaleFor = (greatest) => SCALES.find((end) => greatest <= end) ?? 1;
+
+// Views: the parts of a template, by name
+
+class View {
+  constructor(template) {
+    this.root = $(template).content.cloneNode(true).firstElementChild;
+    this.texts = new Map();
+    this.slots = new Map();
+    for (const part of [this.root, ...this.root.querySelectorAll("[data-text], [data-slot]")]) {
+      if (part.dataset.text) this.texts.set(part.dataset.text, part);
+      if (part.dataset.slot) this.slots.set(part.dataset.slot, part);
+    }
+  }
+
+  slot(name) {
+    return this.slots.get(name);
+  }
+
+  text(name, value, exact) {
+    const part = this.texts.get(name);
+    if (part.textContent !== value) part.textContent = value;
+    if (exact !== undefined && part.title !== exact) part.title = exact;
+    return part;
+  }
+
+  number(name, n, unit = "") {
+    return this.text(name, n === null ? dash : compact(n), n === null ? "not known" : `${grouped(n)}${unit}`);
+  }
+
+  // A text that is only there when it says something.
+  notice(name, value) {
+    this.text(name, value).hidden = !value;
+  }
+}
+
+// Makes the children of a parent the views of these items, in this order.
+function keep(parent, kept, items, key, template, update) {
+  const left = new Set(kept.keys());
+  items.forEach((item, at) => {
+    const id = key(item);
+    left.delete(id);
+    if (!kept.has(id)) kept.set(id, new View(template));
+    const view = kept.get(id);
+    if (parent.children[at] !== view.root) parent.insertBefore(view.root, parent.children[at] ?? null);
+    update(view, item);
+  });
+  for (const id of left) {
+    kept.get(id).root.remove();
+    kept.delete(id);
+  }
+}
+
+// A run
+
+class RunView extends View {
+  constructor(name) {
+    super("run");
+    this.name = name;
+    this.url = `v1/runs/${encodeURIComponent(name)}`;
+    this.sources = new Map();
+    this.ranks = new Map();
+    this.snapshots = new Map();
+    this.refreshes = 0;
+    this.text("run", name);
+    this.slot("snap").addEventListener("click", () => this.takeSnapshot());
+  }
+
+  async refresh(server) {
+    try {
+      this.show(await ask(`${this.url}/stats`), server);
+      this.root.classList.remove("stale");
+      if (this.refreshes++ % SNAPSHOTS_EVERY === 0) await this.refreshSnapshots();
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      this.notice("trouble", `These figures cannot be read now: ${error.message}`);
+      this.root.classList.add("stale");
+    }
+  }
+
+  show(stats, server) {
+    const begun = stats.generation > 0;
+    const connected = stats.ranks.filter((rank) => rank.connected).length;
+    this.text("stream", stats.stream);
+    this.showState(stats, begun, connected);
+    this.slot("no-trainer").hidden = begun || stats.sample_index > 0;
+    this.text("example", example(stats.run, server.grpc_address));
+
+    this.number("total_tokens", stats.total_tokens);
+    this.text("tokens_per_s", `${compact(stats.tokens_per_s)} per second`, `${grouped(stats.tokens_per_s)} per second`);
+    this.text("sample_index", grouped(stats.sample_index), "committed");
+    const ahead = stats.produced_index - stats.sample_index;
+    this.text("produced", `${grouped(ahead)} more produced`, `up to ${grouped(stats.produced_index)}`);
+    this.text("world", begun ? `${grouped(stats.world_size)} × ${grouped(stats.batch_size)}` : dash);
+    this.text("step", begun ? `${grouped(stats.world_size * stats.batch_size)} samples a step` : "no trainer yet");
+    this.text("generation", begun ? grouped(stats.generation) : dash);
+    this.text("connected", begun ? `${connected} of ${grouped(stats.world_size)} connected` : "none opened yet");
+    this.text("window_fill", `${Math.round(stats.window_fill * 100)}\u00a0% full`);
+    this.slot("window").style.width = `${Math.min(1, stats.window_fill) * 100}%`;
+    this.text("commit_age", ago(stats.ledger.last_commit_age_s), `at sample ${grouped(stats.ledger.last_commit_index)}`);
+    this.text("ledger", stats.ledger.available ? "ledger available" : "ledger away", stats.ledger.backend);
+
+    this.showMix(stats.sources);
+    this.showRanks(stats.ranks, stats.world_size * stats.batch_size);
+    this.text("digest", stats.digest, `at sample ${grouped(stats.sample_index)}`);
+    for (const fact of ["run_uid", "tokenizer"]) this.text(fact, stats[fact]);
+    this.text("seed", String(stats.seed));
+    this.text("sequence_length", `${grouped(stats.sequence_length)} tokens`);
+    this.text("ledger_backend", stats.ledger.backend);
+  }
+
+  showState(stats, begun, connected) {
+    let [state, words] = ["good", "Running"];
+    if (stats.error) [state, words] = ["bad", "Stopped"];
+    else if (stats.ended) [state, words] = ["wait", "Ended"];
+    else if (!begun) [state, words] = ["wait", "No trainer yet"];
+    else if (!stats.ledger.available) [state, words] = ["warn", "Ledger away"];
+    else if (connected === 0) [state, words] = ["warn", "No rank connected"];
+    else if (connected < stats.world_size) [state, words] = ["warn", `${connected} of ${stats.world_size} ranks connected`];
+    this.slot("state").dataset.state = state;
+    this.text("state", words);
+    this.text("waiting", stats.waiting_for && begun && !stats.error && !stats.ended ? `production waits for ${stats.waiting_for}` : "");
+    this.notice("error", stats.error ? `The run has stopped: ${stats.error}` : "");
+    this.notice("ended", stats.ended ? `The data has ended: ${stats.ended}` : "");
+    this.notice("trouble", stats.ledger.available ? "" : `The ledger is away: ${stats.ledger.error ?? "no reason known"}`);
+  }
+
+  showMix(sources) {
+    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.target_share, s.actual_share, s.window_share])));
+    this.text("scale", `${scale * 100}\u00a0%`);
+    const width = (share) => `${Math.min(1, share / scale) * 100}%`;
+    keep(this.slot("sources"), this.sources, sources, (source) => source.id, "source", (row, source) => {
+      row.text("alias", source.alias);
+      row.text("spec", source.spec === source.alias ? "" : source.spec);
+      row.notice("exhausted", source.exhausted ? "exhausted" : "");
+      row.text("exhausted", source.exhausted ? "exhausted" : "", `${grouped(source.dropped_tokens)} tokens filled no sample`);
+      row.slot("actual").style.width = width(source.actual_share);
+      row.slot("window").style.width = width(source.window_share);
+      row.slot("target").style.left = width(source.target_share);
+      for (const name of ["target_share", "actual_share", "window_share"]) {
+        row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
+      }
+      for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
+      const epochs = source.epochs === null ? "∞" : compact(source.epochs);
+      row.text("epochs", `${source.epoch.toFixed(2)} of ${epochs}`, `${source.epoch} passes so far`);
+      if (source.exhausted) row.text("remaining", "0", "exhausted");
+      else if (source.remaining_samples === null) row.text("remaining", dash, "not known");
+      else row.text("remaining", `≈\u00a0${compact(source.remaining_samples)}`, `about ${grouped(source.remaining_samples)}`);
+    });
+  }
+
+  showRanks(ranks, step) {
+    const many = ranks.length > 2 * RANKS_SHOWN;
+    const behind = (a, b) => a.connected - b.connected || b.lag - a.lag || a.rank - b.rank;
+    const shown = many ? [...ranks].sort(behind).slice(0, RANKS_SHOWN) : ranks;
+    this.text("ranks_note", many ? `The ${RANKS_SHOWN} furthest behind, of ${grouped(ranks.length)}` : "");
+    this.slot("ranks-card").hidden = ranks.length === 0;
+    keep(this.slot("ranks"), this.ranks, shown, (rank) => rank.rank, "rank", (row, rank) => {
+      row.text("rank", grouped(rank.rank));
+      row.slot("dot").dataset.state = rank.connected ? "good" : "bad";
+      row.text("connected", rank.connected ? "connected" : "away");
+      row.text("position", grouped(rank.position));
+      row.text("lag", grouped(rank.lag), "samples behind the fastest rank").classList.toggle("behind", rank.lag > step);
+      row.text("last_heard", ago(rank.last_heard_s));
+    });
+  }
+
+  async refreshSnapshots() {
+    let all;
+    try {
+      all = await ask(`${this.url}/snapshots`);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      this.text("snapshots_note", `The list cannot be read now: ${error.message}`);
+      return;
+    }
+    all.sort((a, b) => b.saved_at - a.saved_at);
+    const shown = all.slice(0, SNAPSHOTS_SHOWN);
+    this.slot("snapshots").closest("table").hidden = all.length === 0;
+    this.text("snapshots_note", all.length === 0
+      ? "None is saved in the ledger yet. One holds all that is needed to resume from its sample index."
+      : all.length > shown.length ? `The newest ${shown.length} of ${grouped(all.length)}` : "");
+    keep(this.slot("snapshots"), this.snapshots, shown, (snapshot) => snapshot.id, "snapshot", (row, snapshot) => {
+      row.text("id", snapshot.id);
+      row.slot("link").href = `${this.url}/snapshots/${encodeURIComponent(snapshot.id)}`;
+      row.text("sample_index", grouped(snapshot.sample_index));
+      const saved = new Date(snapshot.saved_at * 1000);
+      row.text("saved_at", saved.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }), saved.toISOString());
+    });
+  }
+
+  async takeSnapshot() {
+    const button = this.slot("snap");
+    button.disabled = true;
+    this.text("snap_result", "Taking a snapshot …");
+    try {
+      const saved = await ask(`${this.url}/snapshots`, { method: "POST", body: "{}", timeout: SNAPSHOT_TIMEOUT_MS });
+      this.text("snap_result", `Saved at sample ${grouped(saved.sample_index)}.`);
+      await this.refreshSnapshots();
+    } catch (error) {
+      this.text("snap_result", `No snapshot was taken: ${error.message}`);
+    } finally {
+      button.disabled = false;
+      // A disabled button loses the focus; give it back unless it was taken elsewhere meanwhile.
+      if (document.activeElement === document.body) button.focus();
+    }
+  }
+}
+
+function example(run, address) {
+  // What a server bound to every interface is called from here.
+  const target = (address ?? "HOST:PORT").replace(/^(0\.0\.0\.0|\[::\])(?=:)/, location.hostname);
+  return `from tokenloom import RemoteDataset
+dataset = RemoteDataset("grpc://${target}/${run}", batch_size=4)
+for batch in dataset: ...`;
+}
+
+// Asking
+
+// The server answered, with an error of its own.
+class Refused extends Error {}
+
+async function ask(url, { method = "GET", body, timeout = REQUEST_TIMEOUT_MS } = {}) {
+  const headers = method === "POST" ? { "content-type": "application/json" } : {};
+  const answer = await fetch(url, { method, body, headers, signal: AbortSignal.timeout(timeout) });
+  const content = await answer.json();
+  if (!answer.ok) throw new Refused(content.message ?? `status ${answer.status}`);
+  return content;
+}
+
+async function poll() {
+  const server = await ask("v1/runs");
+  $("version").textContent = server.version;
+  for (const [name, view] of views) {
+    if (!server.runs.includes(name)) {
+      view.root.remove();
+      views.delete(name);
+    }
+  }
+  for (const name of server.runs) {
+    if (!views.has(name)) views.set(name, new RunView(name));
+  }
+  await Promise.all(server.runs.map((name) => views.get(name).refresh(server)));
+  // Shown once they have figures.
+  const shown = server.runs.length ? server.runs.map((name) => views.get(name).root) : [emptyState(server)];
+  if (shown.length !== $("runs").children.length || shown.some((root, at) => $("runs").children[at] !== root)) {
+    $("runs").replaceChildren(...shown);
+  }
+}
+
+let empty = null;
+function emptyState(server) {
+  empty ??= new View("no-runs");
+  empty.text("example", example("RUN", server.grpc_address));
+  return empty.root;
+}
+
+function showConnection(error) {
+  const away = error !== null;
+  const words = away ? "Away" : "Live";
+  $("connection").dataset.state = away ? "bad" : "good";
+  if ($("connection-text").textContent !== words) $("connection-text").textContent = words;
+  $("away").hidden = !away;
+  for (const view of views.values()) if (away) view.root.classList.add("stale");
+  if (!away) {
+    awaySince = null;
+    return;
+  }
+  awaySince ??= new Date();
+  const since = awaySince.toLocaleTimeString("en-GB");
+  const reason = error instanceof Refused ? `The server cannot answer: ${error.message}` : "The server does not answer.";
+  const kept = views.size ? ` The figures are those of ${since}.` : "";
+  if ($("away-text").textContent !== reason + kept) $("away-text").textContent = reason + kept;
+}
+
+// Waits, or less when "Try now" is pressed or the page comes to the front.
+async function pause(ms) {
+  const until = Date.now() + ms;
+  let woken = false;
+  const wakened = new Promise((resolve) => {
+    wake = () => {
+      woken = true;
+      resolve();
+    };
+  });
+  for (let left = ms; left > 0 && !woken; left = until - Date.now()) {
+    $("away-next").textContent = `Next try in ${Math.ceil(left / 1000)} s.`;
+    await Promise.race([wakened, new Promise((resolve) => setTimeout(resolve, Math.min(left, 1000)))]);
+  }
+}
+
+async function main() {
+  $("retry").addEventListener("click", () => wake());
+  document.addEventListener("visibilitychange", () => wake());
+  for (;;) {
+    if (!document.hidden) {
+      try {
+        await poll();
+        failures = 0;
+        showConnection(null);
+      } catch (error) {
+        failures += 1;
+        console.warn(error);
+        showConnection(error);
+      }
+    }
+    await pause(failures ? Math.min(LONGEST_WAIT_MS, POLL_MS * 2 ** failures) : POLL_MS);
+  }
+}
+
+main();
