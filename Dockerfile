@@ -1,0 +1,47 @@
+# The Tokenloom server. It has no torch: that is for trainers, who install the client.
+#
+#     docker build -t tokenloom .
+#     docker run --rm tokenloom --help
+#
+# docker-compose.yml runs it with its ledger.
+
+FROM python:3.11-slim AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+RUN python -m venv /opt/tokenloom
+# What changes seldom comes first, so that a change of the source does not install everything again.
+COPY pyproject.toml constraints.txt ./
+COPY docker/server_requirements.py docker/
+RUN python docker/server_requirements.py > /tmp/requirements.txt \
+    && /opt/tokenloom/bin/pip install -c constraints.txt -r /tmp/requirements.txt
+COPY README.md LICENSE ./
+COPY client client
+COPY proto proto
+COPY server server
+RUN /opt/tokenloom/bin/pip install --no-deps .
+
+FROM python:3.11-slim
+ARG VERSION=unreleased
+LABEL org.opencontainers.image.title="tokenloom" \
+      org.opencontainers.image.description="A data-loader service for language-model training" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.source="https://github.com/tokenloom/tokenloom"
+
+# A fixed id, so that a folder on the host can be made readable for it. /config is where the mixture file
+# is mounted, with its data beside it; the index cache is the one place there that the server writes to.
+RUN groupadd --gid 10001 tokenloom \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tokenloom \
+    && install -d /config /config/data \
+    && install -d -o tokenloom -g tokenloom /config/.tokenloom-index
+COPY --from=build /opt/tokenloom /opt/tokenloom
+ENV PATH=/opt/tokenloom/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /config
+USER 10001:10001
+EXPOSE 50051 8080
+STOPSIGNAL SIGTERM
+# Proxies are meant for the web, not for this container's own port.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 \
+    CMD ["python", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8080/readyz', timeout=4)"]
+ENTRYPOINT ["tokenloom"]
+CMD ["--help"]

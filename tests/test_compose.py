@@ -1,0 +1,386 @@
+"""Dockerfile and docker-compose.yml: what they say is checked, and what they run is run, without a container."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+from support.redis_server import free_port, redis_binary
+
+ROOT = Path(__file__).resolve().parent.parent
+STARTS_WITHIN_S = 30.0
+
+Service = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return _read_compose({})
+
+
+@pytest.fixture(scope="module")
+def server(compose: dict[str, Any]) -> Service:
+    service: Service = compose["services"]["server"]
+    return service
+
+
+@pytest.fixture(scope="module")
+def ledger(compose: dict[str, Any]) -> Service:
+    service: Service = compose["services"]["redis"]
+    return service
+
+
+@pytest.fixture(scope="module")
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, arguments) of the Dockerfile, in order."""
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if line and not line.startswith("#")).replace("\\\n", "")
+    parts = [line.strip().partition(" ") for line in text.splitlines()]
+    return [(name, arguments.strip()) for name, _, arguments in parts]
+
+
+def _read_compose(environment: dict[str, str]) -> dict[str, Any]:
+    """The file with ``${NAME:-default}`` replaced, as Compose does it."""
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: environment.get(m[1]) or m[2], text)
+    assert "$" not in text
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
+
+
+def _binds(service: Service) -> dict[str, dict[str, Any]]:
+    """Bind mounts by their place in the container."""
+    return {volume["target"]: volume for volume in service["volumes"] if isinstance(volume, dict)}
+
+
+def _copy(source: Path, target: Path) -> None:
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+
+
+def _last(instructions: list[tuple[str, str]], name: str) -> str:
+    return [arguments for instruction, arguments in instructions if instruction == name][-1]
+
+
+# --- What the files say ------------------------------------------------------------------------------------------
+
+
+def test_ports_are_published_on_loopback_only_since_there_is_no_authentication(compose: dict[str, Any]) -> None:
+    ports = {name: service.get("ports", []) for name, service in compose["services"].items()}
+
+    assert ports == {"server": ["127.0.0.1:50051:50051", "127.0.0.1:8080:8080"], "redis": []}
+
+
+def test_redis_can_be_reached_by_the_server_and_nobody_else(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+
+    assert compose["networks"]["ledger"] == {"internal": True}
+    assert services["redis"]["networks"] == ["ledger"]
+    assert {name for name, service in services.items() if "ledger" in service["networks"]} == {"server", "redis"}
+    assert not any("network_mode" in service or "expose" in service for service in services.values())
+
+
+def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert service["user"] not in ("", "root", "0", "0:0")
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["restart"] == "unless-stopped"
+        assert "stop_grace_period" in service
+        assert not {"privileged", "cap_add", "devices", "pid", "ipc"} & set(service)
+
+
+def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_major_version(
+    compose: dict[str, Any], ledger: Service
+) -> None:
+    assert re.fullmatch(r"redis:\d+", ledger["image"])
+    assert ledger["volumes"] == ["ledger:/data"]
+    assert "ledger" in compose["volumes"]
+
+
+def test_the_server_starts_when_the_ledger_answers(server: Service) -> None:
+    assert server["depends_on"] == {"redis": {"condition": "service_healthy"}}
+
+
+def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Service) -> None:
+    binds = _binds(server)
+
+    assert set(binds) == {"/config/mixture.yaml", "/config/data"}
+    for bind in binds.values():
+        assert bind["read_only"] is True
+        assert bind["bind"] == {"create_host_path": False}
+
+
+def test_mixture_and_data_follow_the_environment() -> None:
+    environment = {"TOKENLOOM_MIXTURE": "/a/my.yaml", "TOKENLOOM_DATA": "/b", "TOKENLOOM_GRPC_PORT": "1"}
+
+    changed = _read_compose(environment)["services"]["server"]
+
+    assert {target: bind["source"] for target, bind in _binds(changed).items()} == {
+        "/config/mixture.yaml": "/a/my.yaml",
+        "/config/data": "/b",
+    }
+    assert changed["ports"][0] == "127.0.0.1:1:50051"
+
+
+def test_the_defaults_are_a_sample_that_is_there(server: Service) -> None:
+    binds = _binds(server)
+    mixture = ROOT / binds["/config/mixture.yaml"]["source"]
+    data = ROOT / binds["/config/data"]["source"]
+
+    # Beside each other, so that the same mixture file works without a container.
+    assert mixture.is_file()
+    assert data == mixture.parent / "data"
+    assert sum(path.stat().st_size for path in data.iterdir()) < 16_384
+
+
+def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
+    assert {arguments.split()[0] for name, arguments in instructions if name == "FROM"} == {"python:3.11-slim"}
+    assert _last(instructions, "USER") == server["user"] == "10001:10001"
+    assert json.loads(_last(instructions, "ENTRYPOINT")) == ["tokenloom"]
+    assert _last(instructions, "STOPSIGNAL") == "SIGTERM"
+    assert "PYTHONUNBUFFERED=1" in _last(instructions, "ENV")
+    assert "org.opencontainers.image.licenses" in _last(instructions, "LABEL")
+
+
+def test_the_image_is_built_from_files_that_exist_and_that_docker_is_shown(
+    instructions: list[tuple[str, str]],
+) -> None:
+    shown = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+    ]
+
+    copied = [a.split()[:-1] for name, a in instructions if name == "COPY" and not a.startswith("--from")]
+    sources = {source for sources in copied for source in sources}
+
+    assert sources == set(shown)
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_the_package_builds_from_what_the_image_copies(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
+    for sources in [a.split() for name, a in instructions if name == "COPY" and not a.startswith("--from")]:
+        for source in sources[:-1]:
+            target = tmp_path / source
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _copy(ROOT / source, target)
+
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "built"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    assert len(list((tmp_path / "built").iterdir())) == 1
+
+
+# --- The ledger's command ----------------------------------------------------------------------------------------
+
+
+class ComposeRedis:
+    """Redis, started by the Compose file's command; only its place differs."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        assert command[0] == "redis-server"
+        self.port = free_port()
+        place = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command = [redis_binary(), *command[1:], *place]
+        self._log = folder / "redis.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> redis.Redis:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        client = redis.Redis(port=self.port)
+        deadline = time.monotonic() + STARTS_WITHIN_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(redis.ConnectionError, redis.BusyLoadingError):
+                client.ping()
+                return client
+            time.sleep(0.01)
+        raise RuntimeError(f"Redis does not start: {self._log.read_text(encoding='utf-8')}")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture
+def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[ComposeRedis]:
+    server = ComposeRedis(ledger["command"], tmp_path)
+    yield server
+    server.kill()
+
+
+def test_redis_takes_the_command_and_is_then_safe(compose_redis: ComposeRedis) -> None:
+    with compose_redis.start() as client:
+        found = client.config_get("appendonly", "appendfsync", "maxmemory-policy", "save")
+
+    assert found == {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
+
+
+def test_what_redis_acknowledged_is_there_after_it_was_killed(compose_redis: ComposeRedis) -> None:
+    with compose_redis.start() as client:
+        client.set("committed", 41)
+        compose_redis.kill()
+
+    with compose_redis.start() as client:
+        assert client.get("committed") == b"41"
+
+
+def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
+    compose_redis: ComposeRedis, ledger: Service, tmp_path: Path
+) -> None:
+    kind, command = ledger["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    # The image has redis-cli, and asks it on the usual port.
+    real = shutil.which("redis-cli") or str(Path(sys.executable).parent / "redis-cli")
+    stand_in = tmp_path / "bin" / "redis-cli"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(real)} -p {compose_redis.port} "$@"\n', encoding="utf-8")
+    stand_in.chmod(0o755)
+    environment = os.environ | {"PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def healthy() -> bool:
+        checked = subprocess.run(
+            ["/bin/sh", "-c", command], env=environment, capture_output=True, timeout=10, check=False
+        )
+        return checked.returncode == 0
+
+    with compose_redis.start():
+        assert healthy()
+    compose_redis.kill()
+    assert not healthy()
+
+
+# --- The server's health check -----------------------------------------------------------------------------------
+
+
+class ReadyPage(HTTPServer):
+    """A stand-in for the REST port: answers /readyz with ``status``."""
+
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _ReadyPageHandler)
+
+
+class _ReadyPageHandler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, ReadyPage)
+        self.send_response(self.server.status if self.path == "/readyz" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def ready_page() -> Iterator[ReadyPage]:
+    with ReadyPage() as page:
+        thread = threading.Thread(target=page.serve_forever, args=(0.01,))
+        thread.start()
+        yield page
+        page.shutdown()
+        thread.join()
+
+
+def _health_check(instructions: list[tuple[str, str]], port: int, **environment: str) -> int:
+    """Exit status of the image's health check, asked on another port."""
+    program, *arguments = json.loads(_last(instructions, "HEALTHCHECK").partition("CMD ")[2])
+    assert program == "python"
+    assert sum("127.0.0.1:8080/" in argument for argument in arguments) == 1
+    command = [sys.executable, *(argument.replace(":8080/", f":{port}/") for argument in arguments)]
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, timeout=30, check=False
+    ).returncode
+
+
+def test_the_health_check_passes_when_the_server_is_ready(
+    instructions: list[tuple[str, str]], ready_page: ReadyPage
+) -> None:
+    assert _health_check(instructions, ready_page.server_port) == 0
+
+
+def test_the_health_check_asks_no_proxy(instructions: list[tuple[str, str]], ready_page: ReadyPage) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+
+    assert _health_check(instructions, ready_page.server_port, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == 0
+
+
+def test_the_health_check_fails_when_the_server_is_not_ready(
+    instructions: list[tuple[str, str]], ready_page: ReadyPage
+) -> None:
+    ready_page.status = 503
+
+    assert _health_check(instructions, ready_page.server_port) != 0
+
+
+def test_the_health_check_fails_when_nothing_listens(instructions: list[tuple[str, str]]) -> None:
+    assert _health_check(instructions, free_port()) != 0
+
+
+# --- The server's command ----------------------------------------------------------------------------------------
+
+
+def _place(argument: str, config: Path, redis_port: int) -> str:
+    """An argument of the server's command, moved from the containers to this machine."""
+    moved = argument.replace("/config/", f"{config}/").replace(
+        "redis://redis:6379/", f"redis://127.0.0.1:{redis_port}/"
+    )
+    return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved)
+
+
+def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
+    compose_redis: ComposeRedis, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    from tokenloom import RemoteDataset
+
+    config, ready = tmp_path / "config", tmp_path / "ready.json"
+    config.mkdir()
+    for target, bind in _binds(server).items():
+        _copy(ROOT / bind["source"], config / Path(target).name)
+    (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
+    arguments = [_place(argument, config, compose_redis.port) for argument in server["command"]]
+    launch = [sys.executable, "-c", f"import sys; from {command.module} import main; sys.exit(main())"]
+    with compose_redis.start() as client, (tmp_path / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*launch, *arguments, f"--ready-file={ready}"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=config
+        )
+        try:
+            deadline = time.monotonic() + STARTS_WITHIN_S
+            while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert ready.exists(), (tmp_path / "server.log").read_text(encoding="utf-8")
+            addresses = json.loads(ready.read_text(encoding="utf-8"))
+            port = int(addresses["rest"].rpartition(":")[2])
+            assert _health_check(instructions, port) == 0
+
+            dataset = RemoteDataset(
+                f"grpc://{addresses['grpc']}/sample", batch_size=4, rank=0, world_size=1, attempt="compose"
+            )
+            with contextlib.closing(dataset):
+                batch = next(iter(dataset))
+            assert batch["input_ids"].shape == (4, 128)
+            assert sorted(set(batch["source_ids"].tolist())) == [0, 1]
+            assert client.dbsize() > 0
+
+            process.terminate()
+            grace_s = int(server["stop_grace_period"].removesuffix("s"))
+            assert process.wait(timeout=grace_s) == 0
+        finally:
+            process.kill()
+            process.wait()
