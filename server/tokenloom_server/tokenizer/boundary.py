@@ -8,11 +8,11 @@ from tokenloom_server.tokenizer.definition import NamedToken, TokenizerDefinitio
 #: The first group of which the tokeniser has a member decides; two members of one group are ambiguous.
 #: Ends of a document come before ends of a chat turn, which some files carry as well.
 END_OF_TEXT_NAMES: tuple[tuple[str, ...], ...] = (
-    ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|eos|>", "[EOS]"),
+    ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eos|>", "[EOS]"),
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
 )
 BEGIN_OF_TEXT_NAMES: tuple[tuple[str, ...], ...] = (
-    ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "<|bos|>", "[BOS]"),
+    ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "<|bos|>", "[BOS]"),
 )
 
 _LISTED_TOKENS = 24
@@ -57,7 +57,8 @@ def _resolve(
             return named.id
         fault = f"tokenizer_config.json names {named.content!r} as {config_key}, which the vocabulary does not have"
     else:
-        ids = {token.content: token.id for token in definition.added_tokens}
+        # Some vocabularies hold HTML's <s> and </s> beside their own; those are not special.
+        ids = {token.content: token.id for token in definition.added_tokens if token.special}
         for group in groups:
             found = [name for name in group if name in ids]
             if len(found) == 1:
@@ -66,7 +67,7 @@ def _resolve(
                 fault = f"the tokeniser has {' and '.join(map(repr, found))}, and nothing says which is meant"
                 break
         else:
-            fault = "the tokeniser has no token by a known name"
+            fault = "the tokeniser has no special token by a known name"
     if not needed:
         return None
     raise TokenizerError(f"{option} is on, but {fault}; set {field} in the mixture file{_special_tokens(definition)}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 
 import pyarrow as pa
 
@@ -19,6 +17,7 @@ from tokenloom_server.tokenizer.engine import (
     GigatokenEngine,
     SpecialTokensInText,
     TokenizersEngine,
+    installed_version,
     ragged,
 )
 
@@ -154,7 +153,7 @@ def load_engine(
             f"tokenizer {definition.name!r}: the run began with the engine {record.engine!r}, which this server "
             "does not have for it; use the server version that the run began with, or begin a new run"
         )
-    _require_version(record, _installed(record.engine))
+    _require_version(record, installed_version(record.engine))
     reference = TokenizersEngine(definition, special_tokens_in_text)
     if record.engine == TokenizersEngine.name:
         return reference
@@ -168,13 +167,6 @@ def _require_version(record: EngineRecord, found: str) -> None:
             f"the run began with {record.engine} {record.version}, but {found} is installed, which may give other ids; "
             f"install {record.engine}=={record.version}, or begin a new run"
         )
-
-
-def _installed(package: str) -> str:
-    try:
-        return installed_version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 class _Timed:

@@ -91,13 +91,14 @@ class DocumentEncoder:
 
     def _check_range(self, encoded: Encoded, first_row: int) -> None:
         values = encoded.values
-        if not len(values) or np.iinfo(values.dtype).max < self.vocab_size:
+        limit = min(self.vocab_size, int(np.iinfo(values.dtype).max) + 1)
+        if not len(values) or (values.dtype.kind == "u" and limit < self.vocab_size):
             return
-        # Seen as unsigned, a negative id is a huge one: a single pass finds both.
+        # Seen as unsigned, a negative id lies above every positive one: a single pass finds both faults.
         unsigned = values.view(f"u{values.dtype.itemsize}")
-        if int(unsigned.max()) < self.vocab_size:
+        if int(unsigned.max()) < limit:
             return
-        at = int(np.argmax(unsigned >= self.vocab_size))
+        at = int(np.argmax(unsigned >= limit))
         row = first_row + int(np.searchsorted(encoded.ends, at, side="right"))
         raise TokenizerError(
             f"row {row}: the id {values[at]} is outside the vocabulary (0 to {self.vocab_size - 1}); "

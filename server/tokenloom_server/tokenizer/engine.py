@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import version as installed_version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -123,9 +124,12 @@ class GigatokenEngine:
         return Encoded(result.content.data, result.offsets.data[1:])
 
     def _load(self) -> Any:
-        import gigatoken
+        def load() -> Any:
+            import gigatoken
 
-        return _guarded("load this tokeniser", lambda: gigatoken.Tokenizer.from_json(self._content)).backend
+            return gigatoken.Tokenizer.from_json(self._content).backend
+
+        return _guarded("load this tokeniser", load)
 
     def _renew_if_grown(self, size: int) -> None:
         self._bytes_since_look += size
@@ -141,6 +145,14 @@ class GigatokenEngine:
             self._backend = self._load()
             self._bytes_since_look = 0
             self._resident_at_load = _resident_bytes()
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package; ``none`` where it is missing."""
+    try:
+        return package_version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[Ends, npt.NDArray[np.uint8]]:
