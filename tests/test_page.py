@@ -11,7 +11,8 @@ from importlib.resources import files
 import httpx
 import pytest
 from memory_service import MemoryService, rank_stats, run_stats, source_stats
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.page import FILES
 from tokenloom_server.rest_api import RestServer, create_app, serve_rest
 from tokenloom_server.stats import LedgerStats
@@ -107,18 +108,25 @@ def browser() -> Iterator[Browser]:
         launched.close()
 
 
-@pytest.fixture
-def service() -> MemoryService:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
-    service.put(run_stats(RUN))
-    return service
+    server = serve_rest(create_app(service, version="1.2.3", grpc_address="127.0.0.1:50051"), "127.0.0.1", 0)
+    yield service, server
+    server.stop(timeout=2)
 
 
 @pytest.fixture
-def server(service: MemoryService) -> Iterator[RestServer]:
-    server = serve_rest(create_app(service, version="1.2.3", grpc_address="127.0.0.1:50051"), "127.0.0.1", 0)
-    yield server
-    server.stop(timeout=2)
+def service(shared: tuple[MemoryService, RestServer]) -> MemoryService:
+    """Fresh content in the service behind the one server of this module."""
+    shared[0].__init__()  # type: ignore[misc]
+    shared[0].put(run_stats(RUN))
+    return shared[0]
+
+
+@pytest.fixture
+def server(shared: tuple[MemoryService, RestServer], service: MemoryService) -> RestServer:
+    return shared[1]
 
 
 @pytest.fixture
@@ -189,11 +197,13 @@ def test_a_script_in_an_alias_is_shown_as_text(page: Page, service: MemoryServic
 
 
 @pytest.mark.browser
-def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(
-    page: Page, server: RestServer, service: MemoryService
-) -> None:
-    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(page: Page) -> None:
+    service = MemoryService()
+    service.put(run_stats(RUN))
+    server = serve_rest(create_app(service, version="1.2.3"), "127.0.0.1", 0)
     host, _, port = server.address.rpartition(":")
+    page.goto(f"http://{server.address}/")
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
     server.stop(timeout=2)
     expect(page.get_by_role("alert").filter(has_text="The server does not answer.")).to_be_visible()
     expect(page.get_by_text("Next try in")).to_be_visible()
@@ -205,21 +215,41 @@ def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(
         expect(page.get_by_text("77", exact=True)).to_be_visible()
         expect(page.get_by_role("alert").filter(has_text="The server does not answer.")).to_be_hidden()
     finally:
-        page.close()
+        page.goto("about:blank")
         again.stop(timeout=2)
 
 
 @pytest.mark.browser
+def test_figures_that_cannot_be_read_are_marked_as_old_with_the_reason(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    service.fault = LedgerUnavailable("redis://host:6379 refused the connection")
+    expect(page.get_by_text("These figures cannot be read now: redis://host:6379 refused")).to_be_visible()
+    expect(page.locator("article.run.stale")).to_be_visible()
+    service.fault = None
+    expect(page.get_by_text("These figures cannot be read now")).to_be_hidden()
+    expect(page.locator("article.run.stale")).to_be_hidden()
+
+
+@pytest.mark.browser
 def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: MemoryService) -> None:
-    service.put(run_stats(RUN, ledger=LEDGER_AWAY))
-    expect(page.get_by_text("The ledger is away: connection refused")).to_be_visible()
-    expect(page.get_by_text("99 s ago")).to_be_visible()
-    service.put(run_stats(RUN, error="source 'code' changed: restore the file"))
-    expect(page.get_by_role("alert").filter(has_text="source 'code' changed")).to_be_visible()
-    service.put(run_stats(RUN, ended="every source is exhausted"))
-    expect(page.get_by_text("The data has ended: every source is exhausted")).to_be_visible()
-    service.put(run_stats(RUN, ranks=[rank_stats(0), rank_stats(1, connected=False, lag=16)]))
-    expect(page.get_by_text("1 of 2 ranks connected")).to_be_visible()
+    missing = [rank_stats(0), rank_stats(1, connected=False, lag=16)]
+    service.put(run_stats("ledger-away", ledger=LEDGER_AWAY))
+    service.put(run_stats("stopped", error="source 'code' changed: restore the file"))
+    service.put(run_stats("ended", ended="every source is exhausted"))
+    service.put(run_stats("rank-missing", ranks=missing, waiting_for="rank 1"))
+
+    def run(name: str) -> Locator:
+        return page.locator("article.run", has=page.get_by_role("heading", name=name))
+
+    expect(run("ledger-away").get_by_text("The ledger is away: connection refused")).to_be_visible()
+    expect(run("ledger-away").get_by_text("99 s ago")).to_be_visible()
+    expect(run("stopped").get_by_role("alert")).to_have_text(
+        "The run has stopped: source 'code' changed: restore the file"
+    )
+    expect(run("ended").get_by_text("The data has ended: every source is exhausted")).to_be_visible()
+    expect(run("rank-missing").get_by_text("1 of 2 ranks connected")).to_be_visible()
+    expect(run("rank-missing").get_by_text("production waits for rank 1")).to_be_visible()
+    expect(run(RUN).get_by_text("Running")).to_be_visible()
 
 
 @pytest.mark.browser
@@ -247,9 +277,17 @@ def test_a_newcomer_gets_three_lines_with_the_address(page: Page, service: Memor
 
 
 @pytest.mark.browser
-def test_on_a_phone_nothing_is_cut_and_the_mix_stays_a_table(page: Page) -> None:
-    page.set_viewport_size({"width": 360, "height": 740})
+@pytest.mark.parametrize("width", [360, 700, 900, 1100])
+def test_at_every_width_nothing_is_cut_and_the_mix_stays_a_table(
+    page: Page, service: MemoryService, width: int
+) -> None:
+    page.set_viewport_size({"width": width, "height": 740})
     table = page.get_by_role("table").first
     expect(table.get_by_role("row").nth(1)).to_be_visible()
     assert table.get_by_role("rowheader").count() == 2
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    card = page.locator('[data-slot="mix"]').bounding_box()
+    last = page.locator("table.mix tbody tr").first.bounding_box()
+    assert card is not None
+    assert last is not None
+    assert last["x"] + last["width"] <= card["x"] + card["width"]
