@@ -69,25 +69,29 @@ class Steps:
 def decode(steps: Steps, layout: Layout) -> list[Batch]:
     """The batches of a message, in order."""
     count, width = len(steps.end_indices), layout.sequence_length + layout.shifted
-    shape = (count, layout.batch_size, width)
-    expected = int(np.prod(shape)) * np.dtype(layout.id_type).itemsize
+    expected = count * layout.batch_size * width * np.dtype(layout.id_type).itemsize
     if len(steps.ids) != expected or len(steps.source_ids) != count * layout.batch_size:
         raise ProtocolError(
             f"{count} steps of {layout.batch_size} × {width} ids ({layout.id_type}) are {expected} bytes and "
             f"{count * layout.batch_size} source ids, but {len(steps.ids)} and {len(steps.source_ids)} came"
         )
-    ids = np.frombuffer(steps.ids, layout.id_type).reshape(shape)
-    inputs = ids[..., : layout.sequence_length].astype(np.int64)
-    labels = ids[..., 1:].astype(np.int64) if layout.shifted else inputs.copy()
-    sources = np.array(steps.source_ids, np.int64).reshape(count, layout.batch_size)
+    ids = np.frombuffer(steps.ids, layout.id_type).reshape(count, layout.batch_size, width)
+    names = ["input_ids", "labels"]
+    names += [name for name in ("position_ids", "document_ids") if getattr(layout, name)]
+    shape = (len(names), count, layout.batch_size, layout.sequence_length)
+    # One block for all of them: large enough for huge pages, where fresh ones cost more than the widening.
+    columns = dict(zip(names, np.empty(shape, np.int64), strict=True))
+    columns["input_ids"][...] = ids[..., : layout.sequence_length]
+    columns["labels"][...] = ids[..., int(layout.shifted) :]
+    if len(names) > 2:
+        _documents(steps, columns)
+    columns["source_ids"] = sources = np.array(steps.source_ids, np.int64).reshape(count, layout.batch_size)
     first = np.array(steps.begin_indices, np.int64) + np.array(steps.slices, np.int64) * layout.batch_size
-    samples = first[:, None] + np.arange(layout.batch_size)
+    columns["sample_ids"] = samples = first[:, None] + np.arange(layout.batch_size)
     padding = sources == PADDING
     if padding.any():
-        labels[padding] = IGNORED
+        columns["labels"][padding] = IGNORED
         samples[padding] = PADDING
-    documents = _documents(steps, layout)
-    columns = {"input_ids": inputs, "labels": labels, "source_ids": sources, "sample_ids": samples, **documents}
     views = {name: torch.from_numpy(column).unbind(0) for name, column in columns.items()}
     return [
         Batch(sample_index=end, total_tokens=tokens, **dict(zip(views, tensors, strict=True)))  # type: ignore[typeddict-item]
@@ -95,11 +99,12 @@ def decode(steps: Steps, layout: Layout) -> list[Batch]:
     ]
 
 
-def _documents(steps: Steps, layout: Layout) -> dict[str, NDArray[np.int64]]:
-    """Positions that restart at each document, and numbers of the documents within each sample."""
-    if not (layout.position_ids or layout.document_ids):
-        return {}
-    samples, length = len(steps.end_indices) * layout.batch_size, layout.sequence_length
+def _documents(steps: Steps, columns: dict[str, NDArray[np.int64]]) -> None:
+    """Positions that restart at each document, and numbers of the documents within each sample.
+
+    Both are written as differences and summed in place.
+    """
+    samples, length = columns["input_ids"].size // columns["input_ids"].shape[-1], columns["input_ids"].shape[-1]
     counts = np.array(steps.document_counts, np.int64)
     starts = np.array(steps.document_starts, np.int64)
     if len(counts) != samples or counts.sum() != len(starts) or (starts > length).any():
@@ -110,17 +115,21 @@ def _documents(steps: Steps, layout: Layout) -> dict[str, NDArray[np.int64]]:
     inside = starts < length  # a shifted sample's last id is only a label here, and begins the next sample
     sample_of = np.repeat(np.arange(samples), counts)[inside]
     sample_begins = np.arange(samples) * length
-    # What a sample continues counts as a document of its own, so each sample's begin is a segment's.
+    # What a sample continues counts as a document of its own, so each sample's begin is one, too.
     begins = np.union1d(sample_begins, sample_of * length + starts[inside])
-    lengths = np.diff(begins, append=samples * length)
-    shape = (len(steps.end_indices), layout.batch_size, length)
-    columns = {}
-    if layout.position_ids:
-        positions = np.arange(samples * length)
-        positions -= np.repeat(begins, lengths)
-        columns["position_ids"] = positions.reshape(shape)
-    if layout.document_ids:
-        first = np.searchsorted(begins, sample_begins)
-        numbers = np.arange(len(begins)) - first[begins // length]
-        columns["document_ids"] = np.repeat(numbers, lengths).reshape(shape)
-    return columns
+    if "position_ids" in columns:
+        jumps = np.ones(len(begins), np.int64)
+        jumps[0] = 0
+        jumps[1:] -= np.diff(begins)
+        _sum_up(columns["position_ids"], begins, jumps, 1)
+    if "document_ids" in columns:
+        numbers = np.arange(len(begins)) - np.searchsorted(begins, sample_begins)[begins // length]
+        _sum_up(columns["document_ids"], begins, np.diff(numbers, prepend=0), 0)
+
+
+def _sum_up(column: NDArray[np.int64], begins: NDArray[np.int64], jumps: NDArray[np.int64], slope: int) -> None:
+    """Fills a column with what starts at 0, grows by ``slope`` each token and jumps at each begin."""
+    flat = column.reshape(-1)
+    flat.fill(slope)
+    flat[begins] = jumps
+    np.cumsum(flat, out=flat)

@@ -44,7 +44,7 @@ class Script:
     start_index: int = 0
     ids_of: Callable[[int, int], NDArray[Any]] | None = None
     """(sample index, how many ids) → ids; by default hashes of both."""
-    documents_of: Callable[[int], list[int]] = lambda index: [index % 5]  # noqa: E731
+    documents_of: Callable[[int], list[int]] = lambda index: [index % 5]
     join_errors: list[str] = field(default_factory=list)
     """One Join each fails with the next of these names; '' is UNAVAILABLE without a name."""
     on_message: Callable[[int, int], str | None] = field(default=lambda stream, begin: None)

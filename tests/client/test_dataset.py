@@ -1,0 +1,417 @@
+"""RemoteDataset over a real gRPC connection: batches, state and life."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_server import Script, base_at, digest_at, ids_of, serving, template
+from tokenloom import RemoteDataset, SnapshotInvalid, Source, snapshot
+from tokenloom_proto.seal import seal, unseal
+from torch.utils.data import DataLoader
+
+NOBODY = "grpc://127.0.0.1:1/fake"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def expected_state(sample_index: int, base: int) -> dict[str, str]:
+    place = {"sample_index": sample_index, "total_tokens": sample_index * 8, "digest": digest_at(sample_index)}
+    resume_state = json.loads(base_at(base).resume_state)
+    return {"tokenloom": seal({**template("fake", "train"), "resume_state": resume_state, **place})}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("id_bytes", [2, 4])
+def test_two_ranks_get_every_sample_once_until_the_data_ends(id_bytes: int, shifted: bool) -> None:
+    with serving(Script(end_index=22, id_bytes=id_bytes, shifted=shifted)) as (_, url, _):
+        ranks = [RemoteDataset(url, 2, rank=rank, world_size=2, attempt="a") for rank in range(2)]
+        batches = [list(dataset) for dataset in ranks]
+        seen = {
+            index: (inputs.tolist(), labels.tolist(), source)
+            for rank in batches
+            for batch in rank
+            for index, inputs, labels, source in zip(
+                batch["sample_ids"].tolist(),
+                batch["input_ids"],
+                batch["labels"],
+                batch["source_ids"].tolist(),
+                strict=True,
+            )
+        }
+        for dataset in ranks:
+            dataset.close()
+
+    assert sorted(seen) == list(range(20))  # the incomplete last step is dropped
+    for index, (inputs, labels, source) in seen.items():
+        ids = ids_of(index, 9).tolist()
+        assert (inputs, labels, source) == (ids[:8], ids[1:] if shifted else ids[:8], index % 2)
+    assert [batch["total_tokens"] for batch in batches[0]] == [batch["total_tokens"] for batch in batches[1]]
+    assert {dataset.end_reason for dataset in ranks} == {"all sources are exhausted"}
+
+
+def test_a_padded_last_step_marks_what_is_padding() -> None:
+    with serving(Script(end_index=5, pad_last_step=True)) as (_, url, _), RemoteDataset(url, 2) as dataset:
+        last = list(dataset)[-1]
+
+    assert last["sample_ids"].tolist() == [4, -1]
+    assert last["source_ids"].tolist() == [0, -1]
+    assert last["labels"][1].tolist() == [-100] * 8
+    assert dataset.sample_index == 5
+
+
+def test_positions_and_documents_come_on_request() -> None:
+    with serving(Script()) as (server, url, _), RemoteDataset(url, 2, position_ids=True, document_ids=True) as dataset:
+        batch = next(iter(dataset))
+        asked = server.joins[0].document_starts
+
+    assert asked
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert batch["document_ids"].tolist() == [[0] * 8, [0] + [1] * 7]
+
+
+def test_a_second_iter_goes_on_after_the_last_batch_yielded() -> None:
+    with serving(Script(end_index=10)) as (server, url, _), RemoteDataset(url, 1) as dataset:
+        for batch in dataset:
+            if batch["sample_index"] == 4:
+                break
+        rest = [int(batch["sample_ids"]) for batch in dataset]
+
+        assert rest == [4, 5, 6, 7, 8, 9]
+        assert list(dataset) == []  # the end stays the end
+        assert len(server.joins) == len(server.opens) == 1
+
+
+def test_the_run_is_known_once_it_is_joined() -> None:
+    with serving(Script(start_index=12)) as (_, url, _), RemoteDataset(url, 2) as dataset:
+        with pytest.raises(RuntimeError, match="call iter"):
+            _ = dataset.generation
+        iter(dataset)
+
+        assert (dataset.sequence_length, dataset.generation, dataset.start_index) == (8, 3, 12)
+        assert dataset.sources == [Source(0, "parquet:a:text", "a"), Source(1, "txt:b:text", "")]
+        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (12, 96, digest_at(12))
+        next(iter(dataset))
+        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (14, 112, digest_at(14))
+
+
+# --- State -------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_holds_the_boundary_that_came_with_the_last_step_on_every_rank() -> None:
+    with serving(Script(group_steps=2)) as (_, url, _):
+        fast = RemoteDataset(url, 1, rank=0, world_size=2, attempt="a", prefetch_steps=20)
+        slow = RemoteDataset(url, 1, rank=1, world_size=2, attempt="a", prefetch_steps=1)
+        pairs = zip(fast, slow, strict=True)
+        for sample_index in range(2, 21, 2):
+            next(pairs)
+            boundary = (sample_index - 1) // 4 * 4
+            assert fast.state_dict() == slow.state_dict() == expected_state(sample_index, boundary)
+        fast.close()
+        slow.close()
+
+
+def test_the_state_of_an_earlier_batch_can_be_asked_for() -> None:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 2, prefetch_steps=4) as dataset:
+        batches = iter(dataset)
+        states = {}
+        for _ in range(5):
+            batch = next(batches)
+            states[batch["sample_index"]] = dataset.state_dict()
+
+        assert {index: dataset.state_dict(at=index) for index in states} == states
+        assert dataset.state_dict(at=0) == expected_state(0, 0)
+        for index in (3, 12):  # no boundary of a batch, and not yet yielded
+            with pytest.raises(ValueError, match=rf"no state at sample index {index}.*from 0 to 10"):
+                dataset.state_dict(at=index)
+
+
+def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "HISTORY_STEPS", 3)
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        batches = iter(dataset)
+        for _ in range(5):
+            next(batches)
+
+        assert dataset.state_dict(at=3) == expected_state(3, 2)
+        with pytest.raises(ValueError, match="from 3 to 5"):
+            dataset.state_dict(at=2)
+
+
+def test_the_state_works_with_the_server_dead_and_after_close() -> None:
+    with serving(Script()) as (_, url, server):
+        dataset = RemoteDataset(url, 2)
+        next(iter(dataset))
+        server.stop(0).wait()
+        assert dataset.state_dict() == expected_state(2, 0)
+        dataset.close()
+
+    assert dataset.state_dict() == expected_state(2, 0)
+    assert dataset.sample_index == 2
+
+
+def test_before_a_join_the_state_is_the_start_of_the_run() -> None:
+    dataset = RemoteDataset(NOBODY, 2, stream="valid")
+
+    assert unseal(dataset.state_dict()["tokenloom"]) == {
+        "format": "tokenloom/snapshot",
+        "version": 1,
+        "run": "fake",
+        "stream": "valid",
+        "sample_index": 0,
+        "digest": "0" * 32,
+        "total_tokens": 0,
+    }
+    assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (0, 0, "0" * 32)
+    with pytest.raises(ValueError, match="no batch was yielded yet"):
+        dataset.state_dict(at=5)
+
+
+def test_after_a_join_and_before_a_batch_the_state_is_that_of_the_resume_point() -> None:
+    with serving(Script(start_index=12)) as (_, url, _), RemoteDataset(url, 2, resume="latest") as dataset:
+        iter(dataset)
+
+        assert dataset.state_dict() == expected_state(12, 12)
+
+
+def test_a_loaded_state_travels_with_the_join_and_is_given_back_until_the_first_batch() -> None:
+    state = expected_state(7, 4)
+    with serving(Script()) as (server, url, _), RemoteDataset(url, 2, resume="latest") as dataset:
+        dataset.load_state_dict(state)
+        assert server.joins == []
+        assert dataset.state_dict() == state
+        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (7, 56, digest_at(7))
+        batches = iter(dataset)
+        assert dataset.state_dict() == state
+        assert next(batches)["sample_ids"].tolist() == [7, 8]
+        assert dataset.state_dict(at=7) == state
+        assert dataset.state_dict() == expected_state(9, 7)
+
+        assert server.joins[0].state_json.decode() == state["tokenloom"]
+        assert server.joins[0].resume == ""
+
+
+def test_a_state_is_loaded_before_the_first_iter_or_not_at_all() -> None:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 2) as dataset:
+        iter(dataset)
+        with pytest.raises(RuntimeError, match=r"before the first iter\(\).*make a new one"):
+            dataset.load_state_dict(expected_state(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"datasets": []}, r"got the keys \['datasets'\]"),
+        ({"tokenloom": 3}, "got a int under 'tokenloom'"),
+        ([], "got a list"),
+        ({"tokenloom": "{"}, "does not parse"),
+        ({"tokenloom": expected_state(7, 4)["tokenloom"].replace("56", "57")}, "checksum"),
+        ({"tokenloom": seal({"sample_index": "7"})}, "sample_index='7', total_tokens=None, digest=None"),
+    ],
+)
+def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, message: str) -> None:
+    with pytest.raises(SnapshotInvalid, match=message) as caught:
+        RemoteDataset(NOBODY, 2).load_state_dict(state)
+
+    assert isinstance(caught.value, ValueError)
+
+
+# --- Arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"url": "http://127.0.0.1/run"}, "expected grpc://HOST:PORT/RUN"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
+        ({"batch_size": 2.0}, "batch_size must be an integer"),
+        ({"prefetch_steps": 0}, "prefetch_steps must be an integer of at least 1"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s must be a number of seconds above 0"),
+        ({"reconnect_timeout_s": float("inf")}, "reconnect_timeout_s must be"),
+        ({"resume": ""}, "resume must be"),
+        ({"rank": 2, "world_size": 2, "attempt": "a"}, "rank 2 is not below world_size 2"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RemoteDataset(**{"url": NOBODY, "batch_size": 1, **changes})
+
+
+def test_the_join_carries_what_the_dataset_was_made_with() -> None:
+    with serving(Script()) as (server, url, _):
+        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", stream="valid", resume="fresh") as dataset:
+            iter(dataset)
+        join = server.joins[0]
+
+    assert (join.run, join.stream, join.rank, join.world_size) == ("fake", "valid", 1, 2)
+    assert (join.batch_size, join.attempt, join.resume, join.state_json) == (3, "a", "fresh", b"")
+    assert join.nonce
+
+
+# --- Progress, closing and the end of the process -------------------------------------------------------------------
+
+
+def test_progress_is_reported_when_a_batch_is_returned_and_prefetch_is_bounded() -> None:
+    with serving(Script(group_steps=8)) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=3) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert eventually(lambda: bool(server.progress) and server.progress[-1].consumed_through == 1)
+        assert {progress.credit_steps for progress in server.progress} == {3}
+        time.sleep(0.2)
+        assert dataset._connection is not None
+        assert dataset._connection.buffer.received_through == 4
+
+
+def test_progress_is_coalesced() -> None:
+    with serving(Script(group_steps=16, end_index=2000)) as (server, url, _), RemoteDataset(url, 1) as dataset:
+        began = time.monotonic()
+        steps = sum(1 for _ in dataset)
+        elapsed = time.monotonic() - began
+
+        assert steps == 2000
+        assert eventually(lambda: server.progress[-1].consumed_through == 2000)
+        assert len(server.progress) <= elapsed / 0.005 + 2
+
+
+def test_close_reports_the_last_batch_and_ends_the_stream_and_its_thread() -> None:
+    with serving(Script()) as (server, url, _):
+        with RemoteDataset(url, 1) as dataset:
+            batches = iter(dataset)
+            for _ in range(3):
+                next(batches)
+        assert server.half_closed.wait(2)
+        assert server.progress[-1].consumed_through == 3
+        assert not [thread for thread in threading.enumerate() if thread.name == "tokenloom-stream"]
+        dataset.close()  # again is fine
+        for use in (lambda: next(batches), lambda: iter(dataset)):
+            with pytest.raises(RuntimeError, match="closed"):
+                next(iter(use()))
+
+
+def test_a_dataset_that_nobody_holds_closes_its_stream() -> None:
+    with serving(Script()) as (server, url, _):
+        dataset = RemoteDataset(url, 1)
+        next(iter(dataset))
+        gone = weakref.ref(dataset)
+        del dataset
+        gc.collect()
+
+        assert gone() is None
+        assert server.half_closed.wait(2)
+
+
+def test_the_end_of_the_process_reports_the_last_batch() -> None:
+    trainer = (
+        "import sys; from tokenloom import RemoteDataset\n"
+        "dataset = RemoteDataset(sys.argv[1], 1); batches = iter(dataset)\n"
+        "for _ in range(7): next(batches)\n"
+    )
+    with serving(Script()) as (server, url, _):
+        answer = subprocess.run(
+            [sys.executable, "-c", trainer, url], capture_output=True, text=True, timeout=60, check=False
+        )
+
+        assert (answer.returncode, answer.stderr) == (0, "")
+        assert eventually(lambda: server.progress[-1].consumed_through == 7)
+
+
+def test_the_end_of_the_data_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Script(end_index=4)) as (server, url, _), RemoteDataset(url, 1) as dataset:
+        with caplog.at_level(logging.INFO, "tokenloom"):
+            assert len(list(dataset)) == 4
+
+        assert "ends: all sources are exhausted" in caplog.text
+        assert server.half_closed.wait(2)  # without a close
+        assert server.progress[-1].consumed_through == 4
+
+
+# --- DataLoader and other processes ---------------------------------------------------------------------------------
+
+
+def test_a_data_loader_without_workers_gives_the_same_batches() -> None:
+    with serving(Script(end_index=4)) as (_, url, _), RemoteDataset(url, 2) as dataset:
+        batches = list(DataLoader(dataset, batch_size=None))
+
+    assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(start: str) -> None:
+    # The server lives in another process, since a fork of this one must not hold its threads.
+    here = Path(__file__).parent
+    script = (
+        "import sys; from fake_server import *\n"
+        "with serving(Script(end_index=4)) as (_, url, _): print(url, flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(here)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        try:
+            dataset = RemoteDataset(server.stdout.readline().strip(), 2)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
+                loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=start)
+                batches = [batch["sample_ids"].tolist() for batch in loader]
+            with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
+                dataset.state_dict()
+            with pytest.raises(RuntimeError, match="joined the run in another process"):
+                iter(dataset)
+        finally:
+            server.stdin.close()
+
+    assert batches == [[0, 1], [2, 3]]
+
+
+def test_several_workers_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        num_workers = 2
+
+    monkeypatch.setattr("tokenloom.dataset.get_worker_info", Worker)
+
+    with pytest.raises(RuntimeError, match=r"num_workers=2.*one slot.*num_workers=0"):
+        iter(RemoteDataset(NOBODY, 1))
+
+
+def test_a_dataset_can_be_copied_before_it_joins_and_not_after() -> None:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        with copy.deepcopy(dataset) as other:
+            assert torch.equal(next(iter(other))["sample_ids"], torch.tensor([0]))
+        iter(dataset)
+        with pytest.raises(RuntimeError, match="cannot be copied"):
+            copy.deepcopy(dataset)
+
+
+def test_after_a_fork_the_child_is_told_that_the_connection_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        with monkeypatch.context() as child:
+            child.setattr("os.getpid", lambda: 1)
+            with pytest.raises(RuntimeError, match="joined the run in another process"):
+                next(batches)
+        next(batches)

@@ -1,0 +1,257 @@
+"""Faults on the way: what is tried again, what is final, and that nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_server import RUN_UID, Script, serving
+from tokenloom import (
+    AttemptUsed,
+    Fenced,
+    LedgerRolledBack,
+    NotFound,
+    ProtocolError,
+    RemoteDataset,
+    ServerUnavailable,
+    TokenloomError,
+    buffer,
+)
+from tokenloom.connection import channel
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(channel, "MAX_DELAY_S", 0.2)
+
+
+def samples(dataset: RemoteDataset, count: int | None = None) -> Iterator[int]:
+    for number, batch in enumerate(dataset, 1):
+        yield from batch["sample_ids"].tolist()
+        if number == count:
+            return
+
+
+@pytest.mark.parametrize("fault", ["", "ServerStopping", "NotLeader", "end"])
+def test_a_broken_stream_is_reopened_behind_the_last_step_received(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(
+        end_index=12, on_message=lambda stream, begin: fault if begin == 4 * stream and begin < 12 else None
+    )
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=12) as dataset:
+        assert list(samples(dataset)) == list(range(12))
+
+        assert len(server.joins) == 1
+        assert [open_.received_through for open_ in server.opens] == [0, 4, 8]
+        assert {open_.run_uid for open_ in server.opens} == {RUN_UID}
+        assert {open_.generation for open_ in server.opens} == {3}
+        assert {open_.nonce for open_ in server.opens} == {server.joins[0].nonce}
+        assert caplog.text.count("broke, reconnecting") == 2
+
+
+def test_a_new_stream_tells_what_was_consumed_and_the_highest_commit_seen() -> None:
+    script = Script(group_steps=1, on_message=lambda stream, begin: "" if (stream, begin) == (1, 6) else None)
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=2) as dataset:
+        batches = iter(dataset)
+        for expected in range(9):
+            assert next(batches)["sample_ids"].tolist() == [expected]
+            time.sleep(0.02)  # so that the server reports each commit
+
+        again = server.opens[1]
+        assert again.received_through == 6
+        assert again.progress.consumed_through in (5, 6)
+        assert again.progress.credit_steps == 2
+        assert 0 < again.committed_through <= again.progress.consumed_through
+
+
+def test_a_server_that_is_restarted_on_its_port_is_found_again() -> None:
+    with serving(Script()) as (_, url, server):
+        dataset = RemoteDataset(url, 1, prefetch_steps=2)
+        batches = iter(dataset)
+        first = next(batches)["sample_ids"].tolist()
+        server.stop(0).wait()
+    with serving(Script(), port=int(url.rpartition(":")[2].partition("/")[0])) as (again, _, _):
+        again.joins.append(_join_of(dataset))
+        rest = [next(batches)["sample_ids"].tolist() for _ in range(6)]
+        dataset.close()
+
+    assert [first, *rest] == [[index] for index in range(7)]
+
+
+def _join_of(dataset: RemoteDataset) -> object:
+    from tokenloom_proto import dataloader_pb2 as wire
+
+    return wire.JoinRequest(run="fake", rank=dataset.rank, world_size=1, batch_size=1)
+
+
+def test_a_fenced_trainer_gets_none_of_what_was_buffered() -> None:
+    fenced = threading.Event()
+
+    def fence(stream: int, begin: int) -> str | None:
+        return "Fenced" if begin == 8 and fenced.wait(5) else None
+
+    with serving(Script(on_message=fence)) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=20) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        fenced.set()
+        assert dataset._connection is not None
+        dataset._connection._thread.join(5)
+        for _ in range(2):  # for good, and never taken for an end of the data
+            with pytest.raises(Fenced, match="as the script says, at 8"):
+                next(batches)
+        with pytest.raises(Fenced):
+            next(iter(dataset))
+
+        assert len(server.opens) == 1
+        assert dataset.sample_index == 1
+
+
+@pytest.mark.parametrize(("fault", "error"), [("LedgerRolledBack", LedgerRolledBack), ("NotFound", NotFound)])
+def test_any_other_named_error_comes_after_what_was_buffered_and_is_not_tried_again(
+    fault: str, error: type[TokenloomError]
+) -> None:
+    script = Script(on_message=lambda stream, begin: fault if begin == 4 else None)
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+        got = []
+        with pytest.raises(error, match="as the script says, at 4"):
+            got += list(samples(dataset, 4))
+            next(iter(dataset))
+
+        assert got == [0, 1, 2, 3]
+        assert len(server.opens) == 1
+
+
+def test_a_server_that_skips_data_is_refused() -> None:
+    script = Script(on_message=lambda stream, begin: "skip" if begin == 4 else None)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+        with pytest.raises(ProtocolError, match="came for sample index 5, but 4 is next"):
+            list(samples(dataset))
+
+        assert dataset.sample_index == 4
+
+
+def test_a_silent_stream_is_taken_for_broken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(buffer, "SILENCE_S", 0.5)
+    monkeypatch.setattr(buffer, "TICK_S", 0.1)
+    script = Script(on_message=lambda stream, begin: "silent" if (stream, begin) == (1, 4) else None)
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+        assert list(samples(dataset, 8)) == list(range(8))
+
+        assert [open_.received_through for open_ in server.opens[:2]] == [0, 4]
+        assert "silent, without even a heartbeat" in caplog.text
+
+
+def test_heartbeats_keep_a_stream_alive_that_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "SILENCE_S", 0.5)
+    monkeypatch.setattr(buffer, "TICK_S", 0.1)
+    with serving(Script()) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        time.sleep(1.2)  # the trainer is busy, the buffer full
+        next(batches)
+
+        assert len(server.opens) == 1
+
+
+def test_a_long_wait_is_logged_with_what_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(buffer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(buffer, "TICK_S", 0.1)
+    script = Script(on_message=lambda stream, begin: "silent" if stream == 1 else None)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        threading.Timer(0.6, lambda: dataset._connection and dataset._connection.on_silence()).start()
+        next(iter(dataset))
+
+    assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
+
+
+def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_first() -> None:
+    with serving(Script()) as (_, url, server):
+        dataset = RemoteDataset(url, 1, prefetch_steps=4, reconnect_timeout_s=0.5)
+        batches = iter(dataset)
+        next(batches)
+        time.sleep(0.3)
+        server.stop(0).wait()
+    got = []
+    with pytest.raises(ServerUnavailable, match=r"gave no stream for 0\.5 s \(reconnect_timeout_s\)"):
+        got.extend(batch["sample_index"] for batch in batches)
+
+    assert got[:3] == [2, 3, 4]
+    dataset.close()
+
+
+def test_closing_while_the_server_is_away_does_not_wait_for_it() -> None:
+    with serving(Script()) as (_, url, server):
+        dataset = RemoteDataset(url, 1)
+        next(iter(dataset))
+        server.stop(0).wait()
+    began = time.monotonic()
+    dataset.close()
+
+    assert time.monotonic() - began < 2.5
+
+
+def test_a_stream_that_ends_with_the_data_before_the_last_report_is_reopened_for_it() -> None:
+    script = Script(end_index=4)
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        time.sleep(0.2)
+        assert dataset._connection is not None
+        dataset._connection.on_silence()
+        assert list(samples(dataset)) == [1, 2, 3]
+        assert server.half_closed.wait(2)
+        dataset._connection._thread.join(5)
+
+        assert server.opens[-1].received_through == server.opens[-1].progress.consumed_through == 4
+
+
+# --- Join --------------------------------------------------------------------------------------------------------
+
+
+def test_a_join_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Script(join_errors=["", "ServerStopping"])) as (server, url, _), RemoteDataset(url, 1) as dataset:
+        assert next(samples(dataset)) == 0
+
+        assert len(server.joins) == 3
+        assert len({(join.attempt, join.nonce) for join in server.joins}) == 1
+        assert "cannot join" in caplog.text
+
+
+def test_a_server_that_never_comes_is_unavailable_after_the_timeout() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers
+        url = f"grpc://127.0.0.1:{taken.getsockname()[1]}/fake"
+        with pytest.raises(ServerUnavailable, match=url):
+            iter(RemoteDataset(url, 1, connect_timeout_s=0.5))
+
+
+def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout() -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        url = f"grpc://127.0.0.1:{mute.getsockname()[1]}/fake"
+        with pytest.raises(ServerUnavailable, match=url):
+            iter(RemoteDataset(url, 1, connect_timeout_s=0.5))
+
+
+def test_a_refused_join_is_raised_at_once_with_the_servers_message() -> None:
+    with serving(Script(join_errors=["AttemptUsed"])) as (server, url, _):
+        with pytest.raises(AttemptUsed, match="as the script says"):
+            iter(RemoteDataset(url, 1))
+
+        assert len(server.joins) == 1
+
+
+def test_a_proxy_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 1, connect_timeout_s=5) as dataset:
+        assert next(samples(dataset)) == 0

@@ -1,0 +1,152 @@
+"""Rank, world size and the attempt that all ranks of a launch share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenloom.topology import Topology, resolve
+
+VARIABLES = ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"]
+VARIABLES += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def topology(rank: int | None = None, world_size: int | None = None, attempt: str | None = None) -> Topology:
+    return resolve(
+        run="run",
+        stream="train",
+        rank=rank,
+        world_size=world_size,
+        attempt=attempt,
+        process_group=None,
+        timeout_s=5,
+    )
+
+
+def test_a_process_without_a_launcher_is_the_only_rank_and_makes_its_own_attempt() -> None:
+    one, other = topology(), topology()
+
+    assert (one.rank, one.world_size) == (0, 1)
+    assert one.attempt != other.attempt
+
+
+def test_arguments_win_over_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    assert topology(1, 2, "mine") == Topology(1, 2, "mine")
+
+
+def test_torchruns_variables_give_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    assert topology(attempt="mine") == Topology(1, 2, "mine")
+
+
+def test_several_ranks_of_torchrun_without_a_process_group_are_told_the_three_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ValueError, match=r"init_process_group.*SLURM job step.*attempt="):
+        topology()
+
+
+def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    first = topology()
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    second = topology()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    restarted = topology()
+
+    assert (first.rank, second.rank, second.world_size) == (0, 1, 2)
+    assert first.attempt == second.attempt != restarted.attempt
+
+
+def test_several_processes_of_which_this_one_does_not_know_its_rank_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but RANK is not set"):
+        topology()
+
+
+def test_launcher_variables_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ValueError, match="RANK='first' and WORLD_SIZE='2' must be integers"):
+        topology()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (2, 2, "rank 2 is not below world_size 2"),
+        (0, None, "give both rank and world_size"),
+        (None, 2, "give both rank and world_size"),
+        (-1, 2, "takes no part"),
+    ],
+)
+def test_a_rank_that_does_not_fit_its_world_is_refused(rank: int, world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topology(rank, world_size, "mine")
+
+
+def test_an_empty_attempt_is_refused() -> None:
+    with pytest.raises(ValueError, match="attempt is empty"):
+        topology(0, 2, "")
+
+
+RANK_OF_A_GROUP = """
+import sys
+import torch.distributed as dist
+from tokenloom import RemoteDataset
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+url = "grpc://127.0.0.1:1/run"
+made = [RemoteDataset(url, 1), RemoteDataset(url, 1, stream="valid"), RemoteDataset(url, 1)]
+alone = dist.new_group([rank], use_local_synchronization=True)
+made.append(RemoteDataset(url, 1, process_group=alone))
+print(*[f"{d.rank}/{d.world_size}:{d._topology.attempt}" for d in made])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_ranks_of_a_process_group_share_an_attempt_for_each_dataset(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_OF_A_GROUP, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [process.communicate(timeout=60) for process in ranks]
+
+    assert [process.returncode for process in ranks] == [0, 0], answers
+    slots = [[slot.split(":") for slot in answer.split()] for answer, _ in answers]
+    assert [[place for place, _ in rank] for rank in slots] == [
+        ["0/2", "0/2", "0/2", "0/1"],
+        ["1/2", "1/2", "1/2", "0/1"],
+    ]
+    attempts = [[attempt for _, attempt in rank] for rank in slots]
+    assert attempts[0][:3] == attempts[1][:3]
+    assert len({*attempts[0], *attempts[1]}) == 5
