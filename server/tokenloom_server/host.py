@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
     SourceError,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening
+from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Group
 from tokenloom_server.run import Delivery, EndOfData, Generation
@@ -69,8 +69,6 @@ class Live:
     generation: Generation
     #: The state at which production begins.
     base: State
-    #: resume_state texts by group begin.
-    texts: dict[int, str] = field(default_factory=dict)
     slots: list[threading.Condition] = field(default_factory=list)
     #: The committed digest that production has to meet again after a restart; None once met.
     expected_digest: str | None = None
@@ -90,14 +88,15 @@ class Host:
         self.live: Live | None = None
         self.committed: Commit | None = None
         self.committed_at: float | None = None
-        #: The state behind the committed commit, for the figures.
+        #: The state at the committed index (after a restart: at the boundary before it), for the figures.
         self.committed_state: State = order.initial()
         self.error: TokenloomError | None = None
         self.ledger_error: str | None = None
         #: (time, commit) over the last minute or so, for rates and window shares.
         self.recent: deque[tuple[float, Commit]] = deque(maxlen=512)
         self.clock = clock
-        self._stopping = False
+        self.wall_clock = time.time
+        self.stopping = False
         self._producer_wakes = threading.Condition(self.lock)
         self._committer_wakes = threading.Condition(self.lock)
         self._journalled = -1
@@ -118,7 +117,7 @@ class Host:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends streams with ``ServerStopping``, commits what is acknowledged, ends the threads; bounded."""
         with self.lock:
-            self._stopping = True
+            self.stopping = True
             self._wake_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -139,6 +138,14 @@ class Host:
         """Steps between two state boundaries: a full message for each rank, within bounds."""
         step = batch_size * self.order.sample_bytes
         return max(1, min(MESSAGE_BYTES // step, GROUP_BYTES // (step * world_size), GROUP_STEPS))
+
+    def recover(self, stored: StoredRun) -> None:
+        """Takes up the generation that the ledger has (the caller holds the lock)."""
+        if stored.opening is None or stored.committed is None:
+            return
+        base = self.order.decode(stored.committed.state)
+        self.committed_state, self.committed_at = base, stored.committed_at
+        self.install(stored.opening, base, stored.committed, resumed=True)
 
     def install(self, opening: Opening, base: State, committed: Commit, *, resumed: bool) -> None:
         """Makes a generation the present one (the caller holds the lock). ``resumed``: after a restart
@@ -196,8 +203,10 @@ class Host:
             live.slots[session.rank].notify_all()
             self._producer_wakes.notify()
 
-    def next_for(self, session: Session, timeout_s: float) -> Delivery | EndOfData | Waiting:
-        """What a slot gets next; waits for it at most ``timeout_s``.
+    def next_for(
+        self, session: Session, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | EndOfData | Waiting:
+        """What a slot gets next; waits for it at most ``timeout_s``, or until ``interrupted`` (see ``wake``).
 
         Raises ``Fenced``, ``ServerStopping``, or the error that stopped the run (after all that was
         produced before it).
@@ -205,7 +214,7 @@ class Host:
         deadline = time.monotonic() + timeout_s
         with self.lock:
             while True:
-                if self._stopping:
+                if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
                 live = self._live_of(self.uid, session.generation.number)
                 found = live.generation.next_for(session.rank, session.number)
@@ -215,25 +224,28 @@ class Host:
                 if self.error is not None:
                     raise self.error
                 left = deadline - time.monotonic()
-                if left <= 0 or not live.slots[session.rank].wait(left):
+                if left <= 0 or interrupted():
                     return Waiting(self.waiting_for())
+                live.slots[session.rank].wait(left)
+
+    def wake(self, session: Session) -> None:
+        """Makes a waiting ``next_for`` of the session look at what interrupts it."""
+        with self.lock:
+            if self.live is not None and self.live.generation is session.generation:
+                self.live.slots[session.rank].notify_all()
 
     def finish(self, session: Session, timeout_s: float) -> None:
         """Waits, bounded, until all that every rank acknowledged is committed."""
         with self.lock:
             self.changed.wait_for(
-                lambda: session.generation.commit_due() is None or self.error is not None or self._stopping, timeout_s
+                lambda: session.generation.commit_due() is None or self.error is not None or self.stopping, timeout_s
             )
 
-    def resume_state(self, live: Live, group: Group) -> str:
-        """``resume_state`` at a group's begin; made once per group."""
-        text = live.texts.get(group.begin)
-        if text is None:
-            text = self.order.encode(group.base)
-            if len(live.texts) > 64:
-                live.texts.clear()
-            live.texts[group.begin] = text
-        return text
+    def resume_state(self, group: Group) -> str:
+        """``resume_state`` at a group's begin; made once per group (twice at worst, and equal)."""
+        if group.resume_state is None:
+            group.resume_state = self.order.encode(group.base)
+        return group.resume_state
 
     def waiting_for(self) -> str:
         """What production or delivery waits for (the caller holds the lock)."""
@@ -258,8 +270,8 @@ class Host:
         pipeline = group = None
         while True:
             with self.lock:
-                self._producer_wakes.wait_for(lambda: self._stopping or self._production())
-                if self._stopping:
+                self._producer_wakes.wait_for(lambda: self.stopping or self._production())
+                if self.stopping:
                     return
                 assert self.live is not None
                 if self.live is not live:
@@ -315,13 +327,13 @@ class Host:
         failures = 0
         while True:
             with self.lock:
-                self._committer_wakes.wait_for(lambda: self._stopping or self._commit_due())
+                self._committer_wakes.wait_for(lambda: self.stopping or self._commit_due())
                 live, steps = self.live, self._commit_due()
                 if live is None or not steps:
                     return
                 group = live.generation.group_of(steps - 1)
             state = group.state_behind((steps - 1) % group.plan.group_steps)
-            commit = self.commit_of(state, self.resume_state(live, group))
+            commit = self.commit_of(state, self.resume_state(group))
             journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
             try:
                 self.ledger.commit(self.uid, self.stream, self.epoch, live.generation.number, commit, journal)
@@ -331,7 +343,7 @@ class Host:
             except LedgerUnavailable as error:
                 with self.lock:
                     self.ledger_error = str(error)
-                    if self._stopping:
+                    if self.stopping:
                         _log.error("%s: stopped with sample %d uncommitted: %s", self.name, commit.sample_index, error)
                         return
                     if not failures:

@@ -104,6 +104,8 @@ class Group:
     dropped_tokens: list[int]
     marks: list[Mark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
+    #: The base as canonical JSON, once somebody made it.
+    resume_state: str | None = None
 
     @property
     def begin(self) -> int:

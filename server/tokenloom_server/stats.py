@@ -136,7 +136,10 @@ class RunService(Protocol):
     def restore(
         self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
     ) -> ResumePoint:
-        """Pins where the next generation starts; exactly one of the three. Raises ``SnapshotInvalid``, ``BeyondHorizon``."""
+        """Pins where the next generation starts; exactly one of the three.
+
+        Raises ``SnapshotInvalid``, ``BeyondHorizon``.
+        """
 
     def not_ready(self) -> str | None:
         """Why requests cannot be served now; ``None`` when they can."""

@@ -21,6 +21,8 @@ class Opening:
     attempt: str
     world_size: int
     batch_size: int
+    #: Steps between two state boundaries.
+    group_steps: int
     start_index: int
     #: Canonical JSON of the state at ``start_index``.
     start_state: str

@@ -16,7 +16,7 @@ from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Opening, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite_file import SqliteFile
 
-_OPENING = "generation, parent, attempt, world_size, batch_size, start_index, start_state, opened_at"
+_OPENING = "generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at"
 
 # Only changed counters are written, so that a commit costs what it moved.
 _PUT_COUNTERS = """
@@ -136,7 +136,7 @@ class SqliteLedger:
                 (opening.generation, mark, run),
             )
             connection.execute(
-                f"INSERT INTO openings (run, {_OPENING}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO openings (run, {_OPENING}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     run,
                     opening.generation,
@@ -144,6 +144,7 @@ class SqliteLedger:
                     opening.attempt,
                     opening.world_size,
                     opening.batch_size,
+                    opening.group_steps,
                     opening.start_index,
                     opening.start_state,
                     opening.opened_at,
@@ -340,14 +341,15 @@ def _put_journal(connection: sqlite3.Connection, run: int, generation: int, samp
     )
 
 
-def _opening(row: tuple[int, int, str, int, int, int, str, float]) -> Opening:
-    generation, parent, attempt, world_size, batch_size, start_index, start_state, opened_at = row
+def _opening(row: tuple[int, int, str, int, int, int, int, str, float]) -> Opening:
+    generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at = row
     return Opening(
         generation=generation,
         parent=parent,
         attempt=attempt,
         world_size=world_size,
         batch_size=batch_size,
+        group_steps=group_steps,
         start_index=start_index,
         start_state=start_state,
         opened_at=opened_at,

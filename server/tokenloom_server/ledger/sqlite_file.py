@@ -37,8 +37,9 @@ CREATE TABLE counters (
     PRIMARY KEY (run, spec)) WITHOUT ROWID;
 CREATE TABLE openings (
     run INTEGER NOT NULL, generation INTEGER NOT NULL, parent INTEGER NOT NULL, attempt TEXT NOT NULL,
-    world_size INTEGER NOT NULL, batch_size INTEGER NOT NULL, start_index INTEGER NOT NULL, opened_at REAL NOT NULL,
-    start_state TEXT NOT NULL, PRIMARY KEY (run, generation), UNIQUE (run, attempt));
+    world_size INTEGER NOT NULL, batch_size INTEGER NOT NULL, group_steps INTEGER NOT NULL,
+    start_index INTEGER NOT NULL, opened_at REAL NOT NULL, start_state TEXT NOT NULL,
+    PRIMARY KEY (run, generation), UNIQUE (run, attempt));
 CREATE TABLE slots (
     run INTEGER NOT NULL, rank INTEGER NOT NULL, nonce TEXT NOT NULL, PRIMARY KEY (run, rank)) WITHOUT ROWID;
 CREATE TABLE journal (
@@ -67,7 +68,7 @@ class SqliteFile:
                 path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
         try:
-            with self._translated():
+            with self.reading():
                 self._refuse_other_files()
             self._write_ahead()
             with self.writing() as connection:

@@ -1,0 +1,24 @@
+"""``tokenloom`` and ``python -m tokenloom_server``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; says what to install where the server's packages are missing."""
+    try:
+        from tokenloom_server.cli import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("tokenloom_server", "tokenloom_proto"):
+            raise
+        sys.exit(
+            f"tokenloom: the command needs the server's packages, and {error.name!r} is not installed.\n"
+            "Install them with: pip install 'tokenloom[server]'\n"
+            "(A training job needs only the client: from tokenloom import RemoteDataset.)"
+        )
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The command line: the one place where things are wired together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tokenloom_server.errors import TokenloomError
+
+app = typer.Typer(
+    name="tokenloom",
+    help="A data loader for language-model training: one server, one canonical order, exact elastic resume.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_out = Console()
+_err = Console(stderr=True)
+
+_MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _out.print(f"tokenloom {version('tokenloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    mixtures: Annotated[
+        list[Path],
+        typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...", show_default=False),
+    ],
+    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = "127.0.0.1:50051",
+    rest: Annotated[
+        str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")
+    ] = "127.0.0.1:8080",
+    ledger: Annotated[
+        str,
+        typer.Option(
+            help="Where committed state lives: sqlite:///file (relative to the first mixture file) or "
+            "redis://host:port/db (needs appendonly yes and appendfsync always).",
+            envvar="TOKENLOOM_LEDGER",
+        ),
+    ] = "sqlite:///tokenloom.db",
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write both addresses there as JSON once the server is ready.")
+    ] = None,
+    index_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.", show_default=False),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve one or more runs until SIGTERM or Ctrl-C.
+
+    Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
+    """
+    from tokenloom_server.server import ServeOptions, Server
+
+    _set_up_logging(log_level)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        server = Server(
+            ServeOptions(
+                mixtures=mixtures, grpc=grpc, rest=rest, ledger=ledger, ready_file=ready_file, index_dir=index_dir
+            )
+        )
+    except TokenloomError as error:
+        _fail(error)
+    # One line, plain, for people and scripts alike.
+    print(
+        f"tokenloom is ready: gRPC on {server.grpc_address}, REST and page on http://{server.rest_address}/ "
+        f"(runs: {', '.join(server.run_names)})",
+        flush=True,
+    )
+    stopping.wait()
+    logging.getLogger(__name__).info("stopping")
+    server.close()
+
+
+@app.command()
+def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
+    """Check a mixture file, its sources and its tokeniser, without serving anything.
+
+    Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
+    """
+    from tokenloom_server import config
+    from tokenloom_server.mixing.mixer import target_shares
+    from tokenloom_server.order import Order
+
+    _set_up_logging("warning")
+    try:
+        found = config.load(mixture)
+        with _err.status("opening sources and tokeniser"):
+            order = Order.create(found, mixture.resolve().parent, None)
+            samples = order.pipeline(order.initial())
+            samples.advance(1)
+    except TokenloomError as error:
+        _fail(error)
+    table = Table(title=f"run {found.run}: sequence length {found.sequence_length}, {found.packing}, seed {found.seed}")
+    for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
+        table.add_column(heading, justify="left" if heading == "source" else "right")
+    for i, (source, shards, share) in enumerate(zip(found.sources, order.shards, target_shares(found), strict=True)):
+        size = sum(shard.size for shard in shards) / 1e6
+        table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{source.epochs:g}")
+    _out.print(table)
+    engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
+    _out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+    for warning in order.warnings():
+        _out.print(f"[yellow]warning[/]: {warning}")
+    if samples.ended is not None:
+        _out.print(f"[yellow]warning[/]: the data are too short for one sample: {samples.ended}")
+    _out.print("[green]valid[/]")
+
+
+@app.command()
+def stats(
+    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
+) -> None:
+    """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
+    from tokenloom_server.remote import read_stats
+
+    try:
+        found = read_stats(url, run)
+    except TokenloomError as error:
+        _fail(error)
+    for document in found:
+        if as_json:
+            print(json.dumps(document.model_dump(), ensure_ascii=False))
+            continue
+        _out.print(
+            f"[bold]{document.run}[/]: sample {document.sample_index:,}, {document.total_tokens:,} tokens committed, "
+            f"{document.tokens_per_s:,.0f} tokens/s; generation {document.generation}, "
+            f"{document.world_size} ranks × {document.batch_size}; ledger {document.ledger.backend}"
+        )
+        table = Table()
+        for heading in ("source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"):
+            table.add_column(heading, justify="left" if heading == "source" else "right")
+        for source in document.sources:
+            left = (
+                "exhausted"
+                if source.exhausted
+                else f"{source.remaining_samples:,}"
+                if source.remaining_samples
+                else "?"
+            )
+            table.add_row(
+                source.alias,
+                f"{source.target_share:.2%}",
+                f"{source.actual_share:.2%}",
+                f"{source.window_share:.2%}",
+                f"{source.samples:,}",
+                f"{source.rows:,}",
+                f"{source.tokens:,}",
+                f"{source.epoch:.2f}",
+                "exhausted" if source.exhausted else left,
+            )
+        _out.print(table)
+        for rank in document.ranks:
+            heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
+            state = "connected" if rank.connected else "away"
+            _out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
+        for note in (document.waiting_for and f"waiting for {document.waiting_for}", document.ended, document.error):
+            if note:
+                _out.print(note)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
+    steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,
+) -> None:
+    """Run the whole job on text that is on this machine: train, kill everything, resume elsewhere, prove it."""
+    from tokenloom_server.demo.main import run_demo
+
+    raise typer.Exit(run_demo(folder, steps=steps))
+
+
+def _set_up_logging(level: str) -> None:
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise typer.BadParameter(f"{level!r}; expected debug, info, warning or error", param_hint="--log-level")
+    # Plain lines, never wrapped: logs are read with grep as often as by eye.
+    logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(message)s")
+
+
+def _fail(error: TokenloomError) -> None:
+    _err.print(f"[bold red]{error.name}[/]: ", end="")
+    _err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,163 @@
+"""A run's figures, from what its host holds."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from tokenloom_server.errors import TokenloomError
+from tokenloom_server.host import Host
+from tokenloom_server.ledger.base import Commit, Counters
+from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.state import SourceState, digest_hex
+from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
+
+#: Rates and window shares look back this far, seconds.
+LOOK_BACK_S = 30.0
+#: A shard larger than this is not indexed just to tell how far along it is, bytes.
+_INDEX_FOR_FIGURES_BYTES = 2**30
+
+_NOTHING = Counters(samples=0, rows=0, tokens=0)
+
+
+class Figures:
+    """Reads one run's figures. Thread-safe."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._shares = target_shares(host.order.config)
+        # Row counts of shards that were asked for, by (source, shard); None where unknown.
+        self._rows: dict[tuple[int, int], int | None] = {}
+        self._rows_lock = threading.Lock()
+
+    def read(self) -> RunStats:
+        host = self._host
+        with host.lock:
+            now = host.clock()
+            live, committed, state = host.live, host.committed, host.committed_state
+            error, ledger_error = host.error, host.ledger_error
+            committed_at, waiting_for = host.committed_at, host.waiting_for()
+            recent = [entry for entry in host.recent if now - entry[0] <= LOOK_BACK_S] or list(host.recent)[-1:]
+            generation = live.generation if live is not None else None
+            ranks, produced, held, window, ended, over = [], 0, 0, 1, None, False
+            if generation is not None:
+                produced = generation.index_of(generation.produced)
+                held, window = max(0, generation.produced - generation.committed), generation.window_steps
+                ended = generation.end.reason if generation.end is not None else None
+                over = ended is not None and generation.committed == generation.produced
+                positions = [generation.index_of(slot.consumed) for slot in generation.slots]
+                ranks = [
+                    RankStats(
+                        rank=slot.rank,
+                        connected=slot.connected,
+                        position=position,
+                        lag=max(positions) - position,
+                        last_heard_s=None if slot.last_heard is None else round(now - slot.last_heard, 3),
+                    )
+                    for slot, position in zip(generation.slots, positions, strict=True)
+                ]
+        order = host.order
+        seconds = now - recent[0][0] if recent else 0.0
+        tokens = committed.total_tokens if committed is not None else 0
+        earlier = recent[0][1].total_tokens if recent else tokens
+        engine = order.engine
+        return RunStats(
+            run=host.name,
+            stream=host.stream,
+            run_uid=host.uid,
+            seed=order.config.seed,
+            generation=generation.number if generation is not None else 0,
+            world_size=generation.plan.world_size if generation is not None else 0,
+            batch_size=generation.plan.batch_size if generation is not None else 0,
+            sequence_length=order.config.sequence_length,
+            sample_index=committed.sample_index if committed is not None else 0,
+            produced_index=max(produced, committed.sample_index if committed is not None else 0),
+            digest=committed.digest if committed is not None else digest_hex(0),
+            total_tokens=tokens,
+            tokens_per_s=(tokens - earlier) / seconds if seconds > 0 else 0.0,
+            window_fill=min(1.0, held / window),
+            waiting_for=waiting_for,
+            ended=ended,
+            error=f"{error.name}: {error}" if error is not None else None,
+            tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
+            sources=[
+                self._source(i, state.sources[i], committed, recent[0][1] if recent else None, over)
+                for i in range(len(order.specs))
+            ],
+            ranks=ranks,
+            ledger=LedgerStats(
+                backend=host.ledger.description,
+                available=ledger_error is None,
+                error=ledger_error,
+                last_commit_index=committed.sample_index if committed is not None else 0,
+                last_commit_age_s=None
+                if committed_at is None
+                else max(0.0, round(host.wall_clock() - committed_at, 3)),
+            ),
+        )
+
+    def _source(
+        self, source: int, state: SourceState, committed: Commit | None, earlier: Commit | None, over: bool
+    ) -> SourceStats:
+        order = self._host.order
+        config = order.config.sources[source]
+        spec = order.specs[source]
+        counters = committed.counters[spec] if committed is not None else _NOTHING
+        total = committed.total_tokens if committed is not None else 0
+        before, total_before = _NOTHING, 0
+        if earlier is not None and earlier.total_tokens < total:
+            before, total_before = earlier.counters[spec], earlier.total_tokens
+        rows, done = self._extent(source, state)
+        remaining = 0 if over else self._remaining(config.epochs, state, counters, rows)
+        unlimited = math.isinf(config.epochs)
+        return SourceStats(
+            id=source,
+            spec=spec,
+            alias=config.name,
+            target_share=self._shares[source],
+            actual_share=counters.tokens / total if total else 0.0,
+            window_share=(counters.tokens - before.tokens) / (total - total_before) if total > total_before else 0.0,
+            samples=counters.samples,
+            rows=counters.rows,
+            tokens=counters.tokens,
+            epoch=config.epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            epochs=None if unlimited else config.epochs,
+            exhausted=state.exhausted,
+            dropped_tokens=state.dropped_tokens,
+            remaining_samples=remaining,
+        )
+
+    def _remaining(self, epochs: float, state: SourceState, counters: Counters, rows: float | None) -> int | None:
+        if state.exhausted:
+            return 0
+        if rows is None or not counters.rows or math.isinf(epochs):
+            return None
+        per_row = counters.tokens / counters.rows
+        return max(0, round((epochs * rows - counters.rows) * per_row / self._host.order.config.sequence_length))
+
+    def _extent(self, source: int, state: SourceState) -> tuple[float | None, float]:
+        """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        shards = self._host.order.shards[source]
+        at = state.cursor.shard
+        total = sum(shard.size for shard in shards) or 1
+        before = sum(shard.size for shard in shards[:at])
+        rows = self._row_count(source, at)
+        if not rows:
+            return None, before / total
+        part = min(1.0, state.cursor.row / rows)
+        return rows * total / (shards[at].size or 1), (before + part * shards[at].size) / total
+
+    def _row_count(self, source: int, shard: int) -> int | None:
+        with self._rows_lock:
+            key = (source, shard)
+            if key not in self._rows:
+                self._rows[key] = None
+                order = self._host.order
+                scheme = order.config.sources[source].spec.scheme
+                if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                    try:
+                        self._rows[key] = order.open(source).row_count(shard)
+                    except TokenloomError:
+                        # The producer meets the same fault and says it; figures go without.
+                        self._rows[key] = None
+            return self._rows[key]

@@ -1,0 +1,302 @@
+"""The wire: the one module of the server that knows protobuf and gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto import dataloader_pb2_grpc
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.errors import ConfigError, JoinRefused, NotFound, TokenloomError
+from tokenloom_server.host import Host, Session, Waiting
+from tokenloom_server.opening import JoinCall
+from tokenloom_server.run import Delivery, EndOfData
+from tokenloom_server.service import Runs, ServedRun
+from tokenloom_server.state import digest_hex
+
+_log = logging.getLogger(__name__)
+
+#: A stream that has nothing to send says so this often, seconds.
+HEARTBEAT_S = 2.0
+#: How long the end of a client's stream waits for its last commit, seconds.
+_FINISH_S = 2.0
+#: Streams and calls that are served at a time: one thread each. Ranks beyond it would wait for a place.
+MAX_THREADS = 4096
+#: Requests are small but for a loaded state.
+_MAX_REQUEST_BYTES = 17 * 2**20
+
+_STREAM = "train"
+_ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
+
+
+class DataLoader(dataloader_pb2_grpc.DataLoaderServicer):
+    """Translates between the wire and the runs; decides nothing."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
+        with _errors(context):
+            served = self._served(request.run, request.stream)
+            call = JoinCall(
+                rank=request.rank,
+                world_size=request.world_size,
+                batch_size=request.batch_size,
+                attempt=request.attempt,
+                nonce=request.nonce,
+                resume=request.resume,
+                state=request.state_json,
+            )
+            joined = served.opener.join(call)
+            order, opening, start = served.host.order, joined.opening, joined.start
+            template = order.template(joined.uid, served.host.stream, opening.generation)
+            return wire.JoinResponse(
+                run_uid=joined.uid,
+                generation=opening.generation,
+                start_index=start.sample_index,
+                start_digest=digest_hex(start.digest),
+                start_tokens=start.total_tokens,
+                sequence_length=order.config.sequence_length,
+                id_type=_ID_TYPES[order.dtype.itemsize],
+                labels=wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME,
+                vocab_size=order.vocab_size,
+                sources=[
+                    wire.Source(id=i, spec=source.source, alias=source.name)
+                    for i, source in enumerate(order.config.sources)
+                ],
+                group_steps=opening.group_steps,
+                snapshot_template=canonical(template).encode(),
+                base=wire.Base(sample_index=start.sample_index, resume_state=opening.start_state.encode()),
+            )
+        raise AssertionError("unreachable: the context aborts")
+
+    def Stream(  # noqa: N802
+        self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
+    ) -> Iterator[wire.StreamResponse]:
+        with _errors(context):
+            first = next(requests, None)
+            if first is None or first.WhichOneof("kind") != "open":
+                raise JoinRefused("a stream begins with StreamOpen")
+            opened = first.open
+            host = self._served(opened.run, opened.stream).host
+            session = host.attach(
+                opened.run_uid,
+                opened.generation,
+                opened.rank,
+                opened.nonce,
+                opened.received_through,
+                opened.committed_through,
+            )
+            try:
+                host.progress(session, opened.progress.consumed_through, opened.progress.credit_steps)
+                yield from self._responses(host, session, requests, opened.document_starts, context)
+            finally:
+                host.detach(session)
+
+    def Snapshot(  # noqa: N802
+        self, request: wire.SnapshotRequest, context: grpc.ServicerContext
+    ) -> wire.SnapshotResponse:
+        with _errors(context):
+            self._served(request.run, request.stream)
+            index = None if request.sample_index == -1 else request.sample_index
+            if index is not None and index < 0:
+                raise ConfigError(f"sample_index is {index}; expected one from 0 on, or -1 for the committed one")
+            text, snapshot_id = self._runs.snapshot(request.run, index, request.save)
+            return wire.SnapshotResponse(snapshot_json=text, id=snapshot_id or "")
+        raise AssertionError("unreachable: the context aborts")
+
+    def Restore(self, request: wire.RestoreRequest, context: grpc.ServicerContext) -> wire.RestoreResponse:  # noqa: N802
+        with _errors(context):
+            self._served(request.run, request.stream)
+            kind = request.WhichOneof("point")
+            point = self._runs.restore(
+                request.run,
+                snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
+                sample_index=request.sample_index if kind == "sample_index" else None,
+                text=request.snapshot_json if kind == "snapshot_json" else None,
+            )
+            return wire.RestoreResponse(sample_index=point.sample_index, digest=point.digest)
+        raise AssertionError("unreachable: the context aborts")
+
+    def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsResponse:  # noqa: N802
+        with _errors(context):
+            return wire.StatsResponse(stats_json=self._runs.stats(request.run).model_dump_json())
+        raise AssertionError("unreachable: the context aborts")
+
+    def _served(self, run: str, stream: str) -> ServedRun:
+        served = self._runs.get(run)
+        if (stream or _STREAM) != _STREAM:
+            raise NotFound(f"run {run!r} has no stream {stream!r}; it has {_STREAM!r}")
+        return served
+
+    def _responses(
+        self,
+        host: Host,
+        session: Session,
+        requests: Iterator[wire.StreamRequest],
+        with_starts: bool,
+        context: grpc.ServicerContext,
+    ) -> Iterator[wire.StreamResponse]:
+        """What the slot gets, until the data end, the client closes its side, or the generation is over."""
+        reader = _Reader(host, session, requests)
+        reader.start()
+        try:
+            while context.is_active():
+                if reader.error is not None:
+                    raise reader.error
+                if reader.closed:
+                    host.finish(session, _FINISH_S)
+                    return
+                found = host.next_for(session, HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
+                committed = host.committed.sample_index if host.committed is not None else 0
+                if isinstance(found, Delivery):
+                    yield wire.StreamResponse(
+                        batches=_batches(host, session.rank, found, with_starts), committed_through=committed
+                    )
+                elif isinstance(found, EndOfData):
+                    end = wire.EndOfData(
+                        end_index=found.end_index, reason=found.reason, dropped_samples=found.dropped_samples
+                    )
+                    yield wire.StreamResponse(end_of_data=end, committed_through=committed)
+                elif isinstance(found, Waiting):
+                    heartbeat = wire.Heartbeat(waiting_for=found.waiting_for)
+                    yield wire.StreamResponse(heartbeat=heartbeat, committed_through=committed)
+        finally:
+            # The reader ends with the call; it is only told that nobody listens any more.
+            reader.stopped = True
+
+
+class _Reader(threading.Thread):
+    """Reads a client's progress while the stream's own thread sends."""
+
+    def __init__(self, host: Host, session: Session, requests: Iterator[wire.StreamRequest]) -> None:
+        super().__init__(name=f"{host.name}-rank-{session.rank}-progress", daemon=True)
+        self._host = host
+        self._session = session
+        self._requests = requests
+        self.closed = False
+        self.stopped = False
+        self.error: TokenloomError | None = None
+
+    def run(self) -> None:
+        try:
+            for request in self._requests:
+                if self.stopped:
+                    return
+                if request.WhichOneof("kind") != "progress":
+                    raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
+                progress = request.progress
+                self._host.progress(self._session, progress.consumed_through, progress.credit_steps)
+        except TokenloomError as error:
+            self.error = error
+        except Exception as error:
+            # The call is over: gRPC ends the iterator with an error of its own.
+            _log.debug("rank %d: the request stream ended: %s", self._session.rank, error)
+        self.closed = True
+        self._host.wake(self._session)
+
+
+def _batches(host: Host, rank: int, delivery: Delivery, with_starts: bool) -> wire.Batches:
+    group, first, last, with_base = delivery
+    ids = group.ids[rank, first:last]
+    counts: list[int] = []
+    starts: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+    if with_starts:
+        counts, starts = group.document_starts(rank, first, last)
+    base = None
+    if with_base:
+        base = wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode())
+    return wire.Batches(
+        begin_index=group.step_begin(first),
+        steps=[
+            wire.StepInfo(
+                end_index=group.marks[step].sample_index,
+                slice=group.slice_of(step, rank),
+                total_tokens=group.marks[step].total_tokens,
+                digest=digest_hex(group.marks[step].digest),
+            )
+            for step in range(first, last)
+        ],
+        ids=ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes(),
+        source_ids=group.source_ids[rank, first:last].ravel().tolist(),
+        document_counts=counts,
+        document_starts=starts.tolist() if starts is not None else [],
+        base=base,
+    )
+
+
+@contextlib.contextmanager
+def _errors(context: grpc.ServicerContext) -> Iterator[None]:
+    """The one place where errors become statuses: name in the metadata, message in the details."""
+    try:
+        yield
+    except TokenloomError as error:
+        _abort(context, error.grpc_status, error.name, str(error))
+    except (GeneratorExit, grpc.RpcError):
+        raise
+    except Exception as error:
+        if not context.is_active():
+            return
+        _log.exception("a call failed")
+        _abort(context, "INTERNAL", "Internal", f"the server failed: {type(error).__name__}: {error}; see its log")
+
+
+def _abort(context: grpc.ServicerContext, status: str, name: str, message: str) -> NoReturn:
+    context.set_trailing_metadata((("tokenloom-error", name),))
+    # Details travel in an HTTP/2 header: keep them well below its limit.
+    context.abort(getattr(grpc.StatusCode, status), message[:6000])
+    raise AssertionError("unreachable: abort raises")
+
+
+class GrpcServer:
+    """The gRPC endpoint: the data loader, health and reflection."""
+
+    def __init__(self, runs: Runs, address: str) -> None:
+        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
+            options=[
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                # Two servers on one port would share its connections without a word.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        dataloader_pb2_grpc.add_DataLoaderServicer_to_server(DataLoader(runs), self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        name = wire.DESCRIPTOR.services_by_name["DataLoader"].full_name
+        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._services = (name, "")
+        host = address.rpartition(":")[0]
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--grpc {address}: cannot listen there ({error}); is another server running? Give another port, "
+                "or port 0 for a free one"
+            ) from None
+        if not port:
+            raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
+        #: Where clients connect, ``host:port``.
+        self.address = f"{host}:{port}"
+
+    def start(self) -> None:
+        self._server.start()
+        for service in self._services:
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait(grace_s + 1.0)

@@ -1,0 +1,164 @@
+"""Any sample index that the run ever held, as a snapshot: from memory, or by going forward from the journal."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+from tokenloom_server import snapshot
+from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
+from tokenloom_server.host import Host
+from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.snapshot import ResumePoint
+from tokenloom_server.state import State, digest_hex
+
+
+class History:
+    """Snapshots of one run. Thread-safe; going forward is done by one caller at a time."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._forward = threading.Lock()
+
+    def parse(self, text: str | bytes) -> ResumePoint:
+        """Reads a snapshot of this run. Raises ``SnapshotInvalid``."""
+        order = self._host.order
+        return snapshot.parse(text, order.template("", self._host.stream, 0), order.specs, order.shard_paths)
+
+    def beginning(self) -> ResumePoint:
+        """Sample 0."""
+        return ResumePoint(sample_index=0, digest=digest_hex(0), total_tokens=0, base=None, run_uid=None, generation=0)
+
+    def committed_point(self, stored: StoredRun) -> ResumePoint:
+        """Where the ledger stands."""
+        assert stored.committed is not None
+        return ResumePoint(
+            sample_index=stored.committed.sample_index,
+            digest=stored.committed.digest,
+            total_tokens=stored.committed.total_tokens,
+            base=self._host.order.decode(stored.committed.state),
+            run_uid=stored.uid,
+            generation=stored.opening.generation if stored.opening else 0,
+        )
+
+    def openings(self) -> Sequence[Opening]:
+        return self._host.ledger.openings(self._host.uid, self._host.stream)
+
+    def forward(self, point: ResumePoint) -> State:
+        """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest."""
+        order = self._host.order
+        base = point.base or order.initial()
+        state = self._advance(base, point.sample_index)
+        if state.sample_index != point.sample_index:
+            raise SnapshotInvalid(
+                f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
+            )
+        found = digest_hex(state.digest), state.total_tokens
+        if found != (point.digest, point.total_tokens):
+            raise SnapshotInvalid(
+                f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {found[0]} and "
+                f"{found[1]} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "
+                "other data or by other software"
+            )
+        return state
+
+    def snapshot(self, sample_index: int | None) -> tuple[str, int]:
+        """(sealed text, sample index) at a sample index, None for the committed one.
+
+        Any index from the oldest that the ledger's journal reaches up to the horizon, step boundary or
+        not. Raises ``BeyondHorizon`` naming the limits.
+        """
+        host = self._host
+        with host.lock:
+            live, committed = host.live, host.committed
+            if live is None or committed is None:
+                known = None
+                horizon = 0
+            else:
+                generation = live.generation
+                horizon = committed.sample_index + generation.window_steps * generation.plan.step_samples
+                index = committed.sample_index if sample_index is None else sample_index
+                known = self._held(index)
+        if live is None:
+            return self._before_training(sample_index)
+        if index > horizon:
+            raise BeyondHorizon(
+                f"sample {index} is beyond the horizon {horizon}: {committed.sample_index if committed else 0} is "
+                f"committed, and production may go {live.generation.window_steps} steps further"
+            )
+        if known is None:
+            known = self._recomputed(index)
+        template_generation, resume_state, digest, tokens = known
+        template = host.order.template(host.uid, host.stream, template_generation)
+        return snapshot.compose(template, json.loads(resume_state), index, digest, tokens), index
+
+    def _before_training(self, sample_index: int | None) -> tuple[str, int]:
+        if sample_index:
+            raise BeyondHorizon(f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet")
+        host = self._host
+        template = host.order.template(host.uid, host.stream, 0)
+        resume_state = json.loads(host.order.encode(host.order.initial()))
+        return snapshot.compose(template, resume_state, 0, digest_hex(0), 0), 0
+
+    def _held(self, index: int) -> tuple[int, str, str, int] | None:
+        """From memory (the caller holds the host's lock); None where it is not there."""
+        host = self._host
+        live = host.live
+        assert live is not None
+        generation = live.generation
+        plan = generation.plan
+        boundary = plan.boundary(index)
+        for group in generation.groups:
+            if group.begin != boundary:
+                continue
+            if index == group.begin:
+                return (
+                    generation.number,
+                    host.resume_state(group),
+                    digest_hex(group.base.digest),
+                    group.base.total_tokens,
+                )
+            # Only steps that were published: the producer may be filling the group right now.
+            published = generation.produced - (group.begin - plan.start_index) // plan.step_samples
+            for mark in group.marks[:published]:
+                if mark.sample_index == index:
+                    return generation.number, host.resume_state(group), digest_hex(mark.digest), mark.total_tokens
+        return None
+
+    def _recomputed(self, index: int) -> tuple[int, str, str, int]:
+        """By going forward from the nearest state that the ledger has in the index's lineage."""
+        host = self._host
+        opening = _covering(self.openings(), index)
+        if opening is None:
+            raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
+        boundary = host.plan(opening).boundary(index)
+        start = host.order.decode(opening.start_state)
+        entry = host.ledger.journal(host.uid, host.stream, opening.generation, boundary)
+        if entry is not None:
+            journalled = host.order.decode(entry.state)
+            if start.sample_index < journalled.sample_index <= boundary:
+                start = journalled
+        base = self._advance(start, boundary)
+        state = self._advance(base, index)
+        if state.sample_index != index:
+            raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
+        return opening.generation, host.order.encode(base), digest_hex(state.digest), state.total_tokens
+
+    def _advance(self, state: State, sample_index: int) -> State:
+        if state.sample_index == sample_index:
+            return state
+        with self._forward:
+            pipeline = self._host.order.pipeline(state)
+            pipeline.advance(sample_index - state.sample_index)
+            return pipeline.state()
+
+
+def _covering(openings: Sequence[Opening], index: int) -> Opening | None:
+    """The generation in whose part of the run's lineage a sample index lies: the present one from its
+    start on, before that its parent, and so on."""
+    by_number = {opening.generation: opening for opening in openings}
+    opening = openings[-1] if openings else None
+    while opening is not None and index < opening.start_index:
+        opening = by_number.get(opening.parent)
+    return opening

@@ -1,0 +1,293 @@
+"""Joining a run: who may, where it resumes, and the one write that opens a generation."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from tokenloom_server.errors import (
+    AttemptUsed,
+    JoinRefused,
+    LedgerError,
+    NotFound,
+    ResumePointNeeded,
+    ServerStopping,
+    SnapshotInvalid,
+    TokenloomError,
+)
+from tokenloom_server.history import History
+from tokenloom_server.host import Host
+from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.snapshot import ResumePoint
+from tokenloom_server.state import State, digest_hex
+
+_log = logging.getLogger(__name__)
+
+#: How long the other ranks' Joins wait for rank 0's, seconds.
+RANK_0_WAIT_S = 120.0
+#: Refused attempts that are remembered, so that waiting ranks hear why.
+_REMEMBERED_REFUSALS = 64
+
+LATEST, FRESH = "latest", "fresh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinCall:
+    """One rank's Join."""
+
+    rank: int
+    world_size: int
+    batch_size: int
+    attempt: str
+    nonce: str
+    #: "", "latest", "fresh" or a snapshot's id.
+    resume: str
+    #: A snapshot's text; empty where none is brought.
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a Join is answered with, beside what the order says."""
+
+    uid: str
+    opening: Opening
+    start: State
+
+
+class Opener:
+    """Answers the Joins of one run."""
+
+    def __init__(self, host: Host, history: History) -> None:
+        self._host = host
+        self._history = history
+        # One opening at a time; the host's own lock is held only for the write itself.
+        self._opening = threading.Lock()
+        self._asked: tuple[str, str] | None = None
+        self._refused: OrderedDict[str, TokenloomError] = OrderedDict()
+
+    def join(self, call: JoinCall) -> Joined:
+        """Takes a slot; rank 0 opens the attempt's generation, the others wait for it, bounded.
+
+        Raises ``JoinRefused``, ``AttemptUsed``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
+        (an unknown snapshot id) and the ledger's errors.
+        """
+        _check(call)
+        if call.rank == 0:
+            try:
+                opening = self._open(call)
+            except TokenloomError as error:
+                self._remember(call.attempt, error)
+                raise
+        else:
+            opening = self._await(call)
+            self._agree(call, opening)
+        host = self._host
+        host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
+        return Joined(uid=host.uid, opening=opening, start=host.order.decode(opening.start_state))
+
+    def _open(self, call: JoinCall) -> Opening:
+        host = self._host
+        with self._opening:
+            stored = self._stored()
+            if stored.opening is not None and stored.opening.attempt == call.attempt:
+                # The same process asking again (its answer was lost), or another one: the slot tells.
+                self._agree(call, stored.opening)
+                with host.lock:
+                    if host.live is None or host.live.generation.number != stored.opening.generation:
+                        # The opening write was done, and its answer was lost.
+                        host.recover(stored)
+                return stored.opening
+            point, asked = self._resolve(call, stored)
+            start = self._history.forward(point)
+            uid = self._adopt(point, stored)
+            number = max(stored.opening.generation if stored.opening else 0, point.generation) + 1
+            text = host.order.encode(start)
+            opening = Opening(
+                generation=number,
+                parent=point.generation,
+                attempt=call.attempt,
+                world_size=call.world_size,
+                batch_size=call.batch_size,
+                group_steps=host.group_steps(call.world_size, call.batch_size),
+                start_index=start.sample_index,
+                start_state=text,
+                opened_at=time.time(),
+            )
+            committed = host.commit_of(start, text)
+            with host.lock:
+                host.ledger.open(uid, host.stream, host.epoch, opening, committed)
+                host.uid = uid
+                self._asked = asked
+                host.committed_state, host.committed_at = start, opening.opened_at
+                host.install(opening, start, committed, resumed=False)
+        self._log_resume(opening, start)
+        return opening
+
+    def _await(self, call: JoinCall) -> Opening:
+        host = self._host
+        deadline = time.monotonic() + RANK_0_WAIT_S
+        if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
+            raise AttemptUsed(
+                f"attempt {call.attempt!r} opened an earlier generation of run {host.name!r}; "
+                "an attempt id is used once"
+            )
+        with host.lock:
+            while True:
+                if call.attempt in self._refused:
+                    raise self._refused[call.attempt]
+                if host.live is not None and host.live.generation.attempt == call.attempt:
+                    break
+                left = deadline - time.monotonic()
+                if host.stopping:
+                    raise ServerStopping("the server is stopping; join again when it is back")
+                if left <= 0:
+                    raise JoinRefused(
+                        f"rank {call.rank} waited {RANK_0_WAIT_S:.0f} s for rank 0 of attempt {call.attempt!r}; "
+                        "it has not joined: see its log, and check that all ranks share one attempt id"
+                    )
+                host.changed.wait(min(left, 1.0))
+        opening = self._stored().opening
+        assert opening is not None
+        if opening.attempt != call.attempt:
+            raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
+        return opening
+
+    def _agree(self, call: JoinCall, opening: Opening) -> None:
+        """Every rank must want what the opening has. Raises ``JoinRefused`` naming both values."""
+        for what, theirs, ours in (
+            ("world size", call.world_size, opening.world_size),
+            ("batch size", call.batch_size, opening.batch_size),
+        ):
+            if theirs != ours:
+                raise JoinRefused(
+                    f"rank {call.rank} has {what} {theirs}, but rank 0 of attempt {call.attempt!r} "
+                    f"opened it with {ours}"
+                )
+        asked = self._asked
+        if asked is None:
+            return
+        theirs_asked = self._ask_of(call)
+        if theirs_asked != asked:
+            raise JoinRefused(
+                f"rank {call.rank} resumes from {_describe(theirs_asked)}, but rank 0 of attempt {call.attempt!r} "
+                f"from {_describe(asked)}: load the same checkpoint on every rank"
+            )
+
+    def _ask_of(self, call: JoinCall) -> tuple[str, str]:
+        if call.state:
+            point = self._history.parse(call.state)
+            return "state", f"sample {point.sample_index} (digest {point.digest})"
+        return "resume", call.resume
+
+    def _resolve(self, call: JoinCall, stored: StoredRun) -> tuple[ResumePoint, tuple[str, str]]:
+        """Where the new generation starts, and what rank 0 asked for."""
+        asked = self._ask_of(call)
+        if call.state and call.resume:
+            raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
+        brought = self._brought(call, stored)
+        if stored.pin is not None:
+            pinned = self._history.parse(stored.pin)
+            if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
+                raise JoinRefused(
+                    f"a restore pinned sample {pinned.sample_index} (digest {pinned.digest}) as the next resume point, "
+                    f"but rank {call.rank} resumes from sample {brought.sample_index} (digest {brought.digest}): join "
+                    "without a state to take the pin, or restore to the trainer's own state"
+                )
+            return pinned, asked
+        if brought is not None:
+            return brought, asked
+        committed = stored.committed
+        if committed is not None and committed.sample_index > 0:
+            raise ResumePointNeeded(
+                f"run {self._host.name!r} has progress (sample {committed.sample_index}) and the trainer brought no "
+                "state; load its checkpoint with load_state_dict, or say resume='latest' (go on at that sample), "
+                "resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the ledger is "
+                "ahead of the trainer's weights, so this is not guessed"
+            )
+        return self._history.beginning(), asked
+
+    def _brought(self, call: JoinCall, stored: StoredRun) -> ResumePoint | None:
+        host = self._host
+        if call.state:
+            point = self._history.parse(call.state)
+            if point.run_uid is not None and point.run_uid != stored.uid and stored.opening is not None:
+                raise SnapshotInvalid(
+                    f"the state is of run_uid {point.run_uid}, but run {host.name!r} of this ledger is {stored.uid} "
+                    "and has progress of its own: use the ledger of that run, an empty one, or another run name"
+                )
+            return point
+        if call.resume == FRESH:
+            return self._history.beginning()
+        if call.resume == LATEST:
+            if stored.committed is None:
+                return self._history.beginning()
+            return self._history.committed_point(stored)
+        if call.resume:
+            saved = host.ledger.snapshot(stored.uid, host.stream, call.resume)
+            if saved is None:
+                known = [entry.id for entry in host.ledger.snapshots(stored.uid, host.stream)][:5]
+                raise NotFound(
+                    f"resume={call.resume!r}: run {host.name!r} has no snapshot of that id "
+                    f"(newest: {known or 'none'}); it may also be 'latest' or 'fresh'"
+                )
+            return self._history.parse(saved.text)
+        return None
+
+    def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
+        """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
+        if point.run_uid is None or point.run_uid == stored.uid:
+            return stored.uid
+        host = self._host
+        host.ledger.adopt(stored.uid, host.stream, host.epoch, point.run_uid)
+        _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", host.name, point.run_uid)
+        return point.run_uid
+
+    def _stored(self) -> StoredRun:
+        host = self._host
+        stored = host.ledger.read_run(host.name, host.stream)
+        if stored is None:
+            raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
+        return stored
+
+    def _remember(self, attempt: str, error: TokenloomError) -> None:
+        with self._host.lock:
+            self._refused[attempt] = error
+            while len(self._refused) > _REMEMBERED_REFUSALS:
+                self._refused.popitem(last=False)
+            self._host.changed.notify_all()
+
+    def _log_resume(self, opening: Opening, start: State) -> None:
+        host = self._host
+        _log.info(
+            "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
+            host.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
+            start.sample_index, digest_hex(start.digest),
+        )  # fmt: skip
+        for spec, source, shards in zip(host.order.specs, start.sources, host.order.shard_paths, strict=True):
+            cursor = source.cursor
+            _log.info(
+                "resume: spec=%s sample_row=%d shard=%s offset=%d", spec, source.rows, shards[cursor.shard], cursor.row
+            )
+
+
+def _check(call: JoinCall) -> None:
+    if not 1 <= call.world_size <= 2**20:
+        raise JoinRefused(f"world size is {call.world_size}; expected 1 to {2**20}")
+    if call.rank >= call.world_size:
+        raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
+    if not 1 <= call.batch_size <= 2**20:
+        raise JoinRefused(f"batch size is {call.batch_size}; expected 1 to {2**20} samples per rank")
+    for what, value in (("attempt", call.attempt), ("nonce", call.nonce)):
+        if not 1 <= len(value) <= 256:
+            raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")
+
+
+def _describe(asked: tuple[str, str]) -> str:
+    kind, value = asked
+    if kind == "state":
+        return f"a loaded state at {value}"
+    return f"resume={value!r}" if value else "no state"

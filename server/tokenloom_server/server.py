@@ -1,0 +1,118 @@
+"""One server process: ledger, runs, gRPC and REST, brought up in that order and closed in the other."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.grpc_service import GrpcServer
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.rest_api import RestServer, create_app, serve_rest
+from tokenloom_server.service import Runs
+
+_log = logging.getLogger(__name__)
+
+#: Line indexes of text files lie in this folder beside the mixture file.
+INDEX_FOLDER = ".tokenloom-index"
+#: How long streams get to end when the server stops, seconds.
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What ``tokenloom serve`` was asked for."""
+
+    mixtures: Sequence[Path]
+    grpc: str
+    rest: str
+    ledger: str
+    ready_file: Path | None
+    index_dir: Path | None
+
+
+class Server:
+    """Brought up by its constructor; closed by ``close``, in a bounded time."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
+        for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
+            host = split_address(option, address)[0]
+            if not _is_loopback(host):
+                _log.warning(
+                    "%s %s: there is no authentication yet: whoever reaches this address can use it", option, host
+                )
+        self._ledger: Ledger = open_ledger(options.ledger, options.mixtures[0].resolve().parent)
+        self._runs = Runs(self._ledger)
+        self._grpc: GrpcServer | None = None
+        self._rest: RestServer | None = None
+        self._ready_file = options.ready_file
+        try:
+            self._ledger.check()
+            # The addresses first: a port that is taken is found before any file is read.
+            self._grpc = GrpcServer(self._runs, options.grpc)
+            app = create_app(self._runs, version=version("tokenloom"), grpc_address=self._grpc.address)
+            self._rest = serve_rest(app, *split_address("--rest", options.rest))
+            for path in options.mixtures:
+                index_dir = options.index_dir or path.resolve().parent / INDEX_FOLDER
+                self._runs.add(path, index_dir)
+            self._grpc.start()
+            if options.ready_file is not None:
+                _write_ready(options.ready_file, self.grpc_address, self.rest_address)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def grpc_address(self) -> str:
+        assert self._grpc is not None
+        return self._grpc.address
+
+    @property
+    def rest_address(self) -> str:
+        assert self._rest is not None
+        return self._rest.address
+
+    @property
+    def run_names(self) -> list[str]:
+        return self._runs.names()
+
+    def close(self) -> None:
+        """Commits what is acknowledged, ends streams with a reason that makes clients reconnect."""
+        self._runs.stop()
+        if self._grpc is not None:
+            self._grpc.stop(GRACE_S)
+        if self._rest is not None:
+            self._rest.stop(GRACE_S)
+        self._ledger.close()
+        if self._ready_file is not None:
+            self._ready_file.unlink(missing_ok=True)
+
+
+def split_address(option: str, address: str) -> tuple[str, int]:
+    """``host:port``, with IPv6 hosts in brackets. Raises ``ConfigError`` naming the option."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option} {address!r}: expected host:port, such as 127.0.0.1:8080, or port 0 for a free one")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _write_ready(path: Path, grpc: str, rest: str) -> None:
+    # Written whole or not at all: somebody is polling for it.
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps({"grpc": grpc, "rest": rest}) + "\n", encoding="utf-8")
+    draft.replace(path)

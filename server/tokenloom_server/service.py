@@ -1,0 +1,157 @@
+"""The runs of one server: brought up, looked after, and closed together."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenloom_server import config
+from tokenloom_server.errors import ConfigError, NotFound
+from tokenloom_server.figures import Figures
+from tokenloom_server.history import History
+from tokenloom_server.host import Host
+from tokenloom_server.ledger.base import Ledger, StoredSnapshot
+from tokenloom_server.opening import Opener
+from tokenloom_server.order import Order
+from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
+
+_log = logging.getLogger(__name__)
+
+
+class ServedRun:
+    """One run with everything that answers for it."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.history = History(host)
+        self.opener = Opener(host, self.history)
+        self.figures = Figures(host)
+
+
+class Runs:
+    """Implements ``stats.RunService``."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._runs: dict[str, ServedRun] = {}
+
+    def add(self, path: Path, index_dir: Path | None) -> ServedRun:
+        """Brings up the run of a mixture file: a new one is recorded, a known one is taken over.
+
+        Raises what ``config.load``, ``Order.create`` and ``Order.load`` raise, and the ledger's errors.
+        """
+        found = config.load(path)
+        if found.run in self._runs:
+            raise ConfigError(
+                f"{path}: run {found.run!r} is served already, from another file; give each run its own name"
+            )
+        base_dir = path.resolve().parent
+        stream = "train"
+        stored = self._ledger.read_run(found.run, stream)
+        if stored is None:
+            order = Order.create(found, base_dir, index_dir)
+            stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
+        # Also a new run is loaded from its record: another server may have created it in between.
+        order = Order.load(found, base_dir, index_dir, stored.record)
+        epoch = self._ledger.acquire(stored.uid, stream)
+        # Read behind the acquisition: nobody else can write any more.
+        stored = self._ledger.read_run(found.run, stream) or stored
+        for warning in order.warnings():
+            _log.warning("%s: %s", found.run, warning)
+        host = Host(order, self._ledger, stored.uid, epoch)
+        with host.lock:
+            host.recover(stored)
+        if stored.opening is not None and stored.committed is not None:
+            _log.info(
+                "%s: generation %d goes on behind sample %d",
+                found.run,
+                stored.opening.generation,
+                stored.committed.sample_index,
+            )
+        served = ServedRun(host)
+        self._runs[found.run] = served
+        host.start()
+        return served
+
+    def get(self, run: str) -> ServedRun:
+        """Raises ``NotFound``, naming the runs that are served."""
+        served = self._runs.get(run)
+        if served is None:
+            known = ", ".join(sorted(self._runs)) or "none"
+            raise NotFound(f"there is no run {run!r} on this server; it serves: {known}")
+        return served
+
+    def stop(self) -> None:
+        """Commits what is acknowledged and ends every run's threads; bounded."""
+        for served in self._runs.values():
+            served.host.stop()
+
+    # --- stats.RunService --------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        return sorted(self._runs)
+
+    def stats(self, run: str) -> RunStats:
+        return self.get(run).figures.read()
+
+    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
+        served = self.get(run)
+        text, index = served.history.snapshot(sample_index)
+        if not save:
+            return text, None
+        host = served.host
+        snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        host.ledger.save_snapshot(
+            host.uid,
+            host.stream,
+            StoredSnapshot(id=snapshot_id, sample_index=index, saved_at=time.time(), text=text),
+        )
+        return text, snapshot_id
+
+    def snapshots(self, run: str) -> list[SnapshotInfo]:
+        host = self.get(run).host
+        return [
+            SnapshotInfo(id=entry.id, sample_index=entry.sample_index, saved_at=entry.saved_at)
+            for entry in host.ledger.snapshots(host.uid, host.stream)
+        ]
+
+    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
+        host = self.get(run).host
+        found = host.ledger.snapshot(host.uid, host.stream, snapshot_id)
+        if found is None:
+            raise NotFound(f"run {run!r} has no snapshot {snapshot_id!r}; GET /v1/runs/{run}/snapshots lists them")
+        return found.text
+
+    def restore(
+        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        served = self.get(run)
+        given: Sequence[object] = [value for value in (snapshot_id, sample_index, text) if value is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"a restore names one of snapshot id, sample index and snapshot, but {len(given)} are given"
+            )
+        if snapshot_id is not None:
+            text = self.saved_snapshot(run, snapshot_id)
+        elif sample_index is not None:
+            text, _ = served.history.snapshot(sample_index)
+        assert text is not None
+        point = served.history.parse(text)
+        # Going forward proves the point before it is pinned, not when the next job starts.
+        served.history.forward(point)
+        host = served.host
+        host.ledger.pin(host.uid, host.stream, host.epoch, text)
+        _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
+        return ResumePoint(sample_index=point.sample_index, digest=point.digest)
+
+    def not_ready(self) -> str | None:
+        for run, served in self._runs.items():
+            if served.host.error is not None:
+                return f"run {run}: {served.host.error.name}: {served.host.error}"
+            if served.host.ledger_error is not None:
+                return f"run {run}: the ledger is away: {served.host.ledger_error}"
+        return None if self._runs else "no run is served yet"

@@ -1,0 +1,38 @@
+"""Openings and commits for tests of the ledger: small, and each index has one canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenloom_server.ledger.base import Commit, Counters, Opening
+
+SPECS = ("parquet:a-*.parquet:text", "jsonl:b c.jsonl:text", "txt:ü/*.txt:text")
+
+
+def commit_at(index: int, order: str = "0", specs: Sequence[str] = SPECS) -> Commit:
+    """The committed state at a sample index of the order with that name."""
+    return Commit(
+        sample_index=index,
+        total_tokens=512 * index,
+        digest=f"{order:0>8}{index:024x}",
+        state=f'{{"order":"{order}","sample_index":{index},"text":"\u20ac"}}',
+        counters={
+            spec: Counters(samples=index // (k + 1), rows=index * 3 + k, tokens=index // (k + 1) * 512)
+            for k, spec in enumerate(specs)
+        },
+    )
+
+
+def opening_of(generation: int, start: Commit, attempt: str | None = None) -> Opening:
+    return Opening(
+        generation=generation,
+        parent=generation - 1,
+        attempt=attempt or f"attempt-{generation}",
+        world_size=2,
+        batch_size=4,
+        group_steps=8,
+        group_steps=16,
+        start_index=start.sample_index,
+        start_state=start.state,
+        opened_at=1700000000.25 + generation,
+    )
