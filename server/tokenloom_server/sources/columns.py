@@ -51,9 +51,13 @@ def check_schema(schema: Any, spec: Spec, path: str) -> Content:
     Raises ``SourceError`` naming the file when the column is missing, there twice, or of another type.
     """
     where = f"source {str(spec)!r}: {path!r}"
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{where} has a column whose name is not UTF-8 ({error.object!r}); it is damaged") from None
     found = schema.get_all_field_indices(spec.column)
     if not found:
-        raise SourceError(f"{where} has no column {spec.column!r}; its columns are {', '.join(schema.names)}")
+        raise SourceError(f"{where} has no column {spec.column!r}; its columns are {', '.join(names)}")
     if len(found) > 1:
         raise SourceError(f"{where} has {len(found)} columns named {spec.column!r}; rename all but one")
     kind = schema.field(found[0]).type
@@ -112,22 +116,25 @@ def _plain(array: Any) -> Any:
         return _plain(array.dictionary_decode())
     if pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
-    if _is_any_list(kind) and not pa.types.is_list(kind) and not pa.types.is_large_list(kind):
-        return array.cast(pa.large_list(kind.value_type))
     return array
 
 
 def _without_nulls(array: Any) -> Any:
-    if array.null_count == 0:
+    is_list = _is_any_list(array.type)
+    if array.null_count == 0 and (not is_list or _has_offsets(array.type)):
         return array
-    if content_of(array.type) is Content.TEXT:
+    if not is_list:
         return pc.fill_null(array, "")
+    # Made anew from lengths and items, also for views and fixed sizes: Arrow allows anything to lie under
+    # a null, and its own cast from views to lists was found to lose rows of slices (pyarrow 26).
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    wide = pa.types.is_large_list(array.type)
-    offsets = np.zeros(len(array) + 1, np.int64 if wide else np.int32)
+    offsets = np.zeros(len(array) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    # flatten() leaves out what lies under a null, which Arrow allows to be anything.
-    return (pa.LargeListArray if wide else pa.ListArray).from_arrays(pa.array(offsets), array.flatten())
+    return pa.LargeListArray.from_arrays(pa.array(offsets), array.flatten())
+
+
+def _has_offsets(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _offsets(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -135,7 +142,8 @@ def _offsets(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
     buffer = array.buffers()[1]
     if buffer is None or buffer.size == 0:
         return np.zeros(len(array) + 1, np.int64)
-    return np.frombuffer(buffer, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
+    end = array.offset + len(array) + 1
+    return np.frombuffer(buffer, np.int64 if wide else np.int32, count=end)[array.offset :]
 
 
 def _check_items(array: Any, first_row: int, where: str) -> None:

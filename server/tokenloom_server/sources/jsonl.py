@@ -86,7 +86,7 @@ def value_of(block: Block, i: int, column: str, where: str) -> str | list[int] |
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{at} is malformed JSON ({error}); expected one object per line") from None
     if not isinstance(document, dict):
-        raise SourceError(f"{at} is a JSON {_kind(document)}, expected an object")
+        raise SourceError(f"{at} is {_kind(document)}, expected a JSON object")
     if column not in document:
         keys = ", ".join(list(document)[:LISTED_KEYS]) or "none"
         raise SourceError(f"{at} has no key {column!r}; its keys are {keys}")
@@ -104,17 +104,17 @@ def value_of(block: Block, i: int, column: str, where: str) -> str | list[int] |
         return value
     if value is None:
         return None
-    raise SourceError(f"{at}: {column!r} is a {_kind(value)}, expected a string or a list of integers")
+    raise SourceError(f"{at}: {column!r} is {_kind(value)}, expected a string or a list of integers")
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
 def _shown(item: Any) -> str:
     # A float's repr is its value; longer things are told by kind.
-    return f"the number {item!r}" if type(item) in (int, float) else f"a {_kind(item)}"
+    return f"the number {item!r}" if type(item) in (int, float) else _kind(item)
 
 
 class Decoder:
@@ -151,14 +151,18 @@ class Decoder:
             array = pa.array([self._checked(block, 0, where)], self._type)
         elif array.null_count:
             for i in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)):
-                self._checked(block, int(i), where)  # null, or is there no such key?
+                try:
+                    self._checked(block, int(i), where)  # null, or is there no such key?
+                except SourceError:
+                    yield from columns.rows(array.slice(0, int(i)), block.first_row, where, valid=True)
+                    raise
         yield from columns.rows(array, block.first_row, where, valid=True)
 
     def _checked(self, block: Block, i: int, where: str) -> str | list[int] | None:
         value = value_of(block, i, self._column, where)
         if value is not None and isinstance(value, str) is not (self._content is Content.TEXT):
             raise SourceError(
-                f"{where}: line {block.first_row + i + 1}: {self._column!r} is a {_kind(value)}, "
+                f"{where}: line {block.first_row + i + 1}: {self._column!r} is {_kind(value)}, "
                 f"but the source's first row holds {self._content.value}; name them as two sources"
             )
         return value

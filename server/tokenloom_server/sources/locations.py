@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.files import in_threads
 from tokenloom_server.spec import Spec
 
 #: How many names an error lists of what lies in a folder.
@@ -46,13 +47,14 @@ def _glob_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
             f"({_listing(base_dir / location)})"
         )
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
-    matches = set(glob.glob(location, root_dir=base_dir, recursive=True))  # noqa: PTH207
-    files = sorted(match for match in matches if (base_dir / match).is_file())
-    if not files:
+    matches = sorted(set(glob.glob(location, root_dir=base_dir, recursive=True)))  # noqa: PTH207
+    are_files = in_threads(lambda match: (base_dir / match).is_file(), matches)
+    found = tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
+    if not found:
         raise SourceError(
             f"source {str(spec)!r}: no file matches {str(base_dir / location)!r}; {_nearest(base_dir / location)}"
         )
-    return tuple(files)
+    return found
 
 
 def _folder_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:

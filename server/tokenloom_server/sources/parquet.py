@@ -72,30 +72,35 @@ class ParquetSource:
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
             # The first entry is 0, so that entry g is where row group g begins.
             first_group = int(np.searchsorted(ends, row, "right")) - 1
+            size = _BatchSize()
             for group in range(first_group, len(ends) - 1):
-                yield from self._read_group(file, group, int(ends[group]), row, where)
+                first_row = int(ends[group])
+                for array in self._read_group(file, group, size, where):
+                    behind = max(row - first_row, 0)
+                    if behind < len(array):
+                        yield from columns.rows(array.slice(behind), first_row + behind, where)
+                    first_row += len(array)
+                if first_row != ends[group + 1]:
+                    raise SourceError(
+                        f"{where}: row group {group} has {first_row - ends[group]} rows, but the footer says "
+                        f"{ends[group + 1] - ends[group]}; the file is damaged: write or copy it again"
+                    )
 
-    def _read_group(self, file: Any, group: int, first_row: int, row: int, where: str) -> Iterator[Rows]:
-        batches = file.iter_batches(
-            _batch_rows(file.metadata.row_group(group), self._spec.column),
-            row_groups=[group],
-            columns=[self._spec.column],
-            use_threads=False,
-        )
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise SourceError(
-                    f"{where} cannot be read at row group {group}, after row {first_row} ({error}); "
-                    "it is damaged: write or copy it again"
-                ) from None
-            if batch is None:
-                return
-            behind = max(row - first_row, 0)
-            if behind < len(batch):
-                yield from columns.rows(batch.column(0).slice(behind), first_row + behind, where)
-            first_row += len(batch)
+    def _read_group(self, file: Any, group: int, size: _BatchSize, where: str) -> Iterator[Any]:
+        """The column of one row group, in arrays of about ``BATCH_BYTES``."""
+        try:
+            for batch in file.iter_batches(
+                size.rows(file.metadata.row_group(group)),
+                row_groups=[group],
+                columns=[self._spec.column],
+                use_threads=False,
+            ):
+                size.saw(batch.column(0))
+                yield batch.column(0)
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(
+                f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
+            ) from None
 
     def _check(self, shard: int, file: Any) -> None:
         if shard in self._group_ends:
@@ -112,7 +117,7 @@ class ParquetSource:
             # Without pre_buffer and with a buffer, pages are read as they are decoded: the column chunk
             # of a large row group is never in memory as a whole.
             return pq.ParquetFile(local, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{self._where(entry)} is not a readable Parquet file ({error}); "
                 "it is truncated or damaged: write or copy it again"
@@ -122,12 +127,20 @@ class ParquetSource:
         return f"source {str(self._spec)!r}: {shard.path!r}"
 
 
-def _batch_rows(group: Any, column: str) -> int:
-    """Rows of a row group that make about ``BATCH_BYTES`` of a column."""
-    size = 0
-    for i in range(group.num_columns):
-        chunk = group.column(i)
-        path = chunk.path_in_schema
-        if path == column or path.startswith(f"{column}."):
-            size += int(chunk.total_uncompressed_size)
-    return max(1, min(BATCH_ROWS, int(group.num_rows) * BATCH_BYTES // max(size, 1)))
+class _BatchSize:
+    """How many rows make ``BATCH_BYTES``: by the size of the row group at first, then by what was seen.
+
+    The footer has the size of each column too, but Arrow ends the process where a damaged one is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._bytes = 0
+
+    def rows(self, group: Any) -> int:
+        known = (self._rows, self._bytes) if self._rows else (int(group.num_rows), int(group.total_byte_size))
+        return max(1, min(BATCH_ROWS, known[0] * BATCH_BYTES // max(known[1], 1)))
+
+    def saw(self, array: Any) -> None:
+        self._rows += len(array)
+        self._bytes += array.nbytes

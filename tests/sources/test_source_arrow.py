@@ -1,0 +1,158 @@
+"""Folders of Arrow files: what `datasets` saves, both IPC formats, and how damage is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import arrow_headers
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.spec import Spec
+
+SPEC = Spec.parse("arrow:saved:input_ids")
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars() -> None:
+    datasets.disable_progress_bars()
+
+
+def read(source: Any, shard: int = 0, row: int = 0) -> list[Any]:
+    return [value for rows in source.read(shard, row) for value in rows.column.to_pylist()]
+
+
+def saved(folder: Path, shards: int = 1) -> list[list[int]]:
+    ids = [[i] * (i % 4) for i in range(20)]
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "input_ids": datasets.Sequence(datasets.Value("uint16"))}
+    )
+    data = datasets.Dataset.from_dict({"text": [str(i) for i in range(20)], "input_ids": ids}, features=features)
+    data.save_to_disk(folder, num_shards=shards)
+    return ids
+
+
+def stream(path: Path, table: pa.Table, rows: int = 3, **options: Any) -> None:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer,
+    ):
+        writer.write_table(table, max_chunksize=rows)
+
+
+def test_a_saved_dataset_is_read_in_the_order_of_its_state_file(tmp_path: Path) -> None:
+    ids = saved(tmp_path / "saved", shards=3)
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    state["_data_files"].reverse()
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    source = open_source(SPEC, tmp_path, None, None)
+    assert [s.path for s in source.shards] == [f"saved/data-0000{i}-of-00003.arrow" for i in (2, 1, 0)]
+    assert read(source, 2) + read(source, 1) + read(source, 0) == ids
+    assert sum(source.row_count(i) for i in range(3)) == 20
+
+
+def test_a_folder_of_splits_lists_them(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"input_ids": [[1]]})
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(SourceError) as caught:
+        open_source(SPEC, tmp_path, None, None)
+    assert "name one of them: 'arrow:saved/test:input_ids', 'arrow:saved/train:input_ids'" in str(caught.value)
+    assert read(open_source(Spec.parse("arrow:saved/train/:input_ids"), tmp_path, None, None)) == [[1]]
+
+
+def test_a_shuffled_dataset_that_was_saved_with_its_indices_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    state["_indices_files"] = [{"filename": "indices.arrow"}]
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(SourceError, match=r"indices mapping .* call flatten_indices\(\) on it and save it again"):
+        open_source(SPEC, tmp_path, None, None)
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": [1]}'])
+def test_a_damaged_state_file_is_named(tmp_path: Path, state: str) -> None:
+    saved(tmp_path / "saved")
+    (tmp_path / "saved" / "state.json").write_text(state)
+    with pytest.raises(SourceError, match=r"state\.json' is not the state\.json of a saved dataset"):
+        open_source(SPEC, tmp_path, None, None)
+
+
+def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"saved' does not exist, expected a folder that `save_to_disk` wrote"):
+        open_source(SPEC, tmp_path, None, None)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "cache-1.arrow").touch()
+    with pytest.raises(SourceError, match=r"no Arrow file in .*\(in it: cache-1\.arrow\)"):
+        open_source(SPEC, tmp_path, None, None)
+    with pytest.raises(SourceError, match=r"cache-1\.arrow' is a file, expected a folder"):
+        open_source(Spec.parse("arrow:saved/cache-1.arrow:text"), tmp_path, None, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "lz4"}, {"use_legacy_format": True}], ids=str)
+@pytest.mark.parametrize("text", [pa.string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+def test_row_counts_come_from_the_headers_whatever_a_batch_is_like(
+    tmp_path: Path, options: dict[str, Any], text: pa.DataType
+) -> None:
+    (tmp_path / "saved").mkdir()
+    rows = ["a", None, "b" * 100, "", "c", "d", "a"]
+    table = pa.table({"other": [[i] for i in range(7)], "text": pa.array(rows, text), "last": range(7)})
+    stream(tmp_path / "saved" / "a.arrow", table, 2, **options)
+    source = open_source(Spec.parse("arrow:saved:text"), tmp_path, None, None)
+    assert source.row_count(0) == 7
+    for row in range(8):
+        assert read(source, 0, row) == [r or "" for r in rows[row:]]
+
+
+def test_ids_are_not_copied(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    before = pa.total_allocated_bytes()
+    kept = list(open_source(SPEC, tmp_path, None, None).read(0, 0))
+    assert pa.total_allocated_bytes() - before < 64
+    assert sum(len(rows.column) for rows in kept) == 20
+
+
+def test_a_file_that_is_cut_anywhere_never_gives_wrong_rows(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    path = tmp_path / "saved" / "a.arrow"
+    ids = [[i, i] for i in range(12)]
+    stream(path, pa.table({"input_ids": ids}), 4)
+    whole = path.read_bytes()
+    messages = 0
+    for size in range(1, len(whole), 7):
+        path.write_bytes(whole[:size])
+        try:
+            source = open_source(SPEC, tmp_path, None, None)
+            count = source.row_count(0)
+            assert count in (4, 8, 12)
+            assert read(source) == ids[:count]
+        except SourceError as error:
+            messages += 1
+            assert "'saved/a.arrow' " in str(error)
+            assert "truncated or damaged" in str(error) or "has no rows" in str(error)
+    assert messages > 20
+
+
+def test_damaged_headers_are_refused_and_never_crash(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    stream(path, pa.table({"input_ids": [[1, 2], [3]]}), 1)
+    whole = bytearray(path.read_bytes())
+    for position in range(len(whole)):
+        for value in (0x00, 0x7F, 0xFF):
+            damaged = bytearray(whole)
+            damaged[position] = value
+            try:
+                arrow_headers.scan(memoryview(damaged))
+            except ValueError:
+                continue
+
+
+def test_what_is_no_arrow_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "a.arrow").write_text("this is text, not Arrow" * 10)
+    with pytest.raises(SourceError, match=r"'saved/a\.arrow' is not a readable Arrow file"):
+        open_source(SPEC, tmp_path, None, None)
