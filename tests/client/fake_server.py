@@ -56,7 +56,7 @@ def ids_of(index: int, count: int) -> NDArray[np.uint16]:
     return ((np.arange(count, dtype=np.int64) * 7919 + index * 104729 + 11) % 65521).astype(np.uint16)
 
 
-class FakeServer(DataLoaderServicer):  # type: ignore[misc]
+class FakeServer(DataLoaderServicer):
     """One run for any number of ranks. Everything that was asked of it is kept for the tests to read."""
 
     def __init__(self, script: Script) -> None:
@@ -85,7 +85,7 @@ class FakeServer(DataLoaderServicer):  # type: ignore[misc]
             start_digest=digest_at(start),
             start_tokens=start * script.length,
             sequence_length=script.length,
-            id_type=script.id_bytes,
+            id_type=wire.IdType.Name(script.id_bytes),
             labels=wire.LABELS_SHIFTED if script.shifted else wire.LABELS_SAME,
             vocab_size=65536,
             sources=[wire.Source(id=0, spec="parquet:a:text", alias="a"), wire.Source(id=1, spec="txt:b:text")],
@@ -128,7 +128,7 @@ class FakeServer(DataLoaderServicer):  # type: ignore[misc]
                     yield wire.StreamResponse(heartbeat=wire.Heartbeat(), committed_through=self.committed_through)
                 continue
             base = base_at(start + (begin - start) // group * group)
-            message = self._message(begin, steps, join, opened.rank, base if base != base_sent else None)
+            message = self._message(begin, steps, join, opened, base if base != base_sent else None)
             base_sent = base
             if fault == "skip":
                 message.begin_index += join.batch_size
@@ -146,20 +146,20 @@ class FakeServer(DataLoaderServicer):  # type: ignore[misc]
         return [min(end, last) for end in range(begin + step, limit + 1, step) if min(end, last) > end - step]
 
     def _message(
-        self, begin: int, ends: list[int], join: wire.JoinRequest, rank: int, base: wire.Base | None
+        self, begin: int, ends: list[int], join: wire.JoinRequest, opened: wire.StreamOpen, base: wire.Base | None
     ) -> wire.Batches:
         script, width = self.script, self.script.length + self.script.shifted
         message = wire.Batches(begin_index=begin, base=base)
         ids = []
         for at, end in zip([begin, *ends[:-1]], ends, strict=True):
-            slice_ = (rank + at) % join.world_size
+            slice_ = (opened.rank + at) % join.world_size
             message.steps.add(end_index=end, slice=slice_, total_tokens=end * script.length, digest=digest_at(end))
             for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
                 real = index < script.end_index
                 made = (script.ids_of or ids_of)(index, width) if real else np.zeros(width)
                 ids.append(made.astype(f"<u{script.id_bytes}"))
                 message.source_ids.append(index % 2 if real else -1)
-                if join.document_starts:
+                if opened.document_starts:
                     starts = script.documents_of(index) if real else []
                     message.document_counts.append(len(starts))
                     message.document_starts.extend(starts)
@@ -227,7 +227,7 @@ def serving(script: Script, port: int = 0) -> Iterator[tuple[FakeServer, str, gr
     servicer = FakeServer(script)
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=options)
-    add_DataLoaderServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    add_DataLoaderServicer_to_server(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:

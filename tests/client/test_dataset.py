@@ -82,7 +82,7 @@ def test_a_padded_last_step_marks_what_is_padding() -> None:
 def test_positions_and_documents_come_on_request() -> None:
     with serving(Script()) as (server, url, _), RemoteDataset(url, 2, position_ids=True, document_ids=True) as dataset:
         batch = next(iter(dataset))
-        asked = server.joins[0].document_starts
+        asked = server.opens[0].document_starts
 
     assert asked
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 3, 4, 5, 6]]

@@ -21,6 +21,7 @@ from tokenloom import (
     buffer,
 )
 from tokenloom.connection import channel
+from tokenloom_proto import dataloader_pb2 as wire
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +84,7 @@ def test_a_server_that_is_restarted_on_its_port_is_found_again() -> None:
     assert [first, *rest] == [[index] for index in range(7)]
 
 
-def _join_of(dataset: RemoteDataset) -> object:
-    from tokenloom_proto import dataloader_pb2 as wire
-
+def _join_of(dataset: RemoteDataset) -> wire.JoinRequest:
     return wire.JoinRequest(run="fake", rank=dataset.rank, world_size=1, batch_size=1)
 
 
@@ -165,8 +164,10 @@ def test_a_long_wait_is_logged_with_what_is_waited_for(
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
     script = Script(on_message=lambda stream, begin: "silent" if stream == 1 else None)
     with serving(script) as (_, url, _), RemoteDataset(url, 1) as dataset:
-        threading.Timer(0.6, lambda: dataset._connection and dataset._connection.on_silence()).start()
-        next(iter(dataset))
+        batches = iter(dataset)
+        assert dataset._connection is not None
+        threading.Timer(0.6, dataset._connection.on_silence).start()
+        next(batches)
 
     assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
 
@@ -178,7 +179,7 @@ def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_fi
         next(batches)
         time.sleep(0.3)
         server.stop(0).wait()
-    got = []
+    got: list[int] = []
     with pytest.raises(ServerUnavailable, match=r"gave no stream for 0\.5 s \(reconnect_timeout_s\)"):
         got.extend(batch["sample_index"] for batch in batches)
 

@@ -75,7 +75,6 @@ def join(stub: DataLoaderStub, request: Request, nonce: str) -> Opening:
         nonce=nonce,
         resume=request.resume,
         state_json=request.state.encode(),
-        document_starts=request.position_ids or request.document_ids,
     )
     retry = Retry(request.connect_timeout_s)
     warn_at = 0.0

@@ -42,7 +42,7 @@ class Connection:
         self._request = request
         self._nonce = uuid.uuid4().hex
         self._channel = open_channel(request.address)
-        self._stub = DataLoaderStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = DataLoaderStub(self._channel)
         self._call: grpc.Call | None = None
         self._fell_silent = False
         try:
@@ -187,6 +187,7 @@ class Connection:
                 received_through=self.buffer.received_through,
                 committed_through=self.buffer.committed_through,
                 progress=self.progress(consumed_through),
+                document_starts=asked.position_ids or asked.document_ids,
             )
         )
 
