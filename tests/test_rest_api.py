@@ -13,19 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
-from memory_service import MemoryService, run_stats
 from prometheus_client.parser import text_string_to_metric_families
+from support.memory_service import MemoryService, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.page import FILES
-from tokenloom_server.rest_api import (
-    HTTP_ERRORS,
-    MAX_BODY_BYTES,
-    SECURITY_HEADERS,
-    RestServer,
-    create_app,
-    serve_rest,
-)
+from tokenloom_server.rest_api import RestServer, create_app, serve_rest
+from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
+from tokenloom_server.rest_api.problems import HTTP_ERRORS, SECURITY_HEADERS
 
 RUN = "wiki-and-code"
 JSON = {"content-type": "application/json"}
@@ -367,7 +362,7 @@ def test_a_sender_of_48_megabytes_reads_the_answer_not_a_reset(http: httpx.Clien
 
 
 def test_a_body_that_never_ends_is_given_up(shared: tuple[Any, RestServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.rest_api.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tokenloom_server.rest_api.guard.BODY_TIMEOUT_S", 0.1)
     head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = raw(shared[1], head.encode() + b"Content-Length: 10\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -574,8 +569,8 @@ def test_a_stop_is_bounded_also_while_a_request_hangs(caplog: pytest.LogCaptureF
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert not server.stop(timeout=0.5)
-    assert time.monotonic() - began < 1.5
-    assert "still running" in caplog.text
+    assert time.monotonic() - began < 5, "far less than the request would have taken"
+    assert "was still running" in caplog.text
     assert service.gate is not None
     service.gate.set()
     asking.join(10)

@@ -1,0 +1,209 @@
+"""The routes, and how OpenAPI documents them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Path
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from tokenloom_proto.seal import unseal
+
+from tokenloom_server.metrics import create_registry
+from tokenloom_server.page import page_routes
+from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
+from tokenloom_server.rest_api.models import (
+    Alive,
+    ErrorBody,
+    Ready,
+    RestoreRequest,
+    RunList,
+    SnapshotRequest,
+    SnapshotSaved,
+)
+from tokenloom_server.rest_api.problems import add_error_handlers
+from tokenloom_server.stats import ResumePoint, RunService, RunStats, SnapshotInfo
+
+RunName = Annotated[
+    str,
+    Path(
+        description="The run's name, as in its mixture file.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        examples=["wiki-and-code"],
+    ),
+]
+SnapshotId = Annotated[
+    str,
+    Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
+]
+
+
+def create_app(
+    service: RunService, *, version: str, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()
+) -> FastAPI:
+    """The REST interface to ``service``, with its own metrics registry.
+
+    ``grpc_address`` is shown to people who have no trainer yet. ``allowed_hosts`` are DNS names that the
+    server answers to besides IP addresses, localhost and names without a dot (see ``Guard``).
+    """
+    app = FastAPI(
+        title="Tokenloom",
+        version=version,
+        summary="Figures, snapshots and restore of training runs' data.",
+        description='Every error is `{"error": name, "message": text}`. POST requests must carry '
+        "`Content-Type: application/json`, with or without a body.",
+        docs_url=None,  # both load their scripts from elsewhere, which users behind firewalls cannot
+        redoc_url=None,
+        redirect_slashes=False,
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    )
+    _add_run_routes(app, service, version, grpc_address)
+    _add_health_routes(app, service, version)
+    app.router.routes.extend(page_routes())
+    add_error_handlers(app)
+    app.add_middleware(Guard, allowed_hosts=frozenset(name.lower() for name in (*allowed_hosts, socket.gethostname())))
+    return app
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error responses of a route for OpenAPI; those of ``Guard`` come with every route."""
+    meanings = {
+        404: "No such run or snapshot.",
+        409: "The run is in a state that does not allow this, such as `SourceChanged`.",
+        413: f"`BodyTooLarge`: more than {MAX_BODY_BYTES} bytes.",
+        415: "`ContentTypeRequired`: a POST without `Content-Type: application/json`.",
+        416: "`BeyondHorizon`: that sample has not been and may not yet be produced, or its state is gone.",
+        422: "A field is not what is expected, or the snapshot is refused (`InvalidRequest`, `SnapshotInvalid`).",
+        500: "A source, the tokeniser or the server failed.",
+        503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
+        403: "`OriginRefused`: a browser sent this for a page of another host.",
+        421: "`HostRefused`: the Host header is not a name of this server.",
+    }
+    return {status: {"model": ErrorBody, "description": meanings[status]} for status in (403, *statuses, 421)}
+
+
+def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_address: str | None) -> None:
+    @app.get("/v1/runs", summary="The runs of this server", tags=["runs"], responses=_errors(503))
+    def list_runs() -> RunList:
+        return RunList(runs=service.names(), version=version, grpc_address=grpc_address)
+
+    @app.get(
+        "/v1/runs/{run}/stats",
+        summary="A run's figures",
+        description="Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.",
+        tags=["runs"],
+        responses=_errors(404, 422, 503),
+    )
+    def read_stats(run: RunName) -> RunStats:
+        return service.stats(run)
+
+    @app.post(
+        "/v1/runs/{run}/snapshots",
+        status_code=201,
+        summary="Take a snapshot and save it in the ledger",
+        tags=["snapshots"],
+        responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
+    )
+    def save_snapshot(
+        run: RunName,
+        request: Annotated[
+            SnapshotRequest | None,
+            Body(
+                openapi_examples={
+                    "committed": {"summary": "At the committed sample index", "value": {}},
+                    "earlier": {"summary": "At an earlier sample index", "value": {"sample_index": 4096}},
+                }
+            ),
+        ] = None,
+    ) -> SnapshotSaved:
+        text, snapshot_id = service.snapshot(run, request.sample_index if request else None, True)
+        assert snapshot_id is not None, "a saved snapshot has an id"
+        content = unseal(text)
+        return SnapshotSaved(
+            id=snapshot_id,
+            sample_index=content["sample_index"],
+            digest=content["digest"],
+            total_tokens=content["total_tokens"],
+        )
+
+    @app.get(
+        "/v1/runs/{run}/snapshots",
+        summary="The snapshots saved in the ledger",
+        tags=["snapshots"],
+        responses=_errors(404, 422, 503),
+    )
+    def list_snapshots(run: RunName) -> list[SnapshotInfo]:
+        return service.snapshots(run)
+
+    @app.get(
+        "/v1/runs/{run}/snapshots/{snapshot_id}",
+        summary="A saved snapshot, byte for byte",
+        description="The sealed text itself, unchanged: its checksum covers these bytes.",
+        tags=["snapshots"],
+        response_class=Response,
+        responses={
+            200: {"content": {"application/json": {"schema": {"type": "object"}}}, "description": "The sealed text."},
+            **_errors(404, 422, 503),
+        },
+    )
+    def read_snapshot(run: RunName, snapshot_id: SnapshotId) -> Response:
+        return Response(service.saved_snapshot(run, snapshot_id), media_type="application/json")
+
+    @app.post(
+        "/v1/runs/{run}/restore",
+        summary="Pin where the next generation starts",
+        description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
+        "must bring this one; another is refused with both named.",
+        tags=["snapshots"],
+        responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
+    )
+    def restore(
+        run: RunName,
+        request: Annotated[
+            RestoreRequest,
+            Body(
+                openapi_examples={
+                    "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
+                    "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
+                    "text": {
+                        "summary": "A snapshot out of a checkpoint",
+                        "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
+                    },
+                }
+            ),
+        ],
+    ) -> ResumePoint:
+        return service.restore(
+            run, snapshot_id=request.snapshot_id, sample_index=request.sample_index, text=request.snapshot
+        )
+
+
+def _add_health_routes(app: FastAPI, service: RunService, version: str) -> None:
+    registry = create_registry(service, version=version)
+
+    @app.get("/healthz", summary="Is the process alive?", tags=["health"], responses=_errors())
+    async def healthz() -> Alive:
+        # On the event loop, not in a worker thread: it answers while every worker waits for the ledger.
+        return Alive(status="alive", version=version)
+
+    @app.get("/readyz", summary="Can requests be served?", tags=["health"], responses=_errors(503))
+    def readyz() -> Ready:
+        reason = service.not_ready()
+        if reason is not None:
+            raise HTTPException(503, reason)
+        return Ready(status="ready")
+
+    @app.get(
+        "/metrics",
+        summary="The figures for Prometheus",
+        tags=["health"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors(503)},
+    )
+    def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), media_type=None, headers={"content-type": content_type})
