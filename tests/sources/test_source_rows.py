@@ -147,7 +147,7 @@ def test_a_source_without_a_row_is_refused_and_an_empty_shard_among_others_is_no
     spec, suffix, write, rows = kind
     (tmp_path / "data").mkdir()
     none_of_type = pa.array([], pa.string() if isinstance(rows[0], str) else pa.list_(pa.int64()))
-    write(tmp_path / "data" / f"a.{suffix}", none_of_type)  # type: ignore[arg-type]
+    write(tmp_path / "data" / f"a.{suffix}", none_of_type)
     with pytest.raises(SourceError, match=r"has no rows: its 1 files .* take it out of the mixture"):
         open_source(Spec.parse(spec), tmp_path, None, None)
     write(tmp_path / "data" / f"b.{suffix}", rows)
@@ -301,7 +301,7 @@ class TestColumns:
 def test_list_views_in_arrow_files_are_ids(tmp_path: Path, kind: Any) -> None:
     rows = [[1, 2], None, [3, 4], [], [5, 6, 7]]
     (tmp_path / "data").mkdir()
-    write_stream(tmp_path / "data" / "a.arrow", pa.array(rows, kind))  # type: ignore[arg-type]
+    write_stream(tmp_path / "data" / "a.arrow", pa.array(rows, kind))
     source = open_source(Spec.parse(ARROW), tmp_path, None, None)
     for row in range(6):
         assert values(source, 0, row) == [r or [] for r in rows[row:]]
