@@ -1,0 +1,18 @@
+"""``tokenloom demo``: the whole job on real text, with every promise about the data checked at the end.
+
+This package is an application, not a part of the server: it uses the server through its command line
+and the client through ``import tokenloom``, as any user does. That makes it the one place that may
+know both sides, which otherwise meet only in ``tokenloom_proto``.
+
+    main        the order of events: build, serve, train, kill, resume, prove, report
+    plan        its numbers, and the mixture file
+    corpus      three corpora and a tokeniser from the text that Python carries
+    model       a small GPT
+    trainer     trains it from a RemoteDataset: the example to copy from
+    reader      reads the same data without training: the uninterrupted run
+    receipts    what a rank received, on disk
+    proof       what must be true of the receipts; pure functions
+    processes   child processes that end with their parent; leash is their first line
+    service     the server as a child process, and its figures over REST
+    report      what is printed
+"""

@@ -1,0 +1,226 @@
+"""Three corpora of very different size and document length, from the text that every Python carries.
+
+    code         the library's source, a file a document    parquet, several shards    about 11 MB
+    docstrings   of the same files, read and not run        one jsonl file             about 2 MB
+    prose        licences and the language reference        txt, a paragraph a row     about 0.1 MB
+
+One installation always gives the same bytes. The folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.progress import Progress
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenloom_server.demo.failure import DemoFailed
+
+#: A change of what is built is a new number; a folder of another one is built again.
+FORMAT = 1
+MANIFEST = "corpus.json"
+CODE, DOCSTRINGS, PROSE, TOKENIZER = "code", "docstrings.jsonl", "prose", "tokenizer.json"
+#: So few that the demonstration goes through several shards.
+DOCUMENTS_PER_SHARD = 16
+ROWS_PER_GROUP = 8
+#: The prose is small on purpose: it is the source that is read more than once.
+PROSE_FILE_BYTES = 48_000
+#: Shorter ones are headings, tables and signatures.
+SHORTEST_PARAGRAPH = 60
+SHORTEST_DOCSTRING = 40
+VOCAB_SIZE = 8192
+END_OF_TEXT = "<|endoftext|>"
+#: Characters of each corpus that the tokeniser learns from: about a second on one core.
+TOKENIZER_SAMPLE = 3_000_000
+#: Folders of the library that hold tests, or packages that somebody installed.
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """What the data folder holds."""
+
+    format: int
+    vocab_size: int
+    documents: dict[str, int]
+    """Rows of each corpus."""
+    characters: dict[str, int]
+
+
+def library_folder() -> Path:
+    """Where this Python keeps the source of its library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def read(folder: Path) -> Corpus | None:
+    """The corpora of a folder that was built before and is complete; ``None`` otherwise."""
+    try:
+        corpus = Corpus(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    parts = (folder / name for name in (CODE, DOCSTRINGS, PROSE, TOKENIZER))
+    return corpus if corpus.format == FORMAT and all(part.exists() for part in parts) else None
+
+
+def build(folder: Path, progress: Progress, library: Path) -> Corpus:
+    """Writes the corpora and the tokeniser into ``folder``, from the Python files below ``library``."""
+    part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        texts = {
+            "code": _build_code(part / CODE, progress, library),
+            "docstrings": _build_docstrings(part / DOCSTRINGS, progress, library),
+            "prose": _build_prose(part / PROSE, progress),
+        }
+        for name, documents in texts.items():
+            if not documents:
+                raise DemoFailed(f"no text for the corpus {name!r}: this Python carries no library source at {library}")
+        vocab_size = _train_tokenizer(part / TOKENIZER, progress, texts)
+        corpus = Corpus(
+            format=FORMAT,
+            vocab_size=vocab_size,
+            documents={name: len(documents) for name, documents in texts.items()},
+            characters={name: sum(map(len, documents)) for name, documents in texts.items()},
+        )
+        (part / MANIFEST).write_text(json.dumps(asdict(corpus), indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return corpus
+
+
+def _build_code(folder: Path, progress: Progress, library: Path) -> list[str]:
+    documents = [text for _, text in progress.track(_sources(library), description="code → parquet")]
+    folder.mkdir()
+    for shard, begin in enumerate(range(0, len(documents), DOCUMENTS_PER_SHARD)):
+        table = pa.table({"text": documents[begin : begin + DOCUMENTS_PER_SHARD]})
+        pq.write_table(table, folder / f"{shard:03}.parquet", row_group_size=ROWS_PER_GROUP)
+    return documents
+
+
+def _build_docstrings(path: Path, progress: Progress, library: Path) -> list[str]:
+    documents = [
+        docstring
+        for name, text in progress.track(_sources(library), description="docstrings → jsonl")
+        for docstring in _docstrings(name, text)
+    ]
+    with path.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents)
+    return documents
+
+
+def _build_prose(folder: Path, progress: Progress) -> list[str]:
+    folder.mkdir()
+    documents: list[str] = []
+    texts = {"licences": _licences(), "language": _topics()}
+    for name, parts in progress.track(texts.items(), total=len(texts), description="prose → txt"):
+        rows = list(_first_bytes(_paragraphs(parts), PROSE_FILE_BYTES))
+        if rows:
+            (folder / f"{name}.txt").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+        documents += rows
+    return documents
+
+
+def _sources(library: Path) -> list[tuple[str, str]]:
+    """(name, text) of each file, in an order that mixes the packages: sources are read in file order."""
+    found: list[tuple[bytes, str, str]] = []
+    for path in library.rglob("*.py"):
+        name = path.relative_to(library)
+        if SKIPPED_FOLDERS.isdisjoint(name.parts):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text.strip():
+                found.append((hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text))
+    return [(name, text) for _, name, text in sorted(found)]
+
+
+def _docstrings(name: str, text: str) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in somebody else's source
+        try:
+            tree = ast.parse(text, filename=name)
+        except (SyntaxError, ValueError, RecursionError):
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring and len(docstring) >= SHORTEST_DOCSTRING:
+                yield docstring
+
+
+def _licences() -> Iterator[str]:
+    found = [library_folder() / "LICENSE.txt"]
+    for distribution in distributions():
+        files = distribution.files or ()
+        found += [Path(str(file.locate())) for file in files if file.name.upper().startswith(LICENCE_NAMES)]
+    for path in sorted(found, key=lambda path: (path.parent.name, path.name)):
+        try:
+            yield path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+
+
+def _topics() -> Iterator[str]:
+    try:
+        from pydoc_data.topics import topics  # what help("assert") prints; some systems package it apart
+    except ImportError:
+        return
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _paragraphs(texts: Iterable[str]) -> Iterator[str]:
+    """Each paragraph once, as one line."""
+    seen: set[str] = set()
+    for text in texts:
+        for block in text.replace("\r\n", "\n").split("\n\n"):
+            line = " ".join(block.split())
+            if len(line) >= SHORTEST_PARAGRAPH and line not in seen:
+                seen.add(line)
+                yield line
+
+
+def _first_bytes(rows: Iterable[str], limit: int) -> Iterator[str]:
+    size = 0
+    for row in rows:
+        size += len(row.encode()) + 1
+        if size > limit:
+            return
+        yield row
+
+
+def _train_tokenizer(path: Path, progress: Progress, texts: dict[str, list[str]]) -> int:
+    """Byte-level BPE, as GPT-2's; returns the size of the vocabulary."""
+    task = progress.add_task("tokeniser", total=None)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = chain.from_iterable(_first_bytes(documents, TOKENIZER_SAMPLE) for documents in texts.values())
+    tokenizer.train_from_iterator(sample, trainer)
+    tokenizer.save(str(path))
+    progress.update(task, total=1, completed=1)
+    return int(tokenizer.get_vocab_size())

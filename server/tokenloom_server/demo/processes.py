@@ -1,0 +1,147 @@
+"""Child processes that are always ended, whose logs are files, and for which nobody waits without a bound."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tokenloom_server.demo import leash
+from tokenloom_server.demo.failure import DemoFailed
+from tokenloom_server.demo.proof import Disproved
+
+POLL_S = 0.02
+#: A process that was asked to end and did not, within this, is killed.
+GRACE_S = 10.0
+#: A killed process is gone when the kernel says so; longer means that the machine is in trouble.
+KILL_S = 30.0
+TAIL_LINES = 25
+TAIL_BYTES = 16_384
+
+
+class Child:
+    """One process, in a session of its own (a Ctrl-C is for the parent), with its output in a log file."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = log
+        self.killed = False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # -I and -S: the leash needs nothing that is installed. The program's own Python starts as usual.
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                leashed,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; ``None`` while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self.killed = True
+        self._end()
+
+    def stop(self) -> None:
+        """Asks it to end; kills it if it does not."""
+        if self.status is None:
+            self._process.terminate()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._end()
+
+    def tail(self) -> str:
+        """The end of its log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:]) or "    (empty)"
+
+    def failure(self, what: str) -> DemoFailed:
+        """An error that shows what the process wrote last."""
+        return DemoFailed(f"{what}\nthe end of {self.log}:\n{self.tail()}")
+
+    def _end(self) -> None:
+        self._process.kill()
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"{self.name} (pid {self.pid}) did not end within {KILL_S:g} s of SIGKILL") from None
+
+
+class Processes:
+    """All children of the demonstration. Leaving the block ends every one of them."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def start(self, name: str, command: Sequence[str], log: Path, **environment: str) -> Child:
+        """Starts ``python -m …``, without the launcher's variables that this process may have inherited."""
+        child = Child(name, [sys.executable, *command], log, _clean(os.environ) | environment)
+        self._children.append(child)
+        return child
+
+    @property
+    def running(self) -> list[Child]:
+        return [child for child in self._children if child.status is None]
+
+    def all_ended(self) -> str:
+        """A count for people; raises ``Disproved`` for a process that still runs or ended with an error."""
+        for child in self._children:
+            if child.status != (-signal.SIGKILL if child.killed else 0):
+                raise Disproved(f"{child.name} (pid {child.pid}) has status {child.status}; see {child.log}")
+        return f"{len(self._children)} processes"
+
+    def stop_all(self) -> None:
+        """The last started first."""
+        for child in reversed(self._children):
+            child.stop()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop_all()
+        finally:
+            for child in self.running:  # a second Ctrl-C came meanwhile
+                child.kill()
+
+
+def wait_until(done: Callable[[], bool], what: str, timeout_s: float, children: Sequence[Child]) -> None:
+    """Waits for ``done``, which ``what`` describes.
+
+    Raises ``DemoFailed`` after ``timeout_s``, or as soon as one of the children ends with an error.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        for child in children:
+            if child.status:
+                raise child.failure(f"{child.name} ended with status {child.status} while waiting for {what}")
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"the end of {child.log}:\n{child.tail()}" for child in children)
+            raise DemoFailed(f"waited {timeout_s:g} s for {what}, in vain\n{logs}")
+        time.sleep(POLL_S)
+
+
+def _clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what torchrun, SLURM or a proxy set: the children's ranks and addresses are given to them."""
+    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    prefixes = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+    return {k: v for k, v in environment.items() if k not in launcher and not k.startswith(prefixes)}

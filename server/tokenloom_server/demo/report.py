@@ -1,0 +1,117 @@
+"""What the demonstration prints."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tokenloom_server.demo.corpus import Corpus
+from tokenloom_server.demo.plan import RUN, Launch
+from tokenloom_server.demo.proof import Disproved
+from tokenloom_server.demo.receipts import Step
+from tokenloom_server.stats import RunStats
+
+#: Steps over which a loss is averaged: single batches of a small model scatter.
+AVERAGED_STEPS = 4
+
+
+class Report:
+    """One console, and whether every claim has held so far."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.disproved = 0
+        self._step = 0
+
+    def step(self, text: str) -> None:
+        """Begins the next part."""
+        self._step += 1
+        self.console.print(f"\n[bold cyan]{self._step}[/] [bold]{escape(text)}[/]", highlight=False)
+
+    def line(self, text: str) -> None:
+        self.console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+
+    def claim(self, text: str, check: Callable[[], str]) -> None:
+        """Checks one claim and prints how it went."""
+        try:
+            found = check()
+        except Disproved as fault:
+            self.disproved += 1
+            self.console.print(f"  [bold red]✗ {escape(text)}: {escape(str(fault))}[/]", highlight=False)
+        else:
+            self.console.print(f"  [green]✓[/] {escape(text)} [dim]({escape(found)})[/]", highlight=False)
+
+    def verdict(self) -> int:
+        """The last line, and the exit status."""
+        if self.disproved:
+            self.console.print(f"\n[bold red]{self.disproved} of the claims above did not hold.[/]", highlight=False)
+            return 1
+        self.console.print("\n[bold green]Nothing lost, nothing repeated, the same order.[/]", highlight=False)
+        return 0
+
+    def progress(self) -> Progress:
+        """Bars with a description, such as for files or tokens."""
+        columns = (TextColumn("  {task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self.console)
+
+    def show(self, progress: Progress, bar: TaskID, steps: Sequence[Step]) -> None:
+        """How far a training is."""
+        if steps:
+            progress.update(bar, completed=steps[-1].sample_index, description=f"loss {steps[-1].loss:.3f}, samples")
+
+    def corpora(self, corpus: Corpus) -> None:
+        """What the data folder holds."""
+        for name, documents in corpus.documents.items():
+            characters = corpus.characters[name]
+            self.line(
+                f"{name:<12}{documents:>7,} documents {characters / 1e6:>7.2f} M characters, "
+                f"{characters // documents:>6,} each"
+            )
+        self.line(f"{'tokeniser':<12}{corpus.vocab_size:>7,} tokens, byte-level BPE")
+
+    def shares(self, stats: RunStats) -> None:
+        """The mix, as the ledger has it."""
+        table = Table("source", title="The mix, from the ledger's counters", title_justify="left")
+        for heading in ("target", "actual", "rows", "tokens", "epochs"):
+            table.add_column(heading, justify="right")
+        for source in stats.sources:
+            shares = f"{source.target_share:.2%}", f"{source.actual_share:.2%}"
+            table.add_row(source.alias, *shares, f"{source.rows:,}", f"{source.tokens:,}", f"{source.epoch:.2f}")
+        self.console.print(table)
+
+    def training(self, first: Sequence[Step], second: Sequence[Step], launches: tuple[Launch, Launch]) -> None:
+        """Loss and learning rate on both sides of the kill."""
+        table = Table("", title="The training, across the kill", title_justify="left")
+        for heading in ("ranks × batch", "tokens", "loss", "learning rate"):
+            table.add_column(heading, justify="right")
+        before, after = first[-1], second[0]
+        parts = (
+            ("the first steps", launches[0], first[:AVERAGED_STEPS], first[min(AVERAGED_STEPS, len(first)) - 1]),
+            ("up to the checkpoint", launches[0], first[-AVERAGED_STEPS:], before),
+            ("resumed, from its first step", launches[1], second[:AVERAGED_STEPS], after),
+            ("the last steps", launches[1], second[-AVERAGED_STEPS:], second[-1]),
+        )
+        for name, launch, averaged, point in parts:
+            loss = sum(step.loss for step in averaged) / len(averaged)
+            launch_text = f"{launch.ranks} × {launch.batch_size}"
+            table.add_row(name, launch_text, f"{point.total_tokens:,}", f"{loss:.3f}", f"{point.lr:.3e}")
+        self.console.print(table)
+
+    def how_to_go_on(self, serve: Sequence[str]) -> None:
+        """Commands with real paths."""
+        program = Path(sys.executable).with_name("tokenloom")
+        command = [str(program) if program.exists() else "tokenloom", *serve]
+        self.console.print("\n[bold]To go on[/]")
+        self.line("serve the run again:   " + " ".join(shlex.quote(part) for part in command))
+        self.line("watch its mix:         http://127.0.0.1:8080/")
+        self.line("read it from Python:")
+        self.line("    from tokenloom import RemoteDataset")
+        self.line(f'    for batch in RemoteDataset("grpc://127.0.0.1:50051/{RUN}", batch_size=4, resume="latest"):')
+        self.line('        print(batch["sample_ids"], batch["input_ids"].shape)')

@@ -1,0 +1,91 @@
+"""The server as a child process, and its figures over REST."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+
+from pydantic import ValidationError
+
+from tokenloom_server.demo.failure import DemoFailed
+from tokenloom_server.demo.processes import POLL_S, Child, Processes, wait_until
+from tokenloom_server.stats import RunStats
+
+#: Imports, the ledger, the files and the check of the tokeniser: seconds, on a machine that is busy otherwise.
+READY_TIMEOUT_S = 120.0
+#: The last acknowledgement travels and is committed in well under a second.
+COMMIT_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running server."""
+
+    child: Child
+    grpc: str
+    rest: str
+
+    @property
+    def page(self) -> str:
+        return f"http://{self.rest}/"
+
+    def url(self, run: str) -> str:
+        """What RemoteDataset takes."""
+        return f"grpc://{self.grpc}/{run}"
+
+    def stats(self, run: str) -> RunStats:
+        """The figures of a run, as anyone can read them."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
+        url = f"http://{self.rest}/v1/runs/{run}/stats"
+        try:
+            with opener.open(url, timeout=REQUEST_TIMEOUT_S) as answer:
+                return RunStats.model_validate_json(answer.read())
+        except (URLError, OSError, ValidationError) as error:
+            raise self.child.failure(f"GET {url}: {error}") from None
+
+    def committed(self, run: str, sample_index: int) -> RunStats:
+        """The figures once everything before ``sample_index`` is in the ledger."""
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
+        while (stats := self.stats(run)).sample_index < sample_index:
+            if time.monotonic() > deadline:
+                raise self.child.failure(
+                    f"the trainers acknowledged samples up to {sample_index}, but after {COMMIT_TIMEOUT_S:g} s "
+                    f"the ledger of {run!r} is at {stats.sample_index} (waiting for: {stats.waiting_for or 'nothing'})"
+                )
+            time.sleep(POLL_S)
+        return stats
+
+
+def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
+    """What stands behind ``tokenloom`` on the command line."""
+    return ["serve", str(mixture), "--ledger", f"sqlite:///{ledger}"]
+
+
+def start(processes: Processes, name: str, mixture: Path, ledger: Path, log: Path) -> Service:
+    """Starts a server on free ports of the loopback interface, and waits until it is ready."""
+    ready_file = log.with_suffix(".ready.json")
+    ready_file.unlink(missing_ok=True)
+    ports = ["--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", "--ready-file", str(ready_file)]
+    child = processes.start(name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *ports], log)
+    wait_until(lambda: _addresses(ready_file) is not None or child.status == 0, f"{name}", READY_TIMEOUT_S, [child])
+    addresses = _addresses(ready_file)
+    if addresses is None:
+        raise child.failure(f"{name} ended before it was ready")
+    return Service(child, *addresses)
+
+
+def _addresses(ready_file: Path) -> tuple[str, str] | None:
+    """(gRPC, REST) once the server has written both."""
+    try:
+        document = json.loads(ready_file.read_bytes())
+    except (FileNotFoundError, ValueError):  # it may be half written
+        return None
+    try:
+        return str(document["grpc"]), str(document["rest"])
+    except (KeyError, TypeError):
+        raise DemoFailed(f"{ready_file} should hold the addresses grpc and rest, but it holds {document!r}") from None
