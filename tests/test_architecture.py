@@ -36,12 +36,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ledger", "snapshot"),
         ("order", "run"),
         ("host",),
-        ("history",),
+        ("figures", "history"),
         ("opening",),
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
-        ("remote_stats", "demo"),
+        ("remote", "server", "demo"),
         ("cli",),
         ("__main__",),
     ),
@@ -78,7 +78,7 @@ USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
 
 #: Wire types stop here.
 WIRE = ("grpc", "grpc_health", "grpc_reflection", f"{PROTO}.dataloader_pb2", f"{PROTO}.dataloader_pb2_grpc")
-SPEAKS_WIRE = {f"{SERVER}.grpc_service", f"{SERVER}.remote_stats", f"{CLIENT}.connection", PROTO}
+SPEAKS_WIRE = {f"{SERVER}.grpc_service", f"{CLIENT}.connection", PROTO}
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
 #: and no other process, and the order is exact because none of them draws a random number of its own.

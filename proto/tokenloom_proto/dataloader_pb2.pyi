@@ -28,7 +28,7 @@ LABELS_SAME: Labels
 LABELS_SHIFTED: Labels
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "document_starts")
+    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -38,7 +38,6 @@ class JoinRequest(_message.Message):
     NONCE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     STATE_JSON_FIELD_NUMBER: _ClassVar[int]
-    DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     rank: int
@@ -48,8 +47,7 @@ class JoinRequest(_message.Message):
     nonce: str
     resume: str
     state_json: bytes
-    document_starts: bool
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., document_starts: bool = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("id", "spec", "alias")

@@ -67,13 +67,16 @@ class DataLoaderServicer(object):
     def Join(self, request, context):
         """Takes a slot (rank) of an attempt. Rank 0's Join opens a new generation of the run: one durable
         ledger write before any Join is answered. The other ranks' Joins wait for it and must agree with it.
+        A Join may be repeated with the same attempt, rank and nonce (its answer was lost).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request_iterator, context):
-        """The batches of one slot. The client sends StreamOpen first, then Progress as often as it likes.
+        """The batches of one slot. The client sends StreamOpen first, then Progress as often as it likes. When it
+        closes its side, the server takes the Progress that was sent and ends the call with OK, without sending
+        the rest; behind EndOfData the call stays open for Progress until then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

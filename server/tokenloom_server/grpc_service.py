@@ -268,6 +268,9 @@ class GrpcServer:
             options=[
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                # Clients ping when a call is long silent, such as a Join that waits for rank 0.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
+                ("grpc.keepalive_permit_without_calls", 1),
                 # Two servers on one port would share its connections without a word.
                 ("grpc.so_reuseport", 0),
             ],

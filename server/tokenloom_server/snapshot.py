@@ -159,7 +159,8 @@ def parse(
             "restore it with the Tokenloom release that wrote it"
         )
     try:
-        snapshot = _Snapshot.model_validate(document)
+        # As JSON, where a list is a tuple, and nothing else is converted.
+        snapshot = _Snapshot.model_validate_json(canonical(document))
     except ValidationError as error:
         raise SnapshotInvalid(_explain(error)) from None
     for field, remedy in _REMEDIES.items():
