@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-
 from support.redis_server import RedisServer
 
 

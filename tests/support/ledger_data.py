@@ -30,7 +30,6 @@ def opening_of(generation: int, start: Commit, attempt: str | None = None) -> Op
         attempt=attempt or f"attempt-{generation}",
         world_size=2,
         batch_size=4,
-        group_steps=8,
         group_steps=16,
         start_index=start.sample_index,
         start_state=start.state,

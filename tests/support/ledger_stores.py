@@ -47,9 +47,12 @@ class SqliteStore:
 
 
 class RedisStore:
-    def __init__(self, server: RedisServer, ledger: Callable[[str], Ledger] = RedisLedger) -> None:
+    """``killed=False`` spares the process, where a crash is beside the point and its time is not."""
+
+    def __init__(self, server: RedisServer, ledger: Callable[[str], Ledger] = RedisLedger, killed: bool = True) -> None:
         self._server = server
         self._ledger = ledger
+        self._killed = killed
         self._opened: list[Ledger] = []
         with redis.Redis(port=server.port) as client:
             client.flushall()
@@ -59,8 +62,9 @@ class RedisStore:
         return self._opened[-1]
 
     def crash(self) -> None:
-        self._server.kill()
-        self._server.start()
+        if self._killed:
+            self._server.kill()
+            self._server.start()
 
     def close(self) -> None:
         while self._opened:

@@ -90,7 +90,13 @@ class StoredSnapshot:
 class Ledger(Protocol):
     """Where committed state lives. Methods are atomic, may be called from any thread, and return
     only when the write is durable. All raise ``LedgerUnavailable`` when the store cannot be reached
-    (for a write: outcome unknown, and safe to repeat).
+    or cannot write now. Of a write the outcome is then unknown, and the same call may be repeated:
+    what had happened is not done again (``acquire`` gives a further epoch, ``thin_journal`` thins
+    once more, and both do no harm).
+
+    All but ``create_run`` and ``read_run`` raise ``NotFound`` where the ledger has no such run, and
+    ``NotLeader`` where the run has taken another uid since (``adopt``). All integers are at most
+    2^53 - 1; ``LedgerError`` where one is not.
     """
 
     @property
@@ -101,7 +107,10 @@ class Ledger(Protocol):
         """Raises ``LedgerUnavailable`` or ``LedgerUnsafe`` (with the setting found, and the remedy)."""
 
     def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
-        """Creates the run if the name is new; returns the run that is there now, whoever made it."""
+        """Creates the run if the name is new; returns the run that is there now, whoever made it.
+
+        Raises ``LedgerError`` where another run has the uid.
+        """
 
     def read_run(self, name: str, stream: str) -> StoredRun | None: ...
 
@@ -112,15 +121,19 @@ class Ledger(Protocol):
         """Raises the run's server epoch by one and returns it: older epochs can no longer write."""
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
-        """Renames a run that never opened a generation, so that a trainer's state from elsewhere fits.
+        """Gives a run that never opened a generation another uid, so that a trainer's state from elsewhere
+        fits. Name, epoch, pin and snapshots stay; the uid of before is of no use any more.
 
-        Raises ``NotLeader``, or ``LedgerError`` where a generation was opened.
+        Raises ``NotLeader``, or ``LedgerError`` where a generation was opened or another run has the uid.
         """
 
     def open(self, uid: str, stream: str, epoch: int, opening: Opening, committed: Commit) -> None:
         """The opening write: makes ``opening`` the current generation, sets the committed state and all
         counters to ``committed`` (replacing them), removes the pin, records the attempt, forgets the
         slots of the generation before, journals the start state. All or nothing.
+
+        The same opening again, by the same epoch and while it is the current one, changes nothing
+        (``opened_at`` may differ).
 
         Raises ``NotLeader``; ``AttemptUsed`` where the attempt id opened a generation before, naming
         which; ``LedgerError`` where ``opening.generation`` is not the current one plus one or more.
@@ -156,7 +169,10 @@ class Ledger(Protocol):
         """Sets or removes the pinned resume point. Raises ``NotLeader``."""
 
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
-        """Keeps a snapshot; the same id with the same text may be saved again."""
+        """Keeps a snapshot; the same id with the same text may be saved again.
+
+        Raises ``LedgerError`` where the id has another text.
+        """
 
     def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
         """All saved snapshots, newest first."""

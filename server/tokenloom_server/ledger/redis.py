@@ -8,8 +8,8 @@ key                                 type     holds
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the generation:
-                                             ``generation parent attempt world_size batch_size start_index
-                                             opened_at opening_mark``; the committed state: ``sample_index
+                                             ``generation parent attempt world_size batch_size group_steps
+                                             start_index opened_at opening_mark``; the committed state: ``sample_index
                                              total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
@@ -154,6 +154,7 @@ class RedisLedger:
             opening.parent,
             opening.world_size,
             opening.batch_size,
+            opening.group_steps,
             opening.start_index,
             opening.opened_at,
             *self._committed(committed),

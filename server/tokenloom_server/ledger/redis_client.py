@@ -80,6 +80,8 @@ class RedisClient:
         if not database.isdecimal():
             raise ValueError(f"database {database!r} is not a number")
         if parts.scheme == "unix":
+            if not parts.path.strip("/"):
+                raise ValueError("no socket is named")
             self.address = parts.path
             self.description = f"unix://{parts.path}?db={database}"
         else:

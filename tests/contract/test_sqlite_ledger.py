@@ -1,0 +1,249 @@
+"""What only the SQLite ledger can meet: files that are no ledgers, folders that are missing, locks."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from support.ledger_data import commit_at, opening_of
+from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, NotLeader
+from tokenloom_server.ledger import sqlite_file
+from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.ledger.sqlite import SqliteLedger
+
+
+def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_not(tmp_path: Path) -> None:
+    for url, path in [
+        ("sqlite:///led%20ger.db", tmp_path / "led ger.db"),
+        (f"sqlite:///{tmp_path}/absolute.db", tmp_path / "absolute.db"),
+    ]:
+        with closing(open_ledger(url, tmp_path)) as ledger:
+            ledger.check()
+            assert path.exists()
+            assert ledger.description == f"sqlite:///{path}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "tokenloom.db",
+        "postgres://host/db",
+        "sqlite:",
+        "sqlite:///",
+        "sqlite://host/file.db",
+        "sqlite:///:memory:",
+        "sqlite:///file.db?mode=ro",
+        "redis://host:notaport/0",
+        "redis://host:99999/0",
+        "redis://host/name",
+        "redis://host/0?decode_responses=0",
+        "unix:///",
+    ],
+)
+def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected sqlite:///relative\.db.*redis://"):
+        open_ledger(url, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://me:s3cret@host:x/0", "redsi://me:s3cret@host/0", "redis://me:s3/cr3t@host:1/x"]
+)
+def test_a_refused_url_is_shown_without_its_password(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_ledger(url, tmp_path)
+    assert "s3" not in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"folder .*/nowhere does not exist"):
+        open_ledger("sqlite:///nowhere/tokenloom.db", tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        open_ledger(f"sqlite:///{tmp_path}", tmp_path)
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("shopping list: " + "milk " * 1000)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"notes\.txt is not a SQLite database"):
+        SqliteLedger(path)
+    assert path.read_bytes() == before
+
+
+def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "photos.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE photos (name TEXT)")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"photos\.db is a SQLite database, but not a ledger"):
+        SqliteLedger(path)
+    assert path.read_bytes() == before
+
+
+def test_a_newer_schema_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "tokenloom.db"
+    SqliteLedger(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {sqlite_file.SCHEMA_VERSION + 1}")
+    with pytest.raises(LedgerError, match=f"schema version {sqlite_file.SCHEMA_VERSION + 1}.*Upgrade"):
+        SqliteLedger(path)
+
+
+def test_a_damaged_file_is_an_error_and_not_an_empty_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "tokenloom.db"
+    with closing(SqliteLedger(path)) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * (path.stat().st_size - 4096))
+    with pytest.raises(LedgerError, match="damaged"), closing(SqliteLedger(path)) as ledger:
+        ledger.read_run("run", "train")
+
+
+def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.05)
+    path = tmp_path / "tokenloom.db"
+    with closing(SqliteLedger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        ledger.create_run("run", "train", "uid", "{}")
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerUnavailable, match="locked"):
+            ledger.acquire("uid", "train")
+        assert ledger.read_run("run", "train") is not None
+        other.execute("ROLLBACK")
+        assert ledger.acquire("uid", "train") == 1
+
+
+def test_a_full_disk_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
+    with closing(SqliteLedger(tmp_path / "tokenloom.db")) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        epoch = ledger.acquire("uid", "train")
+        ledger.open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
+        with ledger._file.reading() as connection:
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+        big = commit_at(4)
+        with pytest.raises(LedgerUnavailable, match="full"):
+            ledger.pin("uid", "train", epoch, "x" * 1_000_000)
+        assert ledger.commit("uid", "train", epoch, 1, big, False) == 4
+        run = ledger.read_run("run", "train")
+        assert run is not None
+        assert (run.committed, run.pin) == (big, None)
+
+
+def test_a_closed_ledger_is_unavailable(tmp_path: Path) -> None:
+    ledger = SqliteLedger(tmp_path / "tokenloom.db")
+    ledger.close()
+    ledger.close()
+    with pytest.raises(LedgerUnavailable, match="closed"):
+        ledger.run_names()
+
+
+def test_servers_that_make_the_file_at_once_share_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        ledgers = list(pool.map(lambda _: SqliteLedger(tmp_path / "tokenloom.db"), range(6)))
+    for k, ledger in enumerate(ledgers):
+        ledger.check()
+        ledger.create_run(f"run-{k}", "train", f"uid-{k}", "{}")
+    assert len(ledgers[0].run_names()) == 6
+    for ledger in ledgers:
+        ledger.close()
+
+
+#: Commits as fast as it can and prints each index that was acknowledged.
+_COMMITTER = """
+import sys
+from pathlib import Path
+from support.ledger_data import commit_at, opening_of
+from tokenloom_server.errors import NotLeader
+from tokenloom_server.ledger.sqlite import SqliteLedger
+
+ledger = SqliteLedger(Path(sys.argv[1]))
+run = ledger.create_run("run", "train", "uid", "{}")
+epoch = ledger.acquire("uid", "train")
+generation = run.opening.generation + 1 if run.opening else 1
+start = run.committed or commit_at(0)
+ledger.open("uid", "train", epoch, opening_of(generation, start), start)
+index = start.sample_index
+try:
+    while True:
+        index = ledger.commit("uid", "train", epoch, generation, commit_at(index + 1), index % 7 == 0)
+        print(index, flush=True)
+except NotLeader:
+    print("not leader", flush=True)
+"""
+
+
+@contextmanager
+def _committer(path: Path) -> Iterator[subprocess.Popen[str]]:
+    folders = [str(Path(__file__).parent.parent)]
+    code = f"import sys; sys.path[:0] = {folders!r}\n{_COMMITTER}"
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_no_acknowledged_commit_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "tokenloom.db"
+    acknowledged = 0
+    for lines in (1, 40, 17):
+        with _committer(path) as child:
+            assert child.stdout is not None
+            read = [child.stdout.readline() for _ in range(lines)]
+            child.kill()
+            read += child.stdout.readlines()
+        acknowledged = max(int(line) for line in read if line.endswith("\n"))
+        with closing(SqliteLedger(path)) as ledger:
+            run = ledger.read_run("run", "train")
+        assert run is not None
+        assert run.committed is not None
+        assert acknowledged <= run.committed.sample_index
+        assert run.committed == commit_at(run.committed.sample_index)
+    assert acknowledged > 0
+
+
+def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tokenloom.db"
+    with _committer(path) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        with closing(SqliteLedger(path)) as ledger:
+            epoch = ledger.acquire("uid", "train")
+            before = ledger.read_run("run", "train")
+            assert before is not None
+            assert before.committed is not None
+            assert first.stdout.readlines()[-1] == "not leader\n"
+            assert first.wait(timeout=10) == 0
+            assert ledger.read_run("run", "train") == before
+            with pytest.raises(NotLeader):
+                ledger.commit("uid", "train", epoch - 1, 1, commit_at(10**6), False)
+            after = commit_at(before.committed.sample_index + 1)
+            assert ledger.commit("uid", "train", epoch, 1, after, False) == after.sample_index
+
+
+def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
+    path = tmp_path / "tokenloom.db"
+    with closing(SqliteLedger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        ledger.create_run("run", "train", "uid", "{}")
+        other.execute("BEGIN IMMEDIATE")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ledger.acquire, "uid", "train")
+            deadline = time.monotonic() + 0.1
+            while time.monotonic() < deadline:
+                assert not waiting.done()
+                time.sleep(0.01)
+            other.execute("ROLLBACK")
+            assert waiting.result(timeout=10) == 1
