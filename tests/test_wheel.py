@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -149,6 +150,16 @@ def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
 
 def test_the_base_dependencies_are_the_clients_alone(installed: Path) -> None:
     assert {requirement.name for requirement in _requirements(installed)} == {"grpcio", "protobuf", "numpy", "torch"}
+
+
+def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (installed / "tokenloom_server").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+
+    extra = _requirements(installed, extra="server")
+
+    assert len(extra) > 10
+    assert [r.name for r in extra if not _import_names([r]) & imported] == []
 
 
 def test_the_client_imports_where_only_the_base_dependencies_are(
