@@ -1,0 +1,115 @@
+"""The docs are a test: what is there is documented, and what is documented is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import tokenloom
+import yaml
+from tokenloom_server import config, errors
+from tokenloom_server.cli import app as command_line
+from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
+from tokenloom_server.rest_api import create_app
+from tokenloom_server.service import Runs
+from tokenloom_server.spec import SCHEMES
+from typer.main import get_command
+
+from tests.support.memory_service import MemoryService
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
+
+
+def _tree_of_readme() -> set[str]:
+    block = README.split("```text\n")[1].split("```")[0]
+    found, folder = set(), ""
+    for line in block.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name
+        elif folder.startswith(tuple(f"{package}/" for package in PACKAGES)):
+            found.add(folder + name)
+    return found
+
+
+def test_the_readmes_tree_has_one_line_for_every_module_and_none_for_others() -> None:
+    there = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py" and "_pb2" not in path.name
+    }
+    assert _tree_of_readme() == there
+
+
+def test_every_field_of_the_mixture_file_is_in_the_readme() -> None:
+    section = README.split("## The mixture file")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`([a-z_]+)`", section))
+    fields = {name for model in (RunConfig, NodeConfig, SourceConfig) for name in model.model_fields}
+    assert fields <= documented
+
+
+def test_every_source_scheme_is_in_the_readme() -> None:
+    assert all(f"`{form}`" in README for form in SCHEMES.values())
+
+
+def test_the_readmes_mixture_file_is_valid() -> None:
+    text = README.split("```yaml\n")[1].split("```")[0]
+    found = config.parse(yaml.safe_load(text), where="README.md")
+    assert next(source.name for source in found.sources) == "code"
+
+
+def test_the_readmes_python_names_what_the_client_exports() -> None:
+    names = re.findall(r"from tokenloom import (\w+)", README)
+    assert names
+    assert all(hasattr(tokenloom, name) for name in names)
+
+
+def test_the_commands_that_the_readme_names_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z]+)", README)) - {"one"} <= targets
+    commands = get_command(command_line).commands  # type: ignore[attr-defined]
+    assert set(re.findall(r"tokenloom (serve|validate|stats|demo|[a-z]+) (?:mixture|http)", README)) <= set(commands)
+
+
+def test_every_error_is_in_the_reference_with_its_statuses() -> None:
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.TokenloomError) and kind is not errors.TokenloomError:
+            assert f"| `{name}` | {kind.grpc_status} | {kind.http_status} |" in REFERENCE
+
+
+def test_the_client_has_a_class_for_every_error_that_the_server_can_send() -> None:
+    by_name = {kind.__name__ for kind in vars(tokenloom.errors).values() if inspect.isclass(kind)}
+    sent = {
+        name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.TokenloomError)
+    }
+    assert sent <= by_name
+
+
+def test_every_metric_is_in_the_reference() -> None:
+    for figure in (*RUN_FIGURES, *SOURCE_FIGURES, *RANK_FIGURES):
+        assert f"| `{figure.name}` | {figure.meaning} |" in REFERENCE
+
+
+def test_every_route_is_in_the_reference() -> None:
+    app = create_app(MemoryService(), version="0")
+    for path, operations in app.openapi()["paths"].items():
+        for method in operations:
+            assert f"| `{method.upper()} {path}` |" in REFERENCE
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/reference.md"])
+def test_links_between_the_documents_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / name).parent / target).exists(), target
+
+
+def test_the_service_behind_rest_is_the_one_that_the_server_has() -> None:
+    assert all(hasattr(Runs, name) for name in ("names", "stats", "snapshot", "snapshots", "restore", "not_ready"))
