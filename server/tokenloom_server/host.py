@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from tokenloom_server.errors import (
     Fenced,
+    LedgerError,
     LedgerUnavailable,
     NotFound,
     ServerStopping,
@@ -217,11 +218,14 @@ class Host:
                 if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
                 live = self._live_of(self.uid, session.generation.number)
-                found = live.generation.next_for(session.rank, session.number)
+                if isinstance(self.error, LedgerError):
+                    raise self.error
+                # Behind an error nothing more is produced: what is there goes out as it is, then the error.
+                found = live.generation.next_for(session.rank, session.number, flush=self.error is not None)
                 if found is not None:
                     self._producer_wakes.notify()
                     return found
-                if self.error is not None:
+                if self.error is not None and live.generation.delivered_all(session.rank):
                     raise self.error
                 left = deadline - time.monotonic()
                 if left <= 0 or interrupted():
@@ -383,7 +387,8 @@ class Host:
         )
 
     def _commit_due(self) -> int:
-        if self.live is None or self.error is not None or self.live.expected_digest is not None:
+        # What the ranks acknowledge behind a bad row is still committed; behind a ledger's refusal nothing is.
+        if self.live is None or isinstance(self.error, LedgerError) or self.live.expected_digest is not None:
             return 0
         return self.live.generation.commit_due() or 0
 

@@ -196,8 +196,11 @@ class Generation:
         slot.consumed = max(slot.consumed, step)
         slot.credit_steps = max(1, credit_steps)
 
-    def next_for(self, rank: int, session: int) -> Delivery | EndOfData | None:
-        """What to send to a slot now; marks it as sent. None: nothing yet."""
+    def next_for(self, rank: int, session: int, flush: bool = False) -> Delivery | EndOfData | None:
+        """What to send to a slot now; marks it as sent. None: nothing yet.
+
+        Waits for a full message while the rank has something to go on with, unless ``flush``.
+        """
         slot = self._current(rank, session)
         if slot.sent >= self.produced:
             if self.end is None or slot.ended:
@@ -213,7 +216,7 @@ class Generation:
         whole = last == group_end or (self.end is not None and last == self.produced)
         halfway = last == credit_end and 2 * ready >= slot.credit_steps
         draining = 4 * (slot.sent - slot.consumed) <= self.plan.group_steps
-        if not (whole or halfway or draining):
+        if not (whole or halfway or draining or flush):
             return None
         group = self.group_of(slot.sent)
         first = slot.sent % self.plan.group_steps
@@ -221,6 +224,10 @@ class Generation:
         slot.base_index = group.begin
         slot.sent = last
         return Delivery(group, first, first + ready, with_base)
+
+    def delivered_all(self, rank: int) -> bool:
+        """Whether a slot was sent all that was produced."""
+        return self.slots[rank].sent >= self.produced
 
     def laggards(self) -> Iterator[Slot]:
         """The slots that hold the others back."""
