@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -33,7 +34,14 @@ class _Model(BaseModel):
     )
 
 
-Weight = Annotated[float, Field(gt=0, strict=False)]
+def _not_bool(value: object) -> object:
+    # YAML reads ``yes`` and ``on`` as true, and pydantic true as 1.
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number above 0, but this is {value!r}")
+    return value
+
+
+Weight = Annotated[float, Field(gt=0, strict=False), BeforeValidator(_not_bool)]
 
 
 class SourceConfig(_Model):
@@ -49,7 +57,7 @@ class SourceConfig(_Model):
     """How often the source is read; fractions and ``.inf`` are allowed."""
     add_bos: bool | None = None
     """Overrides the run's ``add_bos``."""
-    add_eot: bool | Literal["auto"] | None = None
+    add_eot: Literal[True, False, "auto"] | None = None
     """Overrides the run's ``add_eot``."""
 
     @field_validator("source")
@@ -128,7 +136,7 @@ class RunConfig(_Model):
     """``same``: labels equal input_ids. ``shifted``: labels are the next ids."""
     add_bos: bool = False
     """Put the begin-of-text id before each document."""
-    add_eot: bool | Literal["auto"] = True
+    add_eot: Literal[True, False, "auto"] = True
     """Put the end-of-text id after each document; ``auto``: unless the document ends with it already."""
     last_step: Literal["drop", "pad"] = "drop"
     """What becomes of an incomplete last step."""
@@ -147,10 +155,13 @@ class RunConfig(_Model):
                     "counters are keyed by the spec, so name each spec once and give it the sum of the weights"
                 )
             seen[source.source] = path
-        names = [source.name for _, source in self.sources_with_paths()]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"alias {name!r} names two sources; give each its own")
+        named: dict[str, str] = {}
+        for path, source in self.sources_with_paths():
+            if source.name in named:
+                raise ValueError(
+                    f"{path}.alias: {source.name!r} names the source at {named[source.name]} already; give each its own"
+                )
+            named[source.name] = path
         if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
             raise ValueError(
                 "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
@@ -180,7 +191,8 @@ class RunConfig(_Model):
             mode="json", exclude_defaults=True, exclude={"run", "window_steps", "tokenizer", "last_step"}
         )
         fields["sequence_length"] = self.sequence_length
-        fields["mixture"] = _order_of(self.mixture)
+        # The root has no siblings, so its weight decides nothing.
+        fields["mixture"] = _order_of_node(self.mixture, self)
         return fields
 
     @property
@@ -198,18 +210,30 @@ def _walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
             yield at, child
 
 
-def _order_of(node: NodeConfig | SourceConfig) -> dict[str, Any]:
-    """A node's order-affecting fields: no aliases; numbers as their shortest text (1, 1.0 → "1")."""
-    fields: dict[str, Any] = {"weight": f"{node.weight:.17g}"}
-    if isinstance(node, SourceConfig):
-        fields |= {"source": node.source, "epochs": f"{node.epochs:.17g}"}
-        fields |= {key: getattr(node, key) for key in ("add_bos", "add_eot") if getattr(node, key) is not None}
-        return fields
-    return fields | {
+def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
+    """A child's order-affecting fields: no alias, and no override that says what the run says."""
+    fields: dict[str, Any] = {"weight": _number(child.weight)}
+    if isinstance(child, NodeConfig):
+        return fields | _order_of_node(child, run)
+    fields |= {"source": child.source, "epochs": _number(child.epochs)}
+    for key in ("add_bos", "add_eot"):
+        override = getattr(child, key)
+        if override is not None and override != getattr(run, key):
+            fields[key] = override
+    return fields
+
+
+def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
+    return {
         "policy": node.policy,
         "on_exhausted": node.on_exhausted,
-        "children": [_order_of(child) for child in node.children],
+        "children": [_order_of(child, run) for child in node.children],
     }
+
+
+def _number(value: float) -> str:
+    """The shortest text of a number: 1 and 1.0 are "1"."""
+    return repr(value).removesuffix(".0")
 
 
 def load(path: Path) -> RunConfig:
@@ -227,6 +251,8 @@ def load(path: Path) -> RunConfig:
         document = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply for a mixture file") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
     return parse(document, where=str(path))
