@@ -1,0 +1,329 @@
+"""The mixture file: every fault is named with the path of its field; the digest covers the order and no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
+from tokenloom_server import config
+from tokenloom_server.config import RunConfig
+from tokenloom_server.errors import ConfigError
+
+Change = Callable[[dict[str, Any]], Any]
+
+MINIMAL = """\
+run: wiki
+tokenizer: bytes
+sequence_length: 8
+mixture:
+  policy: least_consumed
+  children:
+    - source: "txt:a.txt:text"
+    - source: "txt:b.txt:text"
+      epochs: .inf
+"""
+
+
+def changed(change: Change) -> dict[str, Any]:
+    document = mixture()
+    change(document)
+    return document
+
+
+def put(path: str, value: Any) -> Change:
+    """Sets ``mixture.children.0.weight`` and the like."""
+
+    def change(document: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        at: Any = document
+        for part in parents:
+            at = at[int(part)] if part.isdigit() else at[part]
+        at[last] = value
+
+    return change
+
+
+BAD = [
+    ("sequenze_length", 8, "unknown key"),
+    ("mixture.children.0.epoch", 2, "unknown key"),
+    ("mixture.children.2.children.1.wait", 2, "unknown key"),
+    ("mixture.strategy", "weighted", "unknown key"),
+    *[("mixture.children.0.weight", bad, "") for bad in (0, 0.0, -1, math.nan, math.inf, -math.inf)],
+    *[("mixture.children.0.weight", bad, "") for bad in (True, False, None, "two", "nan", [1], "inf")],
+    *[("mixture.children.2.weight", bad, "") for bad in (0, -1, math.nan, math.inf, True)],
+    *[("mixture.children.1.epochs", bad, "") for bad in (0, -1, math.nan, -math.inf, True, False, None, "nan", "all")],
+    *[("sequence_length", bad, repr(bad)) for bad in (1, 0, -8, 2**25, 8.0, "8", True, None)],
+    *[("seed", bad, "") for bad in (-1, 2**63, 1.0, "7", True)],
+    *[("run", bad, "") for bad in ("", ".hidden", "a/b", "a b", "a" * 129, "ü", "a\n", 7, None)],
+    ("mixture.children.0.source", "ftp:x:y", "expected one of parquet:GLOB:COLUMN"),
+    ("mixture.children.0.source", "parquet", "the scheme is 'parquet'"),
+    ("mixture.children.0.source", "parquet:x", "no part empty"),
+    ("mixture.children.0.source", "parquet::text", "no part empty"),
+    ("mixture.children.0.source", "parquet:x:", "no part empty"),
+    ("mixture.children.0.source", "txt:a.txt:body", "'body' was asked for"),
+    ("mixture.children.0.source", "", "the scheme is ''"),
+    ("mixture.children.0.source", 7, "valid string"),
+    ("mixture.children.2.children.0.source", CODE, "mixture.children.0"),
+    ("mixture.children.1.alias", "code", "mixture.children.0"),
+    ("mixture.policy", "round_robin", "'least_consumed' or 'weighted'"),
+    ("mixture.on_exhausted", "repeat", "'drop' or 'stop'"),
+    ("mixture.children", [], "at least 1"),
+    ("mixture.children", "a.txt", "valid list"),
+    ("mixture.children.2.children", [], "at least 1"),
+    ("mixture", [], "valid dictionary"),
+    ("tokenizer", None, "expected a tokenizer.json"),
+    ("labels", "next", "'same' or 'shifted'"),
+    ("packing", "best_fit", "'concat'"),
+    ("last_step", "keep", "'drop' or 'pad'"),
+    ("add_eot", "never", ""),
+    ("add_bos", "auto", ""),
+    ("mixture.children.0.add_bos", "auto", ""),
+    ("vocab_size", 1, ""),
+    ("vocab_size", 2**32 + 1, ""),
+    ("end_of_text_id", -1, ""),
+    ("window_steps", 1, ""),
+    ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "says"), BAD, ids=[f"{path}={value!r:.24}" for path, value, _ in BAD])
+def test_a_bad_value_is_refused_with_the_path_of_its_field(path: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(changed(put(path, value)))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"mixture.yaml: {path}")
+    assert says in lines[0]
+
+
+@pytest.mark.parametrize("path", ["run", "sequence_length", "mixture", "mixture.policy", "mixture.children.0.source"])
+def test_a_missing_field_is_named(path: str) -> None:
+    *parents, last = path.split(".")
+    document = mixture()
+    at: Any = document
+    for part in parents:
+        at = at[int(part)] if part.isdigit() else at[part]
+    del at[last]
+    with pytest.raises(ConfigError, match=f"^mixture.yaml: {path}: is missing$"):
+        parsed(document)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(changed(lambda d: d.update(run="", seed=-1, colour="red")))
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["run", "seed", "colour"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": 100}, "tokenizer"),
+        ({"end_of_text_id": 5}, "tokenizer"),
+        ({"vocab_size": 100, "end_of_text_id": 100}, "end_of_text_id: 100 is not below vocab_size 100"),
+        (
+            {"vocab_size": 100, "end_of_text_id": 1, "begin_of_text_id": 100},
+            "begin_of_text_id: 100 is not below vocab_size 100",
+        ),
+    ],
+)
+def test_without_a_tokenizer_vocabulary_and_end_of_text_are_needed_and_must_agree(
+    fields: dict[str, Any], says: str
+) -> None:
+    document = flat([CODE]) | fields
+    del document["tokenizer"]
+    with pytest.raises(ConfigError, match=f"mixture.yaml: {says}"):
+        parsed(document)
+    assert parsed(document | {"vocab_size": 300, "end_of_text_id": 256, "begin_of_text_id": 257}).tokenizer is None
+
+
+def test_a_mixture_that_contains_itself_is_refused() -> None:
+    node: dict[str, Any] = {"policy": "weighted", "children": []}
+    node["children"].append(node)
+    with pytest.raises(ConfigError, match="cyclic"):
+        parsed(mixture(mixture=node))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "expected a mapping with run, mixture, …, found NoneType"),
+        ("- 1\n", "found list"),
+        ("run: [", "is not YAML"),
+        ("run: \x00", "is not YAML"),
+        (MINIMAL + "run: other\n", "the key 'run' stands twice"),
+        (MINIMAL.replace("epochs: .inf", "weight: 1\n      weight: 2"), "the key 'weight' stands twice"),
+        (MINIMAL.replace(".inf", ".nan"), "mixture.children.1.epochs: epochs is a number above 0 or .inf"),
+        (MINIMAL.replace("epochs: .inf", "weight: yes"), "mixture.children.1.weight: "),
+        (MINIMAL.replace("epochs: .inf", "weight: .inf"), "mixture.children.1.weight: "),
+        (MINIMAL.replace("run: wiki", "run: 2024-01-01"), "run: "),
+        ("run: !!python/object/apply:os.system [exit]", "is not YAML"),
+        ("[" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_mixture_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mixture.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert says in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.yaml: cannot be read \(No such file"):
+        config.load(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"run: \xe4")
+    with pytest.raises(ConfigError, match=r"latin.yaml: is not UTF-8 text .* at byte 5"):
+        config.load(tmp_path / "latin.yaml")
+
+
+def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.yaml"
+    path.write_text(MINIMAL)
+    found = config.load(path)
+    assert (found.run, found.seed, found.packing, found.labels, found.last_step) == (
+        "wiki",
+        0,
+        "concat",
+        "same",
+        "drop",
+    )
+    assert [source.epochs for source in found.sources] == [1.0, math.inf]
+    assert [source.weight for source in found.sources] == [1.0, 1.0]
+    assert found.mixture.on_exhausted == "drop"
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers_all_the_same(tmp_path: Path) -> None:
+    # YAML 1.1 knows no exponent without a point.
+    path = tmp_path / "mixture.yaml"
+    path.write_text(MINIMAL.replace("epochs: .inf", "weight: 1e-3\n      epochs: inf"))
+    assert (config.load(path).sources[1].weight, config.load(path).sources[1].epochs) == (0.001, math.inf)
+
+
+def test_source_ids_are_depth_first() -> None:
+    assert [path for path, _ in parsed(mixture()).sources_with_paths()] == [
+        "mixture.children.0",
+        "mixture.children.1",
+        "mixture.children.2.children.0",
+        "mixture.children.2.children.1",
+    ]
+
+
+def reversed_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: reversed_keys(value[key]) for key in reversed(value)}
+    return [reversed_keys(item) for item in value] if isinstance(value, list) else value
+
+
+SAME_ORDER: dict[str, Change] = {
+    "the order of keys": lambda d: d.update(reversed_keys(d)),
+    "the run's name": put("run", "another"),
+    "an alias": put("mixture.children.0.alias", "another"),
+    "a node's alias": put("mixture.children.2.alias", "another"),
+    "1 or 1.0": put("mixture.children.1.weight", 1.0),
+    "2 or 2.0": put("mixture.children.0.weight", 2.0),
+    "epochs as a float": put("mixture.children.1.epochs", 2.0),
+    "a number as text": put("mixture.children.1.epochs", "2"),
+    "the window": put("window_steps", 9),
+    "what becomes of the last step": put("last_step", "pad"),
+    "the tokeniser's path (its content is digested elsewhere)": put("tokenizer", "./elsewhere/tokenizer.json"),
+    "the root's weight, which has no siblings": put("mixture.weight", 3),
+    "an override that says what the run says": put("mixture.children.0.add_bos", False),
+    "an override of the end of text that says what the run says": put("mixture.children.0.add_eot", True),
+}
+DEFAULTS = {
+    "packing": "concat",
+    "labels": "same",
+    "add_bos": False,
+    "add_eot": True,
+    "special_tokens_in_text": "text",
+    "vocab_size": None,
+    "end_of_text_id": None,
+    "begin_of_text_id": None,
+    "mixture.on_exhausted": "drop",
+    "mixture.children.1.weight": 1,
+    "mixture.children.0.epochs": 1,
+    "mixture.children.2.children.0.add_bos": None,
+}
+SAME_ORDER |= {f"the default of {path} written out": put(path, value) for path, value in DEFAULTS.items()}
+
+OTHER_ORDER: dict[str, Change] = {
+    "seed": put("seed", 8),
+    "sequence_length": put("sequence_length", 9),
+    "labels": put("labels", "shifted"),
+    "special_tokens_in_text": put("special_tokens_in_text", "parse"),
+    "vocab_size": put("vocab_size", 300),
+    "end_of_text_id": put("end_of_text_id", 1),
+    "begin_of_text_id": put("begin_of_text_id", 1),
+    "add_bos": put("add_bos", True),
+    "add_eot off": put("add_eot", False),
+    "add_eot auto": put("add_eot", "auto"),
+    "a source's add_bos": put("mixture.children.0.add_bos", True),
+    "a source's add_eot": put("mixture.children.0.add_eot", "auto"),
+    "a weight": put("mixture.children.0.weight", 2.5),
+    "a weight in its last digit": put("mixture.children.0.weight", math.nextafter(2, 3)),
+    "a node's weight": put("mixture.children.2.weight", 1),
+    "a nested weight": put("mixture.children.2.children.0.weight", 0.31),
+    "epochs": put("mixture.children.1.epochs", 2.5),
+    "endless epochs": put("mixture.children.1.epochs", math.inf),
+    "a policy": put("mixture.policy", "weighted"),
+    "on_exhausted": put("mixture.on_exhausted", "stop"),
+    "nested on_exhausted": put("mixture.children.2.on_exhausted", "stop"),
+    "the order of children": lambda d: d["mixture"]["children"].reverse(),
+    "a spec": put("mixture.children.0.source", "parquet:data/code-*.parquet:other"),
+    "a source less": lambda d: d["mixture"]["children"].pop(0),
+    "a level less": lambda d: d["mixture"]["children"].extend(d["mixture"]["children"].pop()["children"]),
+}
+
+
+@pytest.mark.parametrize("what", SAME_ORDER)
+def test_the_digest_does_not_depend_on(what: str) -> None:
+    assert parsed(changed(SAME_ORDER[what])).digest == parsed(mixture()).digest
+
+
+def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
+    digests = {what: parsed(changed(change)).digest for what, change in OTHER_ORDER.items()}
+    digests["as it is"] = parsed(mixture()).digest
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
+    # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
+    outside = {"run", "tokenizer", "window_steps", "last_step"}
+    inside = {"mixture", "packing", "add_eot"} | {what for what in OTHER_ORDER if what in RunConfig.model_fields}
+    assert set(RunConfig.model_fields) == outside | inside
+
+
+def test_the_digest_is_what_it_was() -> None:
+    # A run's record is compared with this: when it fails, every run of an earlier release would be refused.
+    assert parsed(mixture()).order_fields() == {
+        "seed": 7,
+        "sequence_length": 8,
+        "mixture": {
+            "policy": "least_consumed",
+            "on_exhausted": "drop",
+            "children": [
+                {"weight": "2", "source": CODE, "epochs": "1"},
+                {"weight": "1", "source": DOCS, "epochs": "2"},
+                {
+                    "weight": "1.5",
+                    "policy": "weighted",
+                    "on_exhausted": "drop",
+                    "children": [
+                        {"weight": "0.3", "source": PROSE, "epochs": "1"},
+                        {"weight": "0.7", "source": "arrow:data/wiki:ids", "epochs": "1"},
+                    ],
+                },
+            ],
+        },
+    }
+
+
+def test_a_spec_may_contain_colons_in_its_location() -> None:
+    found = parsed(flat(["parquet:s3://bucket/a:b/*.parquet:text"])).sources[0].spec
+    assert (found.scheme, found.location, found.column) == ("parquet", "s3://bucket/a:b/*.parquet", "text")
+    assert str(found) == "parquet:s3://bucket/a:b/*.parquet:text"
