@@ -1,0 +1,184 @@
+"""``least_consumed``: every child within one sample of its share, at every sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import flat, parsed
+from tokenloom_server.config import RunConfig
+from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
+
+LENGTH = 8
+
+
+def weighted(weights: Sequence[float], seed: int = 7) -> RunConfig:
+    document = flat([f"txt:{i}:text" for i in range(len(weights))], seed=seed)
+    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
+        child["weight"] = weight
+    return parsed(document)
+
+
+def picks(config: RunConfig, count: int, capacity: Mapping[int, int] | None = None) -> list[int]:
+    """The first picks, where ``capacity`` says how many samples a source has."""
+    mixer = Mixer(config, initial_nodes(config))
+    given: Counter[int] = Counter()
+    found = []
+    for _ in range(count):
+        source = mixer.pick(lambda s: capacity is None or given[s] < capacity.get(s, count))
+        if source == NOTHING:
+            break
+        mixer.issue(LENGTH)
+        given[source] += 1
+        found.append(source)
+    return found
+
+
+def worst_distance(found: Sequence[int], weights: Sequence[float]) -> float:
+    """The greatest distance, in samples, of any child from its share, at any sample."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    # In units of 1 / scale samples, to stay in integers.
+    scale = total.denominator * max(weight.denominator for weight in exact) * total.numerator
+    shares = [int(weight / total * scale) for weight in exact]
+    given, worst = [0] * len(weights), 0
+    for k, source in enumerate(found, start=1):
+        given[source] += 1
+        worst = max(worst, max(abs(g * scale - share * k) for g, share in zip(given, shares, strict=True)))
+    return worst / scale
+
+
+@pytest.mark.parametrize("children", [2, 3, 7, 50])
+def test_with_equal_weights_the_child_with_the_fewest_tokens_is_next(children: int) -> None:
+    given = [0] * children
+    for source in picks(weighted([1] * children), 40 * children):
+        assert given[source] == min(given)
+        given[source] += 1
+        assert max(given) - min(given) <= 1
+    assert given == [40] * children
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.5] + [0.5 / 200] * 200,
+        [0.5] + [0.002513] * 199,
+        [0.001, 0.999],
+        [0.001, 1],
+        [1e-6, 1, 1],
+        [3, 2, 1],
+        [1, 1000],
+        [0.1, 0.2, 0.3, 0.4],
+        [1 / 3, 1 / 7, 1 / 11],
+    ],
+)
+def test_every_child_is_within_one_sample_of_its_share_at_every_sample(weights: list[float]) -> None:
+    assert worst_distance(picks(weighted(weights), 3000), weights) < 1
+
+
+def test_half_beside_199_that_share_the_other_half() -> None:
+    weights = [199.0] + [1.0] * 199
+    found = picks(weighted(weights), 398 * 6)
+    assert worst_distance(found, weights) < 1
+    assert Counter(found) == {0: 199 * 6} | dict.fromkeys(range(1, 200), 6)
+
+
+@given(
+    st.lists(st.decimals("0.001", "100", places=3).map(float), min_size=1, max_size=24),
+    st.integers(0, 2**63 - 1),
+)
+@settings(max_examples=120, deadline=None)
+def test_random_weights_keep_tijdemans_bound(weights: list[float], seed: int) -> None:
+    bound = 1 - 1 / max(1, 2 * len(weights) - 2)
+    # Deadlines are kept in 2^-20 tokens, hence the hair.
+    assert worst_distance(picks(weighted(weights, seed), 400), weights) <= bound + 1e-4
+
+
+def test_ties_go_by_a_seeded_hash_and_not_by_position() -> None:
+    found = {seed: tuple(picks(weighted([1] * 5, seed), 100)) for seed in range(20)}
+    assert len(set(found.values())) == 20
+    assert len({order[0] for order in found.values()}) == 5
+    # Within one run, too, the order of a round changes from round to round.
+    assert len({found[0][i : i + 5] for i in range(0, 100, 5)}) > 10
+
+
+def test_first_places_are_shared_fairly_among_tied_children() -> None:
+    firsts = Counter(picks(weighted([1] * 4, seed), 1)[0] for seed in range(2000))
+    assert all(abs(firsts[child] - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5 for child in range(4))
+
+
+@given(
+    st.lists(st.decimals("0.01", "10", places=2).map(float), min_size=2, max_size=10),
+    st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_behind_an_exhaustion_the_rest_keep_to_their_new_shares(weights: list[float], data: st.DataObject) -> None:
+    config = weighted(weights)
+    first = picks(config, 120)
+    victim = data.draw(st.sampled_from(sorted(set(first))))
+    last = data.draw(st.integers(0, first.count(victim) - 1))
+    found = picks(config, 400, {victim: last})
+    assert found.count(victim) == last
+    # Up to the failed pick, which is where the victim would have had one more, nothing is different.
+    failed = next(k for k, source in enumerate(first) if source == victim and first[:k].count(victim) == last)
+    assert found[:failed] == first[:failed]
+    rest = [weight for child, weight in enumerate(weights) if child != victim]
+    renumbered = [child - (child > victim) for child in found[failed:]]
+    # One sample of their own, and one that the victim had had in advance or was owed.
+    assert worst_distance(renumbered, rest) < 2
+
+
+def test_a_child_that_is_out_leaves_the_rest_in_their_proportions_to_the_end() -> None:
+    found = picks(weighted([1, 2, 5, 2]), 2000, {2: 3})
+    behind = found[40:]
+    assert 2 not in behind
+    assert worst_distance([child - (child > 2) for child in behind], [1, 2, 2]) < 2
+
+
+def test_one_child_after_another_runs_out_until_nothing_is_left() -> None:
+    capacity = {0: 3, 1: 17, 2: 5, 3: 0}
+    found = picks(weighted([1, 2, 3, 4]), 100, capacity)
+    assert Counter(found) == {0: 3, 1: 17, 2: 5}
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([1, 1, 1], (1, 1, 1)),
+        ([0.1, 0.2], (1, 2)),
+        ([2, 4, 6], (1, 2, 3)),
+        ([0.001, 1], (1, 1000)),
+        ([1e300], (1,)),
+        ([5e-324, 5e-324], (1, 1)),
+    ],
+)
+def test_weights_become_the_smallest_integers_in_their_proportion(
+    weights: list[float], expected: tuple[int, ...]
+) -> None:
+    assert integer_weights(weights) == expected
+
+
+@given(st.lists(st.floats(min_value=5e-324, max_value=1e308), min_size=1, max_size=200))
+def test_weights_never_become_zero_and_credits_never_pass_2_to_the_53(weights: list[float]) -> None:
+    found = integer_weights(weights)
+    assert min(found) >= 1
+    assert sum(found) <= MAX_SUM
+    largest = max(range(len(weights)), key=weights.__getitem__)
+    assert found[largest] == max(found)
+
+
+def test_target_shares_follow_the_weights_down_the_tree() -> None:
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"] += [
+        {
+            "policy": "weighted",
+            "weight": 3,
+            "children": [{"source": "txt:1:text", "weight": 0.1}, {"source": "txt:2:text", "weight": 0.4}],
+        }
+    ]
+    assert target_shares(parsed(document)) == (0.25, 0.15, 0.6)

@@ -1,0 +1,252 @@
+"""The mixture as a tree: states, restores, exhaustion, ids."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import flat, parsed, random_tree
+from tokenloom_server.config import RunConfig
+from tokenloom_server.mixing.mixer import (
+    NOTHING,
+    Mixer,
+    describe_nodes,
+    exhausted_sources,
+    initial_nodes,
+    node_shapes,
+)
+from tokenloom_server.state import ChildState
+
+LENGTH = 8
+Nodes = tuple[tuple[ChildState, ...], ...]
+
+
+def tree(rng: random.Random) -> RunConfig:
+    specs = (f"txt:{i}:text" for i in range(1000))
+    return parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
+
+
+def present(mixer: Mixer) -> Nodes:
+    return mixer.states(mixer.marks())
+
+
+class Walk:
+    """Picks from a mixer whose sources hold so many samples each."""
+
+    def __init__(self, config: RunConfig, capacity: list[int]) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.given = [0] * len(capacity)
+        self.mixer = Mixer(config, initial_nodes(config))
+
+    def step(self) -> int:
+        source = self.mixer.pick(lambda s: self.given[s] < self.capacity[s])
+        if source != NOTHING:
+            self.mixer.issue(LENGTH)
+            self.given[source] += 1
+        return source
+
+    def restore(self) -> None:
+        """Builds the mixer anew from its state, as a restart does."""
+        self.mixer = Mixer(self.config, present(self.mixer))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    capacity = [rng.choice([0, 1, 2, 5, 9, 40, 1000]) for _ in config.sources]
+    whole, broken = Walk(config, capacity), Walk(config, capacity)
+    often = rng.choice([0.02, 0.2, 1.0])
+    known: tuple[bool, ...] = (False,) * len(capacity)
+    for _ in range(160):
+        expected, found = whole.step(), broken.step()
+        assert found == expected
+        assert present(broken.mixer) == present(whole.mixer)
+        out = exhausted_sources(config, present(whole.mixer))
+        # Also right behind an exhaustion, where credits were just spread anew.
+        if out != known or rng.random() < often:
+            broken.restore()
+            assert present(broken.mixer) == present(whole.mixer)
+        known = out
+        if expected == NOTHING:
+            assert broken.step() == whole.step() == NOTHING
+            assert present(broken.mixer) == present(whole.mixer)
+            break
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_states_at_earlier_marks_are_those_that_were_there_then(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    walk = Walk(config, [rng.choice([0, 3, 20]) for _ in config.sources])
+    marks, states = [], []
+    for _ in range(60):
+        marks.append(walk.mixer.marks())
+        states.append(present(walk.mixer))
+        if walk.step() == NOTHING:
+            break
+    assert [walk.mixer.states(mark) for mark in marks] == states
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_counters_of_every_node_add_up(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    walk = Walk(config, [rng.choice([0, 2, 7, 100]) for _ in config.sources])
+    count = 0
+    while count < 120 and walk.step() != NOTHING:
+        count += 1
+    states = present(walk.mixer)
+    assert sum(child.samples for child in states[0]) == count
+    for (_, _, ids), children in zip(node_shapes(config), states, strict=True):
+        for child_id, child in zip(ids, children, strict=True):
+            assert child.tokens == child.samples * LENGTH
+            if child_id % 2:
+                assert child.samples == sum(grandchild.samples for grandchild in states[child_id // 2])
+            else:
+                assert child.samples == walk.given[child_id // 2]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    text = config.model_dump_json().replace('"on_exhausted":"stop"', '"on_exhausted":"drop"')
+    config = RunConfig.model_validate_json(text)
+    capacity = [rng.randint(0, 12) for _ in config.sources]
+    walk = Walk(config, capacity)
+    while walk.step() != NOTHING:
+        pass
+    assert walk.given == capacity
+    assert exhausted_sources(config, present(walk.mixer)) == (True,) * len(capacity)
+
+
+def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
+    document = flat([f"txt:{i}:text" for i in range(3)])
+    for child, weight in zip(document["mixture"]["children"], (2, 3, 7), strict=True):
+        child["weight"] = weight
+    walk = Walk(parsed(document), [100, 4, 100])
+    frozen = set()
+    for _ in range(60):
+        walk.step()
+        child = present(walk.mixer)[0][1]
+        if child.exhausted:
+            frozen.add(child.credit)
+    assert len(frozen) == 1
+
+
+@pytest.mark.parametrize("policy", ["least_consumed", "weighted"])
+def test_a_node_that_stops_ends_with_its_first_child(policy: str) -> None:
+    document = flat(["txt:0:text", "txt:1:text", "txt:2:text"], policy)
+    document["mixture"]["on_exhausted"] = "stop"
+    walk = Walk(parsed(document), [100, 5, 100])
+    picks = []
+    while (source := walk.step()) != NOTHING:
+        picks.append(source)
+    assert walk.given[1] == 5
+    assert [child.exhausted for child in present(walk.mixer)[0]] == [False, True, False]
+    # It ended at the pick that failed, not at the last sample of the child.
+    assert picks[-1] != 1 or picks.count(1) == 5
+    assert walk.step() == NOTHING
+
+
+def test_an_inner_node_that_stops_is_dropped_by_its_parent() -> None:
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"].append(
+        {
+            "policy": "least_consumed",
+            "on_exhausted": "stop",
+            "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}],
+        }
+    )
+    walk = Walk(parsed(document), [50, 4, 50])
+    while walk.step() != NOTHING:
+        pass
+    assert walk.given[:2] == [50, 4]
+    assert walk.given[2] in (4, 5)
+    root, inner = present(walk.mixer)
+    assert [child.exhausted for child in root] == [True, True]
+    # The third source has samples left; its node ended all the same.
+    assert [child.exhausted for child in inner] == [True, False]
+
+
+def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
+    walk = Walk(parsed(flat(["txt:0:text", "txt:1:text"])), [3, 100])
+    while walk.given[0] < 3:
+        walk.step()
+    # The source has nothing left, but nobody has asked it.
+    assert not present(walk.mixer)[0][0].exhausted
+    while not present(walk.mixer)[0][0].exhausted:
+        assert walk.step() == 1
+    assert walk.given[0] == 3
+
+
+def test_a_pick_that_is_not_issued_changes_no_count() -> None:
+    walk = Walk(parsed(flat(["txt:0:text", "txt:1:text"])), [9, 9])
+    before = present(walk.mixer)
+    assert {walk.mixer.pick(lambda _: True) for _ in range(5)} <= {0, 1}
+    assert present(walk.mixer) == before
+
+
+NESTED: dict[str, Any] = {
+    "policy": "weighted",
+    "alias": "root",
+    "children": [
+        {
+            "policy": "least_consumed",
+            "alias": "a",
+            "children": [{"source": "txt:0:text"}, {"policy": "weighted", "children": [{"source": "txt:1:text"}]}],
+        },
+        {"source": "txt:2:text"},
+        {"policy": "weighted", "alias": "b", "children": [{"source": "txt:3:text"}]},
+    ],
+}
+
+
+def test_ids_are_depth_first_parents_first_and_stay() -> None:
+    config = parsed(flat([]) | {"mixture": NESTED})
+    assert [(shape.node_id, ids) for _, shape, ids in node_shapes(config)] == [
+        (0, (3, 4, 7)),
+        (1, (0, 5)),
+        (2, (2,)),
+        (3, (6,)),
+    ]
+    assert describe_nodes(config) == [
+        {"id": 0, "alias": "root", "policy": "weighted"},
+        {"id": 1, "alias": "a", "policy": "least_consumed"},
+        {"id": 2, "alias": "", "policy": "weighted"},
+        {"id": 3, "alias": "b", "policy": "weighted"},
+    ]
+    assert [len(children) for children in initial_nodes(config)] == [3, 2, 1, 1]
+
+
+def test_an_alias_changes_no_pick() -> None:
+    def picks(alias: str) -> list[int]:
+        document = flat([f"txt:{i}:text" for i in range(3)])
+        document["mixture"]["children"][1]["alias"] = alias
+        walk = Walk(parsed(document), [99] * 3)
+        return [walk.step() for _ in range(60)]
+
+    assert picks("one") == picks("another")
+
+
+def test_nested_shares_are_those_of_the_weights() -> None:
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"].append(
+        {
+            "policy": "least_consumed",
+            "weight": 3,
+            "children": [{"source": "txt:1:text", "weight": 2}, {"source": "txt:2:text"}],
+        }
+    )
+    walk = Walk(parsed(document), [10**6] * 3)
+    assert Counter(walk.step() for _ in range(1200)) == {0: 300, 1: 600, 2: 300}

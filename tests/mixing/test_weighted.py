@@ -1,0 +1,93 @@
+"""``weighted``: seeded draws in exact proportions, nothing to save."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from support.corpora import flat, parsed
+from tokenloom_server.config import RunConfig
+from tokenloom_server.hashing import Purpose, draw, slice_rotation
+from tokenloom_server.mixing.mixer import Mixer, initial_nodes
+from tokenloom_server.mixing.policy import Children, NodeShape
+from tokenloom_server.mixing.weighted import Weighted
+from tokenloom_server.mixing.weights import integer_weights
+
+
+def config(weights: list[float], seed: int) -> RunConfig:
+    document = flat([f"txt:{i}:text" for i in range(len(weights))], "weighted", seed=seed)
+    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
+        child["weight"] = weight
+    return parsed(document)
+
+
+def picks(weights: list[float], seed: int, count: int, out: frozenset[int] = frozenset()) -> list[int]:
+    made = config(weights, seed)
+    mixer = Mixer(made, initial_nodes(made))
+    found = []
+    for _ in range(count):
+        found.append(mixer.pick(lambda source: source not in out))
+        mixer.issue(8)
+    return found
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [0.1, 0.9], [1, 2, 3, 4], [0.001, 0.999]])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_shares_are_within_four_standard_deviations(weights: list[float], seed: int) -> None:
+    count = 10_000
+    found = Counter(picks(weights, seed, count))
+    for child, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert abs(found[child] - count * share) < 4 * (count * share * (1 - share)) ** 0.5
+
+
+def test_behind_an_exhaustion_shares_are_those_of_the_rest() -> None:
+    found = Counter(picks([5, 1, 3], 3, 8000, frozenset({0})))
+    assert found[0] == 0
+    assert abs(found[1] - 2000) < 4 * (8000 * 0.25 * 0.75) ** 0.5
+
+
+def test_another_seed_is_another_order() -> None:
+    assert len({tuple(picks([1, 2, 3], seed, 50)) for seed in range(20)}) == 20
+
+
+def test_a_draw_follows_a_draw_without_memory() -> None:
+    # Pairs of draws, so that a counter that leaks into the next draw would show.
+    found = picks([1, 1], 5, 10_001)
+    pairs = Counter(zip(found, found[1:], strict=False))
+    assert all(abs(count - 2500) < 4 * (10_000 * 0.25 * 0.75) ** 0.5 for count in pairs.values())
+
+
+@pytest.mark.parametrize(("drawn", "expected"), [(0, 0), (2**62 - 1, 0), (2**62, 1), (2**63, 2), (2**64 - 1, 2)])
+def test_the_bounds_of_a_draw_fall_to_the_right_child(
+    monkeypatch: pytest.MonkeyPatch, drawn: int, expected: int
+) -> None:
+    monkeypatch.setattr("tokenloom_server.mixing.weighted.draw", lambda *_: drawn)
+    shape = NodeShape(node_id=0, seed=0, sample_tokens=8, weights=integer_weights([1, 1, 2]), child_ids=(0, 2, 4))
+    assert Weighted(shape, Children([0] * 3, [0] * 3, [False] * 3), (0, 0, 0)).choose(0) == expected
+
+
+def test_draws_of_different_purpose_node_index_and_retry_are_different() -> None:
+    found = {
+        draw(seed, purpose, stable_id, index, retry)
+        for seed in (0, 1, 2**63 - 1)
+        for purpose in Purpose
+        for stable_id in (0, 1)
+        for index in (0, 1, 2**53)
+        for retry in (0, 1)
+    }
+    assert len(found) == 3 * len(Purpose) * 2 * 3 * 2
+
+
+def test_the_hash_is_what_it_was() -> None:
+    # When this fails, ORDER_VERSION must change: every order is made of these.
+    assert draw(7, Purpose.TIE, 2, 3) == 6638358752320652078
+    assert [slice_rotation(7, index, 4) for index in range(0, 64, 8)] == [1, 0, 0, 0, 0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_rotations_are_uniform(world_size: int) -> None:
+    found = Counter(slice_rotation(7, 8 * step, world_size) for step in range(4000))
+    share = 1 / world_size
+    assert set(found) == set(range(world_size))
+    assert all(abs(n - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5 for n in found.values())
