@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 import shutil
 import sysconfig
 import warnings
@@ -34,8 +33,8 @@ FORMAT = 1
 MANIFEST = "corpus.json"
 CODE, DOCSTRINGS, PROSE, TOKENIZER = "code", "docstrings.jsonl", "prose", "tokenizer.json"
 #: So few that the demonstration goes through several shards.
-DOCUMENTS_PER_SHARD = 16
-ROWS_PER_GROUP = 8
+DOCUMENTS_PER_SHARD = 8
+ROWS_PER_GROUP = 4
 #: The prose is small on purpose: it is the source that is read more than once.
 PROSE_FILE_BYTES = 48_000
 #: Shorter ones are headings, tables and signatures.
@@ -78,8 +77,8 @@ def read(folder: Path) -> Corpus | None:
 
 def build(folder: Path, progress: Progress, library: Path) -> Corpus:
     """Writes the corpora and the tokeniser into ``folder``, from the Python files below ``library``."""
-    part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # of a build that was killed
     part.mkdir(parents=True)
     try:
         texts = {

@@ -64,18 +64,18 @@ class Evidence:
 
     def claims(self) -> Iterator[Claim]:
         """Each with its check."""
-        yield "every sample was trained on exactly once, on the way to the final weights", self.nothing_lost_or_repeated
-        yield "each rank got its samples in the order of its steps", self.in_order
-        yield "source and ids of each sample equal those of the uninterrupted run", self.same_as_uninterrupted
-        yield "what the killed ranks had received after the checkpoint came again, the same", self.come_again
+        yield "each sample went into the final weights exactly once", self.nothing_lost_or_repeated
+        yield "each rank got its slices in the order of its steps", self.in_order
+        yield "source and ids of each equal the uninterrupted run's", self.same_as_uninterrupted
+        yield "what the killed ranks had beyond the checkpoint came again", self.come_again
         yield (
-            "the rolling digest, recomputed from the ids, is what every rank reported at every step",
+            "a digest recomputed from the ids is the ranks' at every step",
             self.digests_agree,
         )
-        yield "both runs end at one digest, and so does the ledger", self.one_digest
-        yield "the ledger's counters equal a recount of what was received", self.counters_agree
-        yield "every source is within one sample of its target share, at every sample", self.shares_hold
-        yield "the learning rate is the schedule's at every step, on both batch sizes", self.rates_hold
+        yield "both runs and the ledger end at one digest", self.one_digest
+        yield "the ledger's counters equal a recount per source", self.counters_agree
+        yield "shares in tokens are on target at every sample", self.shares_hold
+        yield "the learning rate follows the tokens at either batch size", self.rates_hold
 
     def nothing_lost_or_repeated(self) -> str:
         return proof.once_each(self.path, self.plan.end_index)
@@ -86,7 +86,7 @@ class Evidence:
         for rank in self.second:
             proof.in_step(rank, self.plan.checkpoint_index, self.plan.second.batch_size)
         proof.in_step(self.reference, 0, self.plan.reader_batch_size)
-        return f"{len(self.first) + len(self.second)} ranks and the reader"
+        return f"{len(self.first) + len(self.second) + 1} streams"
 
     def same_as_uninterrupted(self) -> str:
         return proof.same_order(self.path, receipts.join([self.reference.samples]))
@@ -107,7 +107,7 @@ class Evidence:
         for (name, digest), (other, other_digest) in pairwise(ends.items()):
             if digest != other_digest:
                 raise Disproved(f"{name} ends at {digest}, {other} at {other_digest}")
-        return self.digests[-1]
+        return f"…{self.digests[-1][-12:]}"
 
     def counters_agree(self) -> str:
         counters = {source.id: (source.samples, source.tokens) for source in self.stats.sources}

@@ -81,9 +81,8 @@ class Demo:
             self.prove(server, text, reference)
             if keep:
                 self.keep_serving(server)
-        self.report.claim("every process has ended, in good order unless it was killed on purpose", processes.all_ended)
-        self.report.how_to_go_on(service.serve_arguments(self.mixture, self.ledger))
-        return self.report.verdict()
+        self.report.claim("every process has ended as it was meant to", processes.all_ended)
+        return self.report.verdict(service.serve_arguments(self.mixture, self.ledger), self.logs)
 
     def prepare(self) -> Corpus:
         """The data folder, unless it is there from the last time, and a clean folder for this run."""
@@ -124,6 +123,9 @@ class Demo:
         server = self.serve(processes, "server-again", self.mixture, self.ledger)
         ranks = self.launch(processes, plan.second, server, text, "--resume")
         self.follow(plan.second, ranks, server, lambda: all(rank.status == 0 for rank in ranks))
+        end = self.steps_of(plan.second)[-1].sample_index
+        if end != plan.end_index:
+            raise ranks[0].failure(f"the training ended at sample {end}, but {plan.end_index} were planned")
         return server
 
     def read_reference(self, processes: Processes) -> Receipts:
@@ -171,7 +173,7 @@ class Demo:
 
     def serve(self, processes: Processes, name: str, mixture: Path, ledger: Path) -> Service:
         server = service.start(processes, name, mixture, ledger, self.logs / f"{name}.log")
-        self.report.line(f"{name}: {server.grpc} (gRPC), {server.page} (the mix, live)")
+        self.report.line(f"{name}: gRPC {server.grpc}, page {server.page}")
         return server
 
     def launch(self, processes: Processes, launch: Launch, server: Service, text: Corpus, *options: str) -> list[Child]:
@@ -183,7 +185,7 @@ class Demo:
         command += ["--learning-rate", str(plan.learning_rate), "--lr-floor", str(plan.lr_floor)]
         command += ["--vocab-size", str(text.vocab_size)]
         command += ["--checkpoint", str(self.checkpoint), "--receipts", str(self.work / launch.name)]
-        command += ["--rendezvous", rendezvous.as_uri(), *options]
+        command += ["--rendezvous", f"file://{rendezvous}", *options]
         environment = {"WORLD_SIZE": str(launch.ranks)} | _loopback()
         return [
             processes.start(
@@ -204,12 +206,14 @@ class Demo:
             return len(self.steps_of(launch)) > len(seen) or done()
 
         with self.report.progress() as progress:
-            bar = progress.add_task("", total=self.plan.end_index)
+            bar = progress.add_task("samples", total=self.plan.end_index)
             while not done():
                 what = f"step {len(seen) + 1} of the {launch.name} launch, or its end"
                 wait_until(moved, what, STALL_TIMEOUT_S, [*ranks, server.child])
                 seen = self.steps_of(launch)
-                self.report.show(progress, bar, seen)
+                if seen:
+                    last = seen[-1]
+                    progress.update(bar, completed=last.sample_index, description=f"loss {last.loss:.3f}, samples")
 
     def steps_of(self, launch: Launch) -> list[Step]:
         """What rank 0 has on record so far."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 RUN, REFERENCE_RUN = "demo", "demo-reference"
 DEFAULT_STEPS = 48
 #: Below this there is no room for a checkpoint, some steps after it, and a rest.
-FEWEST_STEPS = 6
+FEWEST_STEPS = 8
 
 MIXTURE = """\
 # Written by `tokenloom demo`. Paths are relative to this file.

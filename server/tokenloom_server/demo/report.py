@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tokenloom_server.demo.corpus import Corpus
@@ -29,6 +30,7 @@ class Report:
         self.console = console
         self.disproved = 0
         self._step = 0
+        self._begun_s = time.monotonic()
 
     def step(self, text: str) -> None:
         """Begins the next part."""
@@ -48,23 +50,22 @@ class Report:
         else:
             self.console.print(f"  [green]✓[/] {escape(text)} [dim]({escape(found)})[/]", highlight=False)
 
-    def verdict(self) -> int:
-        """The last line, and the exit status."""
+    def verdict(self, serve: Sequence[str], logs: Path) -> int:
+        """How to go on, the last line, and the exit status."""
         if self.disproved:
-            self.console.print(f"\n[bold red]{self.disproved} of the claims above did not hold.[/]", highlight=False)
+            fault = f"{self.disproved} of the claims above did not hold; the logs are in {logs}"
+            self.console.print(f"\n[bold red]{escape(fault)}[/]", highlight=False, soft_wrap=True)
             return 1
-        self.console.print("\n[bold green]Nothing lost, nothing repeated, the same order.[/]", highlight=False)
+        self._how_to_go_on(serve)
+        seconds = time.monotonic() - self._begun_s
+        verdict = "[bold green]Nothing lost, nothing repeated, the same order.[/]"
+        self.console.print(f"\n{verdict} ({seconds:.0f} s)", highlight=False)
         return 0
 
     def progress(self) -> Progress:
         """Bars with a description, such as for files or tokens."""
         columns = (TextColumn("  {task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self.console)
-
-    def show(self, progress: Progress, bar: TaskID, steps: Sequence[Step]) -> None:
-        """How far a training is."""
-        if steps:
-            progress.update(bar, completed=steps[-1].sample_index, description=f"loss {steps[-1].loss:.3f}, samples")
 
     def corpora(self, corpus: Corpus) -> None:
         """What the data folder holds."""
@@ -93,10 +94,10 @@ class Report:
             table.add_column(heading, justify="right")
         before, after = first[-1], second[0]
         parts = (
-            ("the first steps", launches[0], first[:AVERAGED_STEPS], first[min(AVERAGED_STEPS, len(first)) - 1]),
-            ("up to the checkpoint", launches[0], first[-AVERAGED_STEPS:], before),
-            ("resumed, from its first step", launches[1], second[:AVERAGED_STEPS], after),
-            ("the last steps", launches[1], second[-AVERAGED_STEPS:], second[-1]),
+            ("first steps", launches[0], first[:AVERAGED_STEPS], first[min(AVERAGED_STEPS, len(first)) - 1]),
+            ("at the checkpoint", launches[0], first[-AVERAGED_STEPS:], before),
+            ("resumed", launches[1], second[:AVERAGED_STEPS], after),
+            ("last steps", launches[1], second[-AVERAGED_STEPS:], second[-1]),
         )
         for name, launch, averaged, point in parts:
             loss = sum(step.loss for step in averaged) / len(averaged)
@@ -104,7 +105,7 @@ class Report:
             table.add_row(name, launch_text, f"{point.total_tokens:,}", f"{loss:.3f}", f"{point.lr:.3e}")
         self.console.print(table)
 
-    def how_to_go_on(self, serve: Sequence[str]) -> None:
+    def _how_to_go_on(self, serve: Sequence[str]) -> None:
         """Commands with real paths."""
         program = Path(sys.executable).with_name("tokenloom")
         command = [str(program) if program.exists() else "tokenloom", *serve]

@@ -8,6 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
+from urllib.parse import quote
 
 from pydantic import ValidationError
 
@@ -63,7 +64,7 @@ class Service:
 
 def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
     """What stands behind ``tokenloom`` on the command line."""
-    return ["serve", str(mixture), "--ledger", f"sqlite:///{ledger}"]
+    return ["serve", str(mixture), "--ledger", f"sqlite:///{quote(str(ledger))}"]
 
 
 def start(processes: Processes, name: str, mixture: Path, ledger: Path, log: Path) -> Service:
