@@ -1,0 +1,381 @@
+"""The rules of the architecture, each a function from the source tree to its faults, and the tables behind them.
+
+A new module fails until it has its place in ``LAYERS``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, Tree
+
+#: From the ground up. A module may import those of lower rows, and of its own name; nothing points up, and
+#: neighbours in a row do not know each other. A name stands for a module or for a whole folder.
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    SERVER: (
+        ("__init__", "errors", "state", "hashing"),
+        ("spec",),
+        ("config", "stats"),
+        ("sources",),
+        ("tokenizer",),
+        ("packing",),
+        ("mixing",),
+        ("pipeline",),
+        ("ledger", "snapshot"),
+        ("order", "run"),
+        ("host",),
+        ("history", "figures"),
+        ("opening",),
+        ("service",),
+        ("metrics", "page"),
+        ("grpc_service", "rest_api"),
+        ("server", "remote", "demo"),
+        ("cli",),
+        ("__main__",),
+    ),
+    CLIENT: (
+        ("errors",),
+        ("address", "batch", "snapshot", "topology"),
+        ("buffer",),
+        ("connection",),
+        ("dataset", "lr_scheduler"),
+        ("__init__",),
+    ),
+    PROTO: (
+        ("__init__", "seal", "dataloader_pb2"),
+        ("dataloader_pb2_grpc",),
+    ),
+}
+
+#: Stricter than the rows: all that these may import of their own package.
+ONLY: dict[str, frozenset[str]] = {
+    f"{SERVER}.errors": frozenset(),
+    f"{SERVER}.state": frozenset(),
+    f"{SERVER}.hashing": frozenset(),
+    f"{SERVER}.spec": frozenset({"errors"}),
+    f"{SERVER}.config": frozenset({"errors", "spec"}),
+    f"{SERVER}.ledger": frozenset({"errors", "state"}),
+    f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "state"}),
+}
+
+#: A process starts here. Whatever cannot be reached from one of these is dead.
+ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__main__")
+
+#: Client and server in one process: the demonstration is a user of both.
+USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
+
+#: What lies at the edge stays there: these names may be imported by the units beside them only.
+EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
+    (
+        ("grpc", "grpc_health", "grpc_reflection", f"{PROTO}.dataloader_pb2", f"{PROTO}.dataloader_pb2_grpc"),
+        frozenset({f"{SERVER}.grpc_service", f"{CLIENT}.connection", f"{PROTO}.dataloader_pb2_grpc"}),
+    ),
+    (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
+    (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
+    (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
+    (("typer",), frozenset({f"{SERVER}.cli"})),
+)
+
+#: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
+#: and no other process, and the order is exact because none of them draws a random number of its own.
+PURE = ("tokenizer", "packing", "mixing", "pipeline", "run")
+IMPURE = (
+    *("asyncio", "concurrent", "datetime", "multiprocessing", "queue", "select", "selectors", "signal", "socket"),
+    *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),
+)
+
+#: What may be imported of others, beside the standard library: the base dependencies for a trainer, and those of
+#: the server extra (starlette is FastAPI's own foundation, awkward what gigatoken takes its text in). The demo
+#: trains, so the server's list has torch; the rest of the server is kept from it by a rule of its own.
+NEEDS = {
+    PROTO: frozenset({"grpc", "google"}),
+    CLIENT: frozenset({"grpc", "google", "numpy", "torch"}),
+    SERVER: frozenset(
+        {
+            *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
+            *("awkward", "fastapi", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
+            *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
+        }
+    ),
+}
+
+#: Loading data with these can execute it.
+BANNED_IMPORTS = (
+    *("pickle", "_pickle", "cPickle", "pickle5", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
+    *("numpy.lib.format.read_array", "pandas.read_pickle"),
+)
+BANNED_CALLS = {
+    **dict.fromkeys(("exec", "eval", "builtins.eval", "__import__"), "executes text"),
+    **dict.fromkeys(("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.load_all"), "is not safe"),
+    **dict.fromkeys(("os.system", "os.popen"), "starts a shell"),
+    **dict.fromkeys(
+        (
+            *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+            *("send_object_list", "recv_object_list", "read_pickle", "to_pickle"),
+        ),
+        "pickles",
+    ),
+}
+SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader"}
+#: What may be called while a module is imported: builders of constants. Anything in CapWords is one, but for these.
+IMPORT_TIME_CALLS = frozenset(
+    {
+        *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
+        *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
+        *("partial", "fromkeys", "version", "cast"),
+    }
+)
+IMPORT_TIME_BANNED = re.compile(
+    r"(Lock|RLock|Thread|Event|Condition|Semaphore|Queue|Executor|Redis|Connection|Session|Client|FastAPI|Server)$"
+)
+MUTATORS = frozenset(
+    {
+        *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),
+        *("remove", "reverse", "setdefault", "sort", "update"),
+    }
+)
+
+
+def _is(target: str, names: Iterable[str]) -> bool:
+    """Whether an imported name is, or lies within, one of the names."""
+    return any(target == name or target.startswith(f"{name}.") for name in names)
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` of an expression; what is not a name becomes an empty part."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def unplaced(tree: Tree) -> Iterator[str]:
+    """Every module has a place in the tables, on one row."""
+    for package, rows in LAYERS.items():
+        places = [name for row in rows for name in row]
+        assert len(places) == len(set(places)), f"a name of {package} stands in two rows"
+        for module in tree.of(package):
+            if module.unit not in places:
+                yield f"{module.path}: {module.unit!r} has no place in LAYERS[{package!r}]; give it one"
+
+
+def upward(tree: Tree) -> Iterator[str]:
+    """Nothing points up, and neighbours do not know each other."""
+    rank = {f"{p}.{name}": i for p, rows in LAYERS.items() for i, row in enumerate(rows) for name in row}
+    for module in tree.modules.values():
+        for target, line in module.imports:
+            other = tree.resolve(target)
+            if other is None or other.package != module.package or other.unit == module.unit:
+                continue
+            below = rank.get(other.qualified_unit, -1) < rank.get(module.qualified_unit, sys.maxsize)
+            allowed = ONLY.get(module.qualified_unit)
+            if not below:
+                yield f"{module.at(line)}: {module.unit} imports {other.unit}, which is not below it"
+            elif allowed is not None and other.unit not in allowed | {"__init__"}:
+                yield f"{module.at(line)}: {module.unit} imports {other.unit}; it may import {sorted(allowed)} only"
+
+
+def crossings(tree: Tree) -> Iterator[str]:
+    """Client and server meet only in the wire contract, and the contract knows neither."""
+    forbidden = {CLIENT: (SERVER,), SERVER: (CLIENT,), PROTO: (CLIENT, SERVER)}
+    for module in tree.modules.values():
+        for target, line in module.imports:
+            if module.qualified_unit != USES_CLIENT_AND_TORCH and _is(target, forbidden[module.package]):
+                yield f"{module.at(line)}: {module.package} imports {target}; they meet only in {PROTO}"
+
+
+def undeclared(tree: Tree) -> Iterator[str]:
+    """The client needs the base dependencies and nothing of the server's; the server what its extra names."""
+    for module in tree.modules.values():
+        known = NEEDS[module.package] | sys.stdlib_module_names | set(PACKAGE_FOLDERS)
+        for target, line in module.imports:
+            top = target.partition(".")[0]
+            if top not in known:
+                yield f"{module.at(line)}: imports {top}, which is none of the dependencies of {module.package}"
+
+
+def torch_in_server(tree: Tree) -> Iterator[str]:
+    """The server runs without torch; its image has none."""
+    for module in tree.of(SERVER):
+        for target, line in module.imports:
+            if module.qualified_unit != USES_CLIENT_AND_TORCH and _is(target, ("torch",)):
+                yield f"{module.at(line)}: the server imports {target}; its image has no torch"
+
+
+def edges(tree: Tree) -> Iterator[str]:
+    """Wire types stop at grpc_service and at the client's connection, HTTP at REST, databases at the ledger."""
+    for module in tree.modules.values():
+        for names, owners in EDGES:
+            for target, line in module.imports:
+                if _is(target, names) and module.qualified_unit not in owners:
+                    yield f"{module.at(line)}: imports {target}, which is for {', '.join(sorted(owners))} only"
+
+
+def impure(tree: Tree) -> Iterator[str]:
+    """No clock, no thread, no socket, no Redis and no chance where the order is decided."""
+    for module in tree.of(SERVER):
+        for target, line in module.imports:
+            if module.unit in PURE and _is(target, IMPURE):
+                yield f"{module.at(line)}: {module.unit} imports {target}; it is handed what it needs"
+
+
+def code_in_data(tree: Tree) -> Iterator[str]:
+    """Nothing on the wire, in a snapshot or in a data file can execute code."""
+    for module in tree.everything:
+        for target, line in module.imports:
+            if _is(target, BANNED_IMPORTS) or target in BANNED_CALLS:
+                yield f"{module.at(line)}: imports {target}, which can execute what it loads"
+        safe = SAFE_LOADERS | _safe_loaders_of(module)
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.Call):
+                reason = _dangerous(node, safe)
+                if reason:
+                    yield f"{module.at(node.lineno)}: {reason}"
+
+
+def _safe_loaders_of(module: Module) -> set[str]:
+    """Classes of a module that derive from a safe YAML loader."""
+    classes = [node for node in module.syntax.body if isinstance(node, ast.ClassDef)]
+    return {c.name for c in classes if c.bases and all(_dotted(base) in SAFE_LOADERS for base in c.bases)}
+
+
+def _dangerous(call: ast.Call, safe_loaders: set[str]) -> str | None:
+    name = _dotted(call.func)
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+
+    def is_constant(argument: str, value: object) -> bool:
+        node = arguments.get(argument)
+        return isinstance(node, ast.Constant) and node.value is value
+
+    short = name.rpartition(".")[2]
+    reason = BANNED_CALLS.get(name) or (BANNED_CALLS.get(short) if "." in name and short != "eval" else None)
+    if reason:
+        return f"{name} {reason}"
+    if name == "torch.load" and not is_constant("weights_only", True):
+        return "torch.load without weights_only=True unpickles"
+    if "allow_pickle" in arguments and short != "save" and not is_constant("allow_pickle", False):
+        return f"{name} with allow_pickle unpickles"
+    if "shell" in arguments and not is_constant("shell", False):
+        return f"{name} starts a shell"
+    if name == "yaml.load":
+        loader = arguments.get("Loader") or (call.args[1] if len(call.args) > 1 else None)
+        if loader is None or _dotted(loader) not in safe_loaders:
+            return "yaml.load without a safe Loader builds any object"
+    return None
+
+
+def dead(tree: Tree) -> Iterator[str]:
+    """Every module can be reached from a place where a process starts."""
+    waiting = [name for name in ENTRY_POINTS if name in tree.modules]
+    reached: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        waiting += _parents(name, tree)
+        waiting += [module.name for target, _ in tree.modules[name].imports if (module := tree.resolve(target))]
+    for module in tree.modules.values():
+        if module.name not in reached:
+            yield f"{module.path}: nothing imports it; use it or remove it"
+
+
+def _parents(name: str, tree: Tree) -> list[str]:
+    """The ``__init__`` modules that run before a module does."""
+    parts = name.split(".")
+    inits = (".".join([*parts[:i], "__init__"]) for i in range(1, len(parts)))
+    return [init for init in inits if init in tree.modules]
+
+
+def import_time_work(tree: Tree) -> Iterator[str]:
+    """An import defines things. It does no work, reads no environment, and leaves nothing that can change."""
+    for module in tree.modules.values():
+        if module.name.startswith(f"{PROTO}.dataloader_pb2"):
+            continue  # generated
+        constants = set()
+        for statement in _import_time(module.syntax.body):
+            yield from _works(module, statement)
+            name = _mutable_global(statement)
+            if name and not re.fullmatch(r"_?[A-Z][A-Z0-9_]*|__all__", name):
+                yield f"{module.at(statement.lineno)}: {name} is a mutable global; name a constant in CAPITALS"
+            elif name:
+                constants.add(name)
+        yield from _changes(module, constants)
+
+
+def _import_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run on import, class bodies included, function bodies and the main guard not."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test):
+            continue
+        if isinstance(statement, ast.ClassDef | ast.If | ast.Try | ast.With | ast.For | ast.While):
+            yield from _import_time(statement.body + getattr(statement, "orelse", []))
+            yield from _import_time([s for h in getattr(statement, "handlers", []) for s in h.body])
+            if isinstance(statement, ast.With | ast.For | ast.While):
+                yield statement
+        else:
+            yield statement
+
+
+def _works(module: Module, statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.With | ast.For | ast.While):
+        yield f"{module.at(statement.lineno)}: a {type(statement).__name__.lower()} statement runs on import"
+        return
+    for node in _outside_lambdas(statement):
+        if isinstance(node, ast.Call):
+            name = _dotted(node.func).rpartition(".")[2]
+            builds = name[:1].isupper() or (name[:1] == "_" and name[1:2].isupper()) or name in IMPORT_TIME_CALLS
+            if not builds or IMPORT_TIME_BANNED.search(name):
+                yield f"{module.at(node.lineno)}: {_dotted(node.func) or 'a call'}() runs on import"
+        elif isinstance(node, ast.Attribute) and _dotted(node) == "os.environ":
+            yield f"{module.at(node.lineno)}: the environment is read on import"
+
+
+def _outside_lambdas(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Lambda):
+            yield from _outside_lambdas(child)
+
+
+def _mutable_global(statement: ast.stmt) -> str | None:
+    """The name that a statement binds to something mutable."""
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        name, value = statement.targets[0].id, statement.value
+    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+        name, value = statement.target.id, statement.value
+    else:
+        return None
+    built = isinstance(value, ast.Call) and _dotted(value.func) in {"dict", "list", "set", "deque", "defaultdict"}
+    literal = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+    return name if built or literal else None
+
+
+def _changes(module: Module, constants: set[str]) -> Iterator[str]:
+    """Where a constant of the module is changed after all, or a global is rebound."""
+    for node in ast.walk(module.syntax):
+        changed: list[ast.expr] = []
+        if isinstance(node, ast.Global):
+            yield f"{module.at(node.lineno)}: global {', '.join(node.names)}; give the state an owner"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            changed = [node.func.value]
+        elif isinstance(node, ast.Assign | ast.Delete):
+            changed = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+        elif isinstance(node, ast.AugAssign):
+            changed = [node.target.value if isinstance(node.target, ast.Subscript) else node.target]
+        for target in changed:
+            if isinstance(target, ast.Name) and target.id in constants:
+                yield f"{module.at(target.lineno)}: the constant {target.id} is changed"
+
+
+Rule = Callable[[Tree], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    *(unplaced, upward, crossings, undeclared, torch_in_server, edges, impure, code_in_data, dead),
+    import_time_work,
+)
