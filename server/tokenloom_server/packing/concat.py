@@ -53,9 +53,8 @@ class ConcatPacker:
             held.add(piece)
             ids = piece.ids
             if skip:
-                skipped = min(skip, len(ids))
-                skip -= skipped
-                ids = ids[skipped:]
+                self._documents.check_offset(piece, skip)
+                ids, skip = ids[skip:], 0
             tokens = np.concatenate((tokens, ids)) if len(tokens) else ids
             count = (len(tokens) - (self._width - self._length)) // self._length
             if count <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -36,18 +37,21 @@ class Documents:
         self._name = name
         self._source = source
         self._encoder = encoder
-        self._whole = math.inf if math.isinf(epochs) else math.floor(epochs)
-        self._fraction = 0.0 if math.isinf(epochs) else epochs - math.floor(epochs)
+        # As the decimal that it is written as: 2.1 - 2 is 0.10000000000000009 in doubles, and would round up.
+        exact = Fraction(0) if math.isinf(epochs) else Fraction(repr(epochs))
+        self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
+        self._fraction = exact - math.floor(exact)
 
     def read(self, start: Cursor) -> Iterator[Piece]:
         """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
 
-        Raises ``SourceError`` when a whole epoch has no token at all: it would be read for ever.
+        Raises ``SourceError`` when a whole epoch, or all that is read of the first, has no token at all:
+        it would be read for ever, or for nothing.
         """
         epoch, shard, row = start.epoch, start.shard, start.row
         while True:
             limit = self._row_limit(epoch)
-            if limit == 0:
+            if limit == 0 and epoch:
                 return
             found, whole = 0, (shard, row) == (0, 0)
             before = self._rows_before(shard) if limit is not None else 0
@@ -60,12 +64,24 @@ class Documents:
                 if limit is not None and before >= limit:
                     break
                 shard, row = shard + 1, 0
-            if whole and not found:
+            if whole and not found and (limit is None or not epoch):
                 raise SourceError(
                     f"{self._name}: epoch {epoch} has no token in any of its rows; "
                     "check that the column is the right one and is not empty"
                 )
             epoch, shard, row = epoch + 1, 0, 0
+
+    def check_offset(self, piece: Piece, offset: int) -> None:
+        """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
+
+        Raises ``SourceError`` where it has not.
+        """
+        if offset >= piece.ends[0]:
+            raise SourceError(
+                f"{self._name}: the state stands at token {offset} of row {piece.first_row} of "
+                f"{self._source.shards[piece.shard].path}, but that row has {piece.ends[0]} tokens: the file or the "
+                "tokeniser is not what the run began with; put it back, or begin a new run"
+            )
 
     def _row_limit(self, epoch: int) -> int | None:
         """Rows of this epoch that are read; None for all, 0 behind the last epoch."""
