@@ -1,0 +1,409 @@
+"""The canonical order: the same samples from any state, on any ranks, over all four schemes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import xxhash
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
+from tokenloom_server.hashing import slice_rotation
+from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.order import Order
+from tokenloom_server.pipeline import PADDING, BatchPlan, Group
+from tokenloom_server.state import ORDER_VERSION, SourceState, State
+
+GOLDEN = Path(__file__).parent / "golden" / f"order_v{ORDER_VERSION}.json"
+END_OF_TEXT = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+class Sample(NamedTuple):
+    source: int
+    ids: bytes
+    starts: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """What all ranks get in one step, in the order of the samples, and the state behind it."""
+
+    samples: tuple[Sample, ...]
+    state: State
+
+
+def groups(
+    order: Order, state: State, world_size: int = 1, batch_size: int = 1, group_steps: int = 5, burst: int = 3
+) -> Iterator[Group]:
+    """The groups from a state to the end of data."""
+    pipeline = order.pipeline(state)
+    plan = BatchPlan(
+        start_index=state.sample_index, world_size=world_size, batch_size=batch_size, group_steps=group_steps
+    )
+    while pipeline.ended is None:
+        group = pipeline.begin_group(plan)
+        while len(group.marks) < group_steps and pipeline.ended is None:
+            pipeline.fill(group, burst)
+        yield group
+
+
+def steps(order: Order, state: State, **plan: int) -> Iterator[Step]:
+    """Steps as a client sees them: each rank's slice put back to where it says that it belongs."""
+    for group in groups(order, state, **plan):
+        world_size, batch_size = group.plan.world_size, group.plan.batch_size
+        for step in range(len(group.marks)):
+            places: list[Sample | None] = [None] * (world_size * batch_size)
+            for rank in range(world_size):
+                counts, starts = group.document_starts(rank, step, step + 1)
+                at = group.slice_of(step, rank) * batch_size
+                done = 0
+                for place in range(batch_size):
+                    mine = tuple(starts[done : done + counts[place]].tolist())
+                    done += counts[place]
+                    source = int(group.source_ids[rank, step, place])
+                    assert places[at + place] is None
+                    places[at + place] = Sample(source, group.ids[rank, step, place].tobytes(), mine)
+            assert None not in places
+            yield Step(tuple(sample for sample in places if sample is not None), group.state_behind(step))
+
+
+def whole(order: Order) -> list[Step]:
+    return list(steps(order, order.initial()))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nested": mixture(),
+    "nested, shifted": mixture(labels="shifted", sequence_length=6),
+    "stops": mixture(mixture=mixture()["mixture"] | {"on_exhausted": "stop"}),
+    "weighted, begins marked": mixture(mixture=mixture()["mixture"] | {"policy": "weighted"}, add_bos=True),
+    "long samples, a part of an epoch": flat([DOCS, WIKI], sequence_length=20, seed=3)
+    | {
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [{"source": DOCS, "epochs": 2.3}, {"source": WIKI, "weight": 3}],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(folder: Path, name: str) -> None:
+    order = order_of(folder, CONFIGS[name])
+    uninterrupted = whole(order)
+    assert len(uninterrupted) > 20
+    for k in range(len(uninterrupted) + 1):
+        state = uninterrupted[k - 1].state if k else order.initial()
+        # The state as it travels and rests.
+        again = order.decode(order.encode(state))
+        assert again == state
+        rest = steps(order, again, group_steps=1 + k % 7, burst=1 + k % 4)
+        if k % 9 and k < len(uninterrupted) - 3:
+            # A short way on, then from there once more: what works once may break the second time.
+            ahead = [next(rest), next(rest)]
+            assert ahead == uninterrupted[k : k + 2]
+            again = order.decode(order.encode(ahead[-1].state))
+            assert next(steps(order, again, group_steps=3)) == uninterrupted[k + 2]
+        else:
+            assert list(rest) == uninterrupted[k:]
+
+
+def test_a_run_covers_every_edge_that_resuming_can_meet(folder: Path) -> None:
+    # What the test above is worth.
+    order = order_of(folder)
+    states = [step.state for step in whole(order)]
+    docs = [state.sources[1] for state in states]
+    assert {source.cursor.epoch for source in docs} == {0, 1}
+    assert any(source.exhausted for source in docs)
+    assert not states[len(states) // 2].sources[0].exhausted
+    code = [state.sources[0].cursor for state in states]
+    assert {cursor.shard for cursor in code} == {0, 1}
+    assert any(cursor.offset for cursor in code)
+    assert any(not cursor.offset for cursor in code)
+
+
+def rows_of(order: Order, source: int) -> list[int]:
+    """A source's tokens, by the definition: every row of every shard with the end of text behind it."""
+    config = order.config.sources[source]
+    documents = [
+        ids
+        for shard in ROWS[config.source]
+        for row in shard
+        if (ids := list(row.encode()) if isinstance(row, str) else list(row or ()))
+    ]
+    assert math.floor(config.epochs) == config.epochs
+    return [token for ids in documents * int(config.epochs) for token in [*ids, END_OF_TEXT]]
+
+
+@pytest.mark.parametrize("name", ["nested", "nested, shifted"])
+def test_each_sources_samples_are_its_documents_joined_and_cut(folder: Path, name: str) -> None:
+    order = order_of(folder, CONFIGS[name])
+    found: dict[int, list[bytes]] = {source: [] for source in range(4)}
+    run = whole(order)
+    for step in run:
+        for sample in step.samples:
+            found[sample.source].append(sample.ids)
+    length = order.config.sequence_length
+    for source, samples in found.items():
+        tokens = rows_of(order, source)
+        cut = [
+            np.array(tokens[at : at + order.width], order.dtype).tobytes()
+            for at in range(0, len(tokens) - order.width + 1, length)
+        ]
+        assert samples == cut
+        state = run[-1].state.sources[source]
+        assert state.tokens == len(cut) * length
+        if state.exhausted:
+            assert state.dropped_tokens == len(tokens) - len(cut) * length
+
+
+def test_the_rolling_digest_is_the_one_of_the_wire_contract(folder: Path) -> None:
+    order = order_of(folder, mixture(labels="shifted"))
+    digest = 0
+    for step in whole(order):
+        for sample in step.samples:
+            hashed = xxhash.xxh3_128_intdigest(sample.ids, sample.source)
+            digest = (digest * 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D + hashed) % (2**127 - 1)
+        assert step.state.digest == digest
+
+
+def test_counters_of_a_state_are_a_recount(folder: Path) -> None:
+    order = order_of(folder)
+    given: Counter[int] = Counter()
+    for number, step in enumerate(whole(order), start=1):
+        given.update(sample.source for sample in step.samples)
+        state = step.state
+        assert state.sample_index == number
+        assert state.total_tokens == number * 8
+        assert [source.samples for source in state.sources] == [given[i] for i in range(4)]
+        assert [source.tokens for source in state.sources] == [given[i] * 8 for i in range(4)]
+
+
+def samples_of(found: Iterator[Step]) -> Iterator[Sample]:
+    for step in found:
+        yield from step.samples
+
+
+def test_four_two_three_one_ranks_with_changing_batches_give_one_sequence(folder: Path) -> None:
+    order = order_of(folder)
+    expected = list(samples_of(steps(order, order.initial())))
+    uninterrupted = whole(order)
+    found: list[Sample] = []
+    state = order.initial()
+    for world_size, batch_size, count in ((4, 2, 4), (2, 5, 3), (3, 1, 6), (1, 7, 2), (2, 3, 10**9)):
+        for number, step in enumerate(steps(order, state, world_size=world_size, batch_size=batch_size), start=1):
+            found += step.samples
+            state = order.decode(order.encode(step.state))
+            assert state == uninterrupted[len(found) - 1].state
+            if number == count:
+                break
+    assert found == expected[: len(found)]
+    assert len(expected) - len(found) < 6
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (2, 1), (3, 4), (4, 2), (5, 3)])
+def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
+    folder: Path, world_size: int, batch_size: int
+) -> None:
+    order = order_of(folder)
+    seen = set()
+    for group in groups(order, order.initial(), world_size, batch_size):
+        for step in range(len(group.marks)):
+            rotation = slice_rotation(7, group.step_begin(step), world_size)
+            slices = [group.slice_of(step, rank) for rank in range(world_size)]
+            assert slices == [(rank + rotation) % world_size for rank in range(world_size)]
+            seen.add(rotation)
+    assert seen == set(range(world_size))
+
+
+def test_no_rank_of_two_sees_only_one_source(folder: Path) -> None:
+    # Equal weights alternate; with fixed slices each rank would see one source, for ever.
+    document = flat([CODE, WIKI], sequence_length=2)
+    for child in document["mixture"]["children"]:
+        child["epochs"] = math.inf
+    order = order_of(folder, document)
+    pipeline = order.pipeline(order.initial())
+    plan = BatchPlan(start_index=0, world_size=2, batch_size=1, group_steps=2000)
+    group = pipeline.begin_group(plan)
+    pipeline.fill(group, 2000)
+    for rank in range(2):
+        share = float((group.source_ids[rank] == 0).mean())
+        assert abs(share - 0.5) < 4 * (0.25 / 2000) ** 0.5
+
+
+def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
+    document = mixture(sequence_length=2)
+    for child in (*document["mixture"]["children"][:2], *document["mixture"]["children"][2]["children"]):
+        child["epochs"] = math.inf
+    order = order_of(folder, document)
+    pipeline = order.pipeline(order.initial())
+    count = 3000
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=4, batch_size=1, group_steps=count))
+    pipeline.fill(group, count)
+    for source, share in enumerate(target_shares(order.config)):
+        for rank in range(4):
+            found = float((group.source_ids[rank] == source).mean())
+            assert abs(found - share) < 4.5 * (share * (1 - share) / count) ** 0.5
+
+
+@pytest.mark.parametrize("last_step", ["drop", "pad"])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 3), (1, 1), (4, 100)])
+def test_the_last_step_is_dropped_or_padded(folder: Path, last_step: str, world_size: int, batch_size: int) -> None:
+    total = len(whole(order_of(folder)))
+    order = order_of(folder, mixture(last_step=last_step))
+    step_samples = world_size * batch_size
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=world_size, batch_size=batch_size, group_steps=300)
+    )
+    pipeline.fill(group, 300)
+    assert pipeline.ended == "every source is exhausted"
+    kept = total if last_step == "pad" else total - total % step_samples
+    assert group.end == kept
+    assert len(group.marks) == -(-kept // step_samples)
+    assert pipeline.dropped_samples == total - kept
+    padding = int((group.source_ids[:, : len(group.marks)] == PADDING).sum())
+    assert padding == len(group.marks) * step_samples - kept
+    if padding:
+        assert not group.ids[group.source_ids == PADDING].any()
+        assert group.state_behind(len(group.marks) - 1).sample_index == total
+        counts, starts = group.document_starts(0, len(group.marks) - 1, len(group.marks))
+        assert sum(counts) == len(starts)
+
+
+def test_data_that_end_with_a_step_end_with_the_next_one(folder: Path) -> None:
+    order = order_of(folder)
+    total = len(whole(order))
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=total, group_steps=2))
+    pipeline.fill(group, 1)
+    assert (len(group.marks), pipeline.ended) == (1, None)
+    pipeline.fill(group, 1)
+    assert (len(group.marks), pipeline.ended, pipeline.dropped_samples) == (1, "every source is exhausted", 0)
+
+
+def test_the_reason_names_the_source_that_stopped_its_node(folder: Path) -> None:
+    order = order_of(folder, CONFIGS["stops"])
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(10**6)
+    assert pipeline.ended == "exhausted, and its node stops: docs"
+
+
+def test_going_forward_equals_producing(folder: Path) -> None:
+    order = order_of(folder)
+    uninterrupted = whole(order)
+    for begin in (0, 1, 17, len(uninterrupted)):
+        state = uninterrupted[begin - 1].state if begin else order.initial()
+        for count in (0, 1, 2, 30, len(uninterrupted)):
+            pipeline = order.pipeline(state)
+            pipeline.advance(count)
+            at = min(begin + count, len(uninterrupted))
+            found = pipeline.state()
+            if begin + count <= len(uninterrupted):
+                assert found == (uninterrupted[at - 1].state if at else order.initial())
+            assert found.sample_index == at
+            assert found.digest == (uninterrupted[at - 1].state.digest if at else 0)
+
+
+def test_a_pipeline_goes_forward_and_then_produces(folder: Path) -> None:
+    order = order_of(folder)
+    uninterrupted = whole(order)
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(13)
+    group = pipeline.begin_group(BatchPlan(start_index=13, world_size=1, batch_size=1, group_steps=9))
+    pipeline.fill(group, 9)
+    assert group.base == uninterrupted[12].state
+    assert [group.state_behind(i) for i in range(9)] == [step.state for step in uninterrupted[13:22]]
+
+
+def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
+    order = order_of(folder)
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(10**6)
+    over = order.decode(order.encode(pipeline.state()))
+    again = order.pipeline(over)
+    again.advance(5)
+    assert again.ended == "every source is exhausted"
+    assert again.state() == over
+
+
+def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
+    plan = BatchPlan(start_index=100, world_size=2, batch_size=3, group_steps=4)
+    assert [plan.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
+        *(100, 100, 100, 100, 100, 124, 124, 148),
+    ]
+
+
+def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path) -> None:
+    order = order_of(folder, flat([CODE], sequence_length=16))
+    behind = END_OF_TEXT
+    count = 0
+    for sample in samples_of(steps(order, order.initial(), world_size=2, batch_size=2)):
+        ids = np.frombuffer(sample.ids, order.dtype).tolist()
+        assert sample.starts == tuple(i for i, before in enumerate([behind, *ids[:-1]]) if before == END_OF_TEXT)
+        behind = ids[-1]
+        count += len(sample.starts)
+    assert count > 10
+
+
+GOLDEN_CONFIGS = CONFIGS | {
+    "all four, equal weights": flat([CODE, DOCS, PROSE, WIKI]),
+    "all four, drawn": flat([CODE, DOCS, PROSE, WIKI], "weighted", seed=2**63 - 1),
+    "rows that end themselves": flat([CODE, PROSE], add_eot="auto", end_of_text_id=32, sequence_length=32),
+    "ids without a tokeniser": {
+        **{key: value for key, value in flat([CODE, WIKI]).items() if key != "tokenizer"},
+        "vocab_size": 70_000, "end_of_text_id": 69_999, "begin_of_text_id": 1, "add_bos": True,
+    },
+}
+
+
+def fingerprint(order: Order) -> dict[str, Any]:
+    """An order in a few values: its length, its digest, and a hash of every sample and cursor."""
+    hashed = hashlib.sha256()
+    step = None
+    for number, step in enumerate(steps(order, order.initial(), world_size=2, batch_size=1), start=1):
+        for sample in step.samples:
+            hashed.update(f"{sample.source} {sample.ids.hex()} {sample.starts}\n".encode())
+        if number % 5 == 0:
+            hashed.update(json.dumps(dataclasses.astuple(step.state)).encode())
+    assert step is not None
+    return {
+        "samples": step.state.sample_index,
+        "digest": f"{step.state.digest:032x}",
+        "sha256": hashed.hexdigest(),
+    }
+
+
+def test_the_order_is_what_it_was(folder: Path) -> None:
+    # The values in the file: {name: fingerprint(...)} of GOLDEN_CONFIGS, as computed here.
+    # When this fails, ORDER_VERSION must change (and the file of the new version be written beside the old):
+    # a run that was begun by an earlier release would go on with other samples, or refuse its own checkpoints.
+    found = {name: fingerprint(order_of(folder, document)) for name, document in GOLDEN_CONFIGS.items()}
+    assert found == json.loads(GOLDEN.read_text())
+
+
+def test_the_corpus_is_what_it_was() -> None:
+    # The golden orders stand on it.
+    text = json.dumps(ROWS, sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest() == (
+        "e910378123f000c5e9d286bb6cb59fc9d66cfce510c96e1ba9ce18ad2a4aa880"
+    )
+
+
+def test_a_source_that_was_never_picked_is_untouched(folder: Path) -> None:
+    document = flat([CODE, WIKI], "weighted")
+    document["mixture"]["children"][1]["weight"] = 1e-9
+    order = order_of(folder, document)
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(20)
+    assert pipeline.state().sources[1] == SourceState()
