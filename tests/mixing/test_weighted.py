@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -54,7 +55,7 @@ def test_another_seed_is_another_order() -> None:
 def test_a_draw_follows_a_draw_without_memory() -> None:
     # Pairs of draws, so that a counter that leaks into the next draw would show.
     found = picks([1, 1], 5, 10_001)
-    pairs = Counter(zip(found, found[1:], strict=False))
+    pairs = Counter(itertools.pairwise(found))
     assert all(abs(count - 2500) < 4 * (10_000 * 0.25 * 0.75) ** 0.5 for count in pairs.values())
 
 
