@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -63,8 +64,11 @@ class Opening:
     template: bytes
 
 
-def join(stub: DataLoaderStub, request: Request, nonce: str) -> Opening:
-    """Takes the slot; waits for a server that is away, up to ``connect_timeout_s``."""
+def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
+    """Takes the slot; waits for a server that is away, up to ``connect_timeout_s``.
+
+    ``connect`` makes a new connection, for each try.
+    """
     message = wire.JoinRequest(
         run=request.address.run,
         stream=request.stream,
@@ -81,7 +85,7 @@ def join(stub: DataLoaderStub, request: Request, nonce: str) -> Opening:
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
-            return _opening(stub.Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
+            return _opening(connect().Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
             if not retryable(error) or delay_s is None:

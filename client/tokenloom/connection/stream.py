@@ -41,14 +41,13 @@ class Connection:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._nonce = uuid.uuid4().hex
-        self._channel = open_channel(request.address)
-        self._stub = DataLoaderStub(self._channel)
+        self._channel: grpc.Channel | None = None
         self._call: grpc.Call | None = None
         self._fell_silent = False
         try:
-            self.opening = join(self._stub, request, self._nonce)
+            self.opening = join(self._connect, request, self._nonce)
         except BaseException:
-            self._channel.close()
+            self._disconnect()
             raise
         self._base = self.opening.start.base
         prefetch_steps = request.prefetch_steps or max(2 * self.opening.group_steps, 4)
@@ -67,7 +66,18 @@ class Connection:
             self._thread.join(FLUSH_S)
         if self._call is not None:
             self._call.cancel()
-        self._channel.close()
+        self._disconnect()
+
+    def _connect(self) -> DataLoaderStub:
+        """Makes a new channel. One that failed tries again by itself, but nobody polls it between calls,
+        so it notices seconds later that a server was not there, and much later that it is back."""
+        self._disconnect()
+        self._channel = open_channel(self._request.address)
+        return DataLoaderStub(self._channel)
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
 
     def on_silence(self) -> None:
         """Breaks a stream on which nothing comes; whoever waits for it next may notice."""
@@ -110,7 +120,7 @@ class Connection:
         writer = _Writer(self)
         self.buffer.heard(0, "the stream to open")
         self._fell_silent = False
-        call = self._call = self._stub.Stream(iter(writer))
+        call = self._call = self._connect().Stream(iter(writer))
         try:
             for response in call:
                 self._receive(response)
