@@ -1,0 +1,241 @@
+"""What a trainer sees: ranks in lock-step, and a receipt of every sample that they got.
+
+The receipt trusts nothing of the server's: what it says of samples, tokens and digests is recounted
+from the tensors. Also a program: one rank in a process of its own (``run_trainer``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from tokenloom import Batch, RemoteDataset
+
+#: A receipt's sample: its source and its ids as they are.
+DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
+DIGEST_MODULUS = 2**127 - 1
+TRAINER_DEADLINE_S = 60
+
+
+class Sample(NamedTuple):
+    source: int
+    ids: tuple[int, ...]
+
+
+class Receipt:
+    """The samples that came, by sample index; each once."""
+
+    def __init__(self, samples: Mapping[int, Sample] | None = None) -> None:
+        self.samples: dict[int, Sample] = dict(samples or {})
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        for index, source, ids in zip(
+            batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist(), strict=True
+        ):
+            if source == -1:
+                continue
+            assert index not in self.samples, f"sample {index} came twice"
+            self.samples[index] = Sample(source, tuple(ids))
+
+    def sequence(self, begin: int = 0) -> list[Sample]:
+        """The samples from ``begin`` on, in order, without a gap."""
+        assert sorted(self.samples) == list(range(begin, begin + len(self.samples))), "samples are missing"
+        return [self.samples[index] for index in range(begin, begin + len(self.samples))]
+
+    def until(self, end: int) -> Receipt:
+        """Only what lies before a sample index."""
+        return Receipt({index: sample for index, sample in self.samples.items() if index < end})
+
+    def tokens(self) -> dict[int, int]:
+        """Tokens by source id."""
+        counted: dict[int, int] = {}
+        for sample in self.samples.values():
+            counted[sample.source] = counted.get(sample.source, 0) + len(sample.ids)
+        return counted
+
+
+def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str = "0") -> str:
+    """The digest behind ``samples`` by the rule in the wire contract, from one before them."""
+    value = int(digest, 16)
+    for sample in samples:
+        found = xxhash.xxh3_128_intdigest(np.array(sample.ids, id_type).tobytes(), seed=sample.source)
+        value = (value * DIGEST_MULTIPLIER + found) % DIGEST_MODULUS
+    return f"{value:032x}"
+
+
+class World:
+    """All ranks of one launch, in this process. ``step`` takes one batch on each."""
+
+    def __init__(
+        self,
+        url: str,
+        world_size: int = 1,
+        batch_size: int = 1,
+        *,
+        state: Mapping[str, Any] | None = None,
+        attempt: str | None = None,
+        **options: Any,
+    ) -> None:
+        attempt = attempt or uuid.uuid4().hex
+        self.receipt = Receipt()
+        self.ranks = [
+            RemoteDataset(
+                url,
+                batch_size,
+                rank=rank,
+                world_size=world_size,
+                attempt=attempt,
+                connect_timeout_s=options.pop("connect_timeout_s", 30.0),
+                **options,
+            )
+            for rank in range(world_size)
+        ]
+        if state is not None:
+            for rank in self.ranks:
+                rank.load_state_dict(state)
+        self._iterators: list[Iterator[Batch]] = []
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def join(self) -> World:
+        """Rank 0 opens, the others agree."""
+        if not self._iterators:
+            self._iterators = [iter(rank) for rank in self.ranks]
+        return self
+
+    def step(self) -> list[Batch] | None:
+        """One batch on each rank; None at the end of the data, which all must reach at once."""
+        self.join()
+        batches = [next(iterator, None) for iterator in self._iterators]
+        if batches[0] is None:
+            assert batches == [None] * len(batches), "one rank ended and another did not"
+            return None
+        for batch in batches:
+            assert batch is not None, "one rank ended and another did not"
+            self.receipt.add(batch)
+        assert len({rank.sample_index for rank in self.ranks}) == 1, "the ranks stand at different samples"
+        assert len({rank.digest for rank in self.ranks}) == 1, "the ranks have different digests"
+        assert len({rank.total_tokens for rank in self.ranks}) == 1, "the ranks count different tokens"
+        return [batch for batch in batches if batch is not None]
+
+    def steps(self, count: int) -> World:
+        for _ in range(count):
+            assert self.step() is not None, "the data ended"
+        return self
+
+    def run(self) -> World:
+        """To the end of the data."""
+        while self.step() is not None:
+            pass
+        return self
+
+    def state(self, at: int | None = None) -> dict[str, str]:
+        """The state, which every rank must have to the byte."""
+        states = [rank.state_dict(at) for rank in self.ranks]
+        assert all(state == states[0] for state in states), "the ranks have different states"
+        return states[0]
+
+    @property
+    def sample_index(self) -> int:
+        return self.ranks[0].sample_index
+
+    @property
+    def digest(self) -> str:
+        return self.ranks[0].digest
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+# A rank in a process of its own
+
+
+class Trainer:
+    """A rank that runs by itself and writes each batch's samples to a file as it has them."""
+
+    def __init__(self, folder: Path, name: str, environment: Mapping[str, str], **plan: Any) -> None:
+        self._lines = folder / f"{name}.jsonl"
+        self._log = folder / f"{name}.log"
+        arguments = json.dumps({**plan, "receipt": str(self._lines)})
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", __file__, arguments],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | dict(environment),
+            )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it wrote until now."""
+        text = self._lines.read_text(encoding="utf-8") if self._lines.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+    def receipt(self) -> Receipt:
+        receipt = Receipt()
+        for line in self.lines():
+            for index, source, ids in line["samples"]:
+                assert index not in receipt.samples, f"sample {index} came twice"
+                receipt.samples[index] = Sample(source, tuple(ids))
+        return receipt
+
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(TRAINER_DEADLINE_S)
+
+    def wait(self) -> int:
+        try:
+            return self._process.wait(TRAINER_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+def _train(plan: dict[str, Any]) -> None:
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    if plan.get("process_group"):
+        dist.init_process_group("gloo")
+    dataset = RemoteDataset(plan["url"], plan["batch_size"], connect_timeout_s=30.0, **plan.get("options", {}))
+    if plan.get("state"):
+        dataset.load_state_dict(plan["state"])
+    workers = plan.get("num_workers")
+    batches: Any = dataset if workers is None else DataLoader(dataset, batch_size=None, num_workers=workers)
+    with Path(plan["receipt"]).open("w", encoding="utf-8") as receipt:
+        for number, batch in enumerate(batches, 1):
+            samples = zip(
+                batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist(), strict=True
+            )
+            state = None if workers else dataset.state_dict()
+            receipt.write(json.dumps({"samples": list(samples), "state": state}) + "\n")
+            receipt.flush()
+            if number == plan.get("steps"):
+                break
+    del batches
+    dataset.close()
+    if plan.get("process_group"):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _train(json.loads(sys.argv[1]))
