@@ -58,6 +58,8 @@ class Generation:
     attempt: str
     plan: BatchPlan
     window_steps: int
+    #: Whether the last step may end elsewhere than all others.
+    pads_last_step: bool = False
     committed: int = 0
     produced: int = 0
     groups: deque[Group] = field(default_factory=deque)
@@ -88,6 +90,9 @@ class Generation:
         if self.end is not None and sample_index == self.end.end_index:
             return self.produced
         step, rest = divmod(sample_index - self.plan.start_index, self.plan.step_samples)
+        if rest and step >= 0 and self.end is None and self.pads_last_step:
+            # The padded last step, which a client may hold before a restarted server has produced it again.
+            return step + 1
         if rest or step < 0:
             raise JoinRefused(
                 f"{what} is sample {sample_index}, but no step of generation {self.number} ends there: steps have "
@@ -241,9 +246,11 @@ class Generation:
         return min(slot.consumed for slot in self.slots)
 
     def commit_due(self) -> int | None:
-        """The step count to commit next; None while there is nothing new, or it is not produced again yet."""
-        steps = self.acknowledged()
-        return steps if self.committed < steps <= self.produced else None
+        """The step count to commit next; None while there is nothing new."""
+        # After a restart ranks may have acknowledged more than is produced again; with a smaller window than
+        # before, waiting for all of it would be waiting for ever.
+        steps = min(self.acknowledged(), self.produced)
+        return steps if steps > self.committed else None
 
     def set_committed(self, steps: int) -> None:
         """The ledger holds the first ``steps`` steps: what lies before leaves memory."""
@@ -254,6 +261,12 @@ class Generation:
 
     def check_digest(self, expected: str) -> None:
         """After a restart: what was produced again must be what was committed."""
+        if self.produced < self.committed:
+            raise OrderMismatch(
+                f"step {self.committed} of generation {self.number} was committed, but produced again the data end at "
+                f"sample {self.index_of(self.produced)}: the data, the tokeniser or the software changed; nothing was "
+                "delivered"
+            )
         found = self.digest_behind(self.committed)
         if found != expected:
             raise OrderMismatch(

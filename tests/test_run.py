@@ -1,0 +1,628 @@
+"""The logic of one generation: what may be produced, sent, consumed and committed, and when."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
+from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.run import Delivery, EndOfData, Generation
+from tokenloom_server.state import digest_hex
+
+
+@dataclass
+class Point:
+    """As much of a mark, or of a state, as the logic looks at."""
+
+    sample_index: int
+    digest: int
+
+
+@dataclass
+class FakeGroup:
+    """As much of a ``Group`` as the logic looks at."""
+
+    base: Point
+    marks: list[Point] = field(default_factory=list)
+
+    @property
+    def begin(self) -> int:
+        return self.base.sample_index
+
+    @property
+    def end(self) -> int:
+        return self.marks[-1].sample_index if self.marks else self.begin
+
+
+def point(sample_index: int) -> Point:
+    return Point(sample_index, sample_index * 7 + 1)
+
+
+class Producer:
+    """Fills a generation's groups as the host does; the data end at a sample index."""
+
+    def __init__(self, generation: Generation, total: int, pad: bool) -> None:
+        self.generation = generation
+        self.total = total
+        self.pad = pad
+
+    def produce(self) -> int:
+        """One burst; returns how many steps it had."""
+        generation = self.generation
+        wanted = generation.steps_wanted()
+        if not wanted:
+            return 0
+        plan = generation.plan
+        assert wanted <= plan.group_steps - generation.produced % plan.group_steps
+        before = generation.produced
+        if generation.needs_group():
+            begin = plan.start_index + before * plan.step_samples
+            generation.add_group(cast("Group", FakeGroup(point(begin))))
+        group = cast("FakeGroup", generation.groups[-1])
+        ended, dropped = None, 0
+        for _ in range(wanted):
+            end = group.end + plan.step_samples
+            if end > self.total:
+                left = self.total - group.end
+                if left and self.pad:
+                    group.marks.append(point(self.total))
+                else:
+                    dropped = left
+                ended = "every source is exhausted"
+                break
+            group.marks.append(point(end))
+        generation.filled(ended, dropped)
+        return generation.produced - before
+
+
+def plan_of(start: int = 0, world_size: int = 2, batch_size: int = 3, group_steps: int = 4) -> BatchPlan:
+    return BatchPlan(start_index=start, world_size=world_size, batch_size=batch_size, group_steps=group_steps)
+
+
+def generation_of(window: int = 8, committed: int = 0, pads: bool = False, **plan: int) -> Generation:
+    return Generation(3, "attempt", plan_of(**plan), window, pads_last_step=pads, committed=committed)
+
+
+def produced(generation: Generation, total: int = 10**9, pad: bool = False) -> Generation:
+    """Everything that may be produced now."""
+    producer = Producer(generation, total, pad)
+    while producer.produce():
+        pass
+    return generation
+
+
+def attached(generation: Generation, at: int | None = None, credits: int = 100) -> list[int]:
+    committed = generation.index_of(generation.committed)
+    at = committed if at is None else at
+    sessions = []
+    for rank in range(generation.plan.world_size):
+        sessions.append(generation.attach(rank, f"nonce-{rank}", at, committed, 0.0))
+        generation.progress(rank, sessions[-1], at, credits, 0.0)
+    return sessions
+
+
+def received(generation: Generation, rank: int, session: int) -> list[tuple[int, int]]:
+    """(first, last) step of each message that may go out now; end of data as (-1, index)."""
+    found = []
+    while (message := generation.next_for(rank, session)) is not None:
+        if isinstance(message, EndOfData):
+            found.append((-1, message.end_index))
+        else:
+            begin = (message.group.begin - generation.plan.start_index) // generation.plan.step_samples
+            found.append((begin + message.first, begin + message.last))
+    return found
+
+
+# --- production ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_produced_before_a_rank_is_there() -> None:
+    generation = generation_of()
+    assert generation.steps_wanted() == 0
+    generation.attach(1, "n", 0, 0, 0.0)
+    assert generation.steps_wanted() == 1
+
+
+def test_production_ends_at_the_horizon_and_goes_on_with_the_commit() -> None:
+    generation = generation_of(window=8)
+    sessions = attached(generation)
+    produced(generation)
+    assert generation.produced == 8
+    for rank, session in enumerate(sessions):
+        received(generation, rank, session)
+        generation.progress(rank, session, 2 * 6, 100, 0.0)
+    produced(generation)
+    assert generation.produced == 8
+    assert generation.commit_due() == 2
+    generation.set_committed(2)
+    produced(generation)
+    assert generation.produced == 10
+
+
+def test_the_first_steps_go_out_one_by_one() -> None:
+    generation = generation_of(window=100, group_steps=16)
+    attached(generation)
+    producer = Producer(generation, 10**9, False)
+    assert [producer.produce() for _ in range(6)] == [1, 2, 4, 8, 1, 16]
+
+
+def test_a_burst_never_crosses_a_state_boundary() -> None:
+    generation = generation_of(window=50, group_steps=5)
+    attached(generation)
+    produced(generation)
+    assert [len(group.marks) for group in generation.groups] == [5] * 10
+
+
+def test_a_small_gap_is_not_filled_while_every_rank_has_something_to_go_on_with() -> None:
+    generation = generation_of(window=8, group_steps=4)
+    sessions = attached(generation)
+    produced(generation)
+    # Sent up to 4 of 8; one step committed: room for one step, which is less than half a window.
+    for rank, session in enumerate(sessions):
+        generation.progress(rank, session, 0, 4, 0.0)
+        assert received(generation, rank, session) == [(0, 4)]
+        generation.progress(rank, session, 6, 4, 0.0)
+    generation.set_committed(1)
+    assert generation.steps_wanted() == 0
+    # A rank that has been sent everything is starving.
+    generation.progress(0, sessions[0], 6, 100, 0.0)
+    received(generation, 0, sessions[0])
+    assert generation.steps_wanted() == 1
+
+
+# --- messages --------------------------------------------------------------------------------------
+
+
+def test_messages_never_cross_a_boundary_and_each_group_brings_its_base_once() -> None:
+    generation = generation_of(window=12, group_steps=4)
+    session = attached(generation)[0]
+    produced(generation)
+    found = []
+    while isinstance(message := generation.next_for(0, session), Delivery):
+        found.append((message.group.begin, message.first, message.last, message.with_base))
+    assert found == [(0, 0, 4, True), (24, 0, 4, True), (48, 0, 4, True)]
+
+
+def test_a_second_message_of_a_group_brings_no_base_but_a_new_stream_does() -> None:
+    generation = generation_of(window=8, group_steps=4)
+    session = attached(generation, credits=2)[0]
+    produced(generation)
+    first = generation.next_for(0, session)
+    assert isinstance(first, Delivery)
+    assert (first.first, first.last, first.with_base) == (0, 2, True)
+    generation.progress(0, session, 12, 2, 0.0)
+    second = generation.next_for(0, session)
+    assert isinstance(second, Delivery)
+    assert (second.first, second.last, second.with_base) == (2, 4, False)
+    session = generation.attach(0, "nonce-0", 18, 0, 0.0)
+    again = generation.next_for(0, session)
+    assert isinstance(again, Delivery)
+    assert (again.first, again.last, again.with_base) == (3, 4, True)
+
+
+def test_no_more_is_sent_than_a_rank_has_credit_for() -> None:
+    generation = generation_of(window=40, group_steps=8)
+    session = attached(generation, credits=3)[0]
+    produced(generation)
+    assert received(generation, 0, session) == [(0, 3)]
+    generation.progress(0, session, 6, 3, 0.0)
+    # One step of credit of three: more comes when there is more to send, or the rank has nothing left.
+    generation.progress(0, session, 12, 3, 0.0)
+    assert received(generation, 0, session) == [(3, 5)]
+
+
+def test_a_part_of_a_group_is_sent_at_once_where_nothing_more_may_be_produced() -> None:
+    generation = generation_of(window=6, group_steps=64)
+    session = attached(generation)[0]
+    produced(generation)
+    assert received(generation, 0, session) == [(0, 6)]
+
+
+def test_an_error_flushes_what_was_produced() -> None:
+    generation = generation_of(window=64, group_steps=64)
+    session = attached(generation, credits=64)[0]
+    producer = Producer(generation, 10**9, False)
+    producer.produce()
+    assert received(generation, 0, session) == [(0, 1)]
+    for _ in range(5):
+        producer.produce()
+    assert received(generation, 0, session) == [(1, 63)]
+    generation.progress(0, session, 0, 64, 0.0)
+    producer.produce()
+    assert generation.next_for(0, session) is not None
+    assert generation.delivered_all(0)
+
+
+@pytest.mark.parametrize(("total", "pad", "end", "dropped"), [(47, False, 42, 5), (47, True, 47, 0), (48, True, 48, 0)])
+def test_every_rank_ends_at_the_same_step(total: int, pad: bool, end: int, dropped: int) -> None:
+    generation = generation_of(window=20)
+    sessions = attached(generation)
+    produced(generation, total, pad)
+    for rank, session in enumerate(sessions):
+        assert received(generation, rank, session)[-1] == (-1, end)
+        # Once per stream.
+        assert generation.next_for(rank, session) is None
+        generation.progress(rank, session, end, 9, 0.0)
+    assert generation.end == EndOfData(end, "every source is exhausted", dropped)
+    assert generation.commit_due() == generation.produced
+    generation.set_committed(generation.produced)
+    assert generation.index_of(generation.committed) == end
+    again = generation.attach(0, "nonce-0", end, end, 0.0)
+    assert received(generation, 0, again) == [(-1, end)]
+
+
+def test_data_may_end_before_the_first_step() -> None:
+    generation = generation_of()
+    session = attached(generation)[0]
+    produced(generation, total=3)
+    assert received(generation, 0, session) == [(-1, 0)]
+    assert generation.end is not None
+    assert generation.end.dropped_samples == 3
+
+
+# --- slots -----------------------------------------------------------------------------------------
+
+
+def test_a_slot_of_another_process_is_refused() -> None:
+    generation = generation_of()
+    attached(generation)
+    with pytest.raises(AttemptUsed, match="rank 0 of attempt 'attempt' is another process's"):
+        generation.attach(0, "other", 0, 0, 0.0)
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(JoinRefused, match="rank 2 is not below the world size 2"):
+        generation_of().attach(2, "n", 0, 0, 0.0)
+
+
+def test_a_stream_whose_place_was_taken_hears_so() -> None:
+    generation = generation_of()
+    old = attached(generation)[0]
+    new = generation.attach(0, "nonce-0", 0, 0, 0.0)
+    with pytest.raises(Fenced, match="a newer stream of rank 0"):
+        generation.next_for(0, old)
+    with pytest.raises(Fenced, match="a newer stream of rank 0"):
+        generation.progress(0, old, 0, 1, 0.0)
+    generation.detach(0, old)
+    assert generation.slots[0].connected
+    generation.detach(0, new)
+    assert not generation.slots[0].connected
+
+
+@pytest.mark.parametrize("at", [1, 5, 7, -6, -1])
+def test_a_position_that_no_step_ends_at_is_refused(at: int) -> None:
+    generation = generation_of()
+    with pytest.raises(JoinRefused, match=f"rank 0's received_through is sample {at}, but no step of generation 3"):
+        generation.attach(0, "nonce-0", at, 0, 0.0)
+    session = attached(generation)[0]
+    with pytest.raises(JoinRefused, match=f"rank 0's consumed_through is sample {at}"):
+        generation.progress(0, session, at, 1, 0.0)
+
+
+def test_positions_count_from_the_generations_start() -> None:
+    generation = generation_of(start=100)
+    session = attached(generation, at=100)[0]
+    produced(generation)
+    received(generation, 0, session)
+    generation.progress(0, session, 112, 1, 0.0)
+    assert generation.slots[0].consumed == 2
+    with pytest.raises(JoinRefused, match="sample 6"):
+        generation.attach(0, "nonce-0", 6, 0, 0.0)
+
+
+def test_a_ledger_behind_what_a_client_saw_committed_is_refused() -> None:
+    generation = generation_of(committed=2)
+    with pytest.raises(LedgerRolledBack, match="rank 1 saw a commit at sample 18, but the ledger is at 12"):
+        generation.attach(1, "n", 18, 18, 0.0)
+
+
+def test_a_position_that_every_rank_has_acknowledged_is_held_no_more() -> None:
+    generation = generation_of(committed=2)
+    with pytest.raises(JoinRefused, match="rank 1 goes on at sample 6, but all ranks acknowledged 12"):
+        generation.attach(1, "n", 6, 6, 0.0)
+
+
+def test_what_was_not_sent_cannot_be_consumed() -> None:
+    generation = generation_of()
+    session = attached(generation)[0]
+    produced(generation)
+    with pytest.raises(JoinRefused, match="reports sample 6 as consumed, but it was sent nothing beyond 0"):
+        generation.progress(0, session, 6, 1, 0.0)
+
+
+def test_an_older_report_changes_nothing() -> None:
+    generation = generation_of()
+    session = attached(generation)[0]
+    produced(generation)
+    received(generation, 0, session)
+    generation.progress(0, session, 12, 1, 1.0)
+    generation.progress(0, session, 6, 1, 2.0)
+    assert (generation.slots[0].consumed, generation.slots[0].last_heard) == (2, 2.0)
+
+
+def test_a_lost_message_is_sent_again_to_the_new_stream() -> None:
+    generation = generation_of()
+    session = attached(generation)[0]
+    produced(generation)
+    assert received(generation, 0, session) == [(0, 4), (4, 8)]
+    session = generation.attach(0, "nonce-0", 24, 0, 0.0)
+    generation.progress(0, session, 24, 100, 0.0)
+    assert received(generation, 0, session) == [(4, 8)]
+
+
+# --- commits ---------------------------------------------------------------------------------------
+
+
+def test_a_commit_is_due_when_the_slowest_rank_acknowledged() -> None:
+    generation = generation_of()
+    sessions = attached(generation)
+    produced(generation)
+    for rank, session in enumerate(sessions):
+        received(generation, rank, session)
+    generation.progress(0, sessions[0], 24, 1, 0.0)
+    assert generation.commit_due() is None
+    assert [slot.rank for slot in generation.laggards()] == [1]
+    generation.progress(1, sessions[1], 18, 1, 0.0)
+    assert generation.commit_due() == 3
+    generation.set_committed(3)
+    assert generation.commit_due() is None
+
+
+def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_stays() -> None:
+    generation = generation_of(window=16, group_steps=4)
+    sessions = attached(generation)
+    produced(generation)
+    for rank, session in enumerate(sessions):
+        received(generation, rank, session)
+        generation.progress(rank, session, 8 * 6, 1, 0.0)
+    generation.set_committed(7)
+    assert [group.begin for group in generation.groups] == [24, 48, 72]
+    # A snapshot at sample 48 names the boundary at which the group of its last step begins.
+    generation.set_committed(8)
+    assert [group.begin for group in generation.groups] == [24, 48, 72]
+    assert generation.digest_behind(8) == digest_hex(point(48).digest)
+    with pytest.raises(BeyondHorizon, match="step 3 of generation 3 is not held; steps 8 on are"):
+        generation.group_of(3)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_digests_are_those_behind_each_step(steps: int) -> None:
+    generation = generation_of()
+    attached(generation)
+    produced(generation)
+    assert generation.digest_behind(steps) == digest_hex(point(6 * steps).digest)
+
+
+# --- restarts of the server ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("committed", "begin"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_production_begins_again_at_the_boundary_before_the_committed_step(committed: int, begin: int) -> None:
+    generation = generation_of(committed=committed)
+    assert generation.produced == begin
+    sessions = attached(generation)
+    produced(generation)
+    assert committed < generation.produced <= committed + 8
+    assert received(generation, 0, sessions[0])[0][0] == committed
+    assert generation.groups[0].begin == 6 * begin
+    generation.check_digest(digest_hex(point(6 * committed).digest))
+    with pytest.raises(OrderMismatch, match=f"sample {6 * committed} was committed with digest ff"):
+        generation.check_digest("ff" * 16)
+
+
+def test_data_that_end_before_the_committed_step_are_another_order() -> None:
+    generation = generation_of(committed=5)
+    attached(generation)
+    produced(generation, total=27)
+    with pytest.raises(OrderMismatch, match="step 5 of generation 3 was committed, but produced again the data end"):
+        generation.check_digest(digest_hex(point(30).digest))
+
+
+def test_a_rank_that_holds_more_than_is_produced_again_waits_for_it() -> None:
+    generation = generation_of(committed=2)
+    session = attached(generation, at=5 * 6)[0]
+    assert generation.next_for(0, session) is None
+    produced(generation)
+    assert received(generation, 0, session)[0][0] == 5
+
+
+def test_a_smaller_window_after_a_restart_does_not_stop_the_run() -> None:
+    # Every rank consumed eight steps, two are committed, and the window is now four.
+    generation = generation_of(window=4, committed=2)
+    for rank, session in enumerate(attached(generation, at=10 * 6)):
+        generation.progress(rank, session, 10 * 6, 4, 0.0)
+    for _ in range(20):
+        produced(generation)
+        due = generation.commit_due()
+        if due is not None:
+            assert due <= generation.produced
+            generation.set_committed(due)
+    assert (generation.committed, generation.produced) == (10, 14)
+
+
+def test_a_rank_may_come_back_with_the_padded_last_step() -> None:
+    # The restarted server does not know yet that the data end at sample 47.
+    generation = generation_of(committed=6, pads=True)
+    session = generation.attach(0, "n", 47, 36, 0.0)
+    generation.progress(0, session, 47, 4, 0.0)
+    assert generation.next_for(0, session) is None
+    produced(generation, total=47, pad=True)
+    assert received(generation, 0, session) == [(-1, 47)]
+    other = generation.attach(1, "m", 36, 36, 0.0)
+    generation.progress(1, other, 36, 4, 0.0)
+    assert received(generation, 1, other) == [(6, 8), (-1, 47)]
+    generation.progress(1, other, 47, 4, 0.0)
+    assert generation.commit_due() == 8
+    assert generation.index_of(8) == 47
+
+
+# --- a world in one process ------------------------------------------------------------------------
+
+
+class Rank:
+    """A client: keeps what it received over reconnects, consumes in order, reports when it likes."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.session = 0
+        self.connected = False
+        self.credits = 1
+        #: Messages on their way, and ends of steps in the buffer.
+        self.wire: deque[Delivery | EndOfData] = deque()
+        self.buffer: deque[int] = deque()
+        self.received = 0
+        self.consumed = 0
+        self.committed_seen = 0
+        self.got: list[int] = []
+        self.end: EndOfData | None = None
+
+
+class World:
+    """Ranks, a producer, a committer and a ledger, moved one random event at a time."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.plan = plan_of(rng.choice([0, 0, 17]), rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 6))
+        self.pad = rng.random() < 0.5
+        self.total = self.plan.start_index + rng.randint(0, 40 * self.plan.step_samples)
+        self.ledger = 0
+        self.ranks = [Rank(rank) for rank in range(self.plan.world_size)]
+        for rank in self.ranks:
+            rank.received = rank.consumed = self.plan.start_index
+        self.writing: int | None = None
+        self.start()
+
+    def start(self) -> None:
+        """The server comes up, from the ledger."""
+        rng = self.rng
+        window = rng.choice([2, 3, 2 * self.plan.group_steps, 4 * self.plan.group_steps + 1])
+        self.generation = Generation(1, "a", self.plan, window, pads_last_step=self.pad, committed=self.ledger)
+        self.producer = Producer(self.generation, self.total, self.pad)
+        self.writing = None
+        for rank in self.ranks:
+            self.disconnect(rank)
+
+    def disconnect(self, rank: Rank) -> None:
+        rank.connected = False
+        rank.wire.clear()
+        # Without its end-of-data message a client does not know that it has everything.
+
+    def connect(self, rank: Rank) -> None:
+        rank.session = self.generation.attach(rank.rank, f"nonce-{rank.rank}", rank.received, rank.committed_seen, 0.0)
+        rank.connected = True
+        rank.credits = self.rng.randint(1, 9)
+        self.report(rank)
+
+    def report(self, rank: Rank) -> None:
+        self.generation.progress(rank.rank, rank.session, rank.consumed, rank.credits, 0.0)
+
+    def send(self, rank: Rank) -> None:
+        message = self.generation.next_for(rank.rank, rank.session)
+        if message is not None:
+            slot = self.generation.slots[rank.rank]
+            assert slot.sent <= slot.consumed + slot.credit_steps or isinstance(message, EndOfData)
+            rank.wire.append(message)
+
+    def receive(self, rank: Rank) -> None:
+        message = rank.wire.popleft()
+        rank.committed_seen = max(rank.committed_seen, self.generation.index_of(self.generation.committed))
+        if isinstance(message, EndOfData):
+            assert message.end_index == rank.received
+            rank.end = message
+            return
+        group = cast("FakeGroup", message.group)
+        begin = group.marks[message.first - 1].sample_index if message.first else group.begin
+        assert begin == rank.received, "a step was left out or repeated"
+        rank.buffer.extend(mark.sample_index for mark in group.marks[message.first : message.last])
+        rank.received = rank.buffer[-1]
+
+    def consume(self, rank: Rank) -> None:
+        rank.consumed = rank.buffer.popleft()
+        rank.got.append(rank.consumed)
+
+    def events(self) -> list[Any]:
+        """Everything that can happen now, faults apart."""
+        found: list[Any] = [self.producer.produce] if self.generation.steps_wanted() else []
+        if self.writing is None:
+            if self.generation.commit_due() is not None:
+                found.append(self.begin_commit)
+        else:
+            found.append(self.end_commit)
+        for rank in self.ranks:
+            if not rank.connected:
+                found.append(lambda rank=rank: self.connect(rank))
+                continue
+            slot = self.generation.slots[rank.rank]
+            if slot.sent < self.generation.produced or (self.generation.end is not None and not slot.ended):
+                found.append(lambda rank=rank: self.send(rank))
+            if rank.wire:
+                found.append(lambda rank=rank: self.receive(rank))
+            if rank.consumed > self.generation.index_of(slot.consumed):
+                found.append(lambda rank=rank: self.report(rank))
+        found += [lambda rank=rank: self.consume(rank) for rank in self.ranks if rank.buffer]
+        return found
+
+    def begin_commit(self) -> None:
+        self.writing = self.generation.commit_due()
+
+    def end_commit(self) -> None:
+        assert self.writing is not None
+        self.ledger = max(self.ledger, self.writing)
+        self.generation.set_committed(self.writing)
+        self.writing = None
+
+    def check(self, restarted: bool) -> None:
+        """The line in the module's docstring."""
+        generation = self.generation
+        assert generation.committed == self.ledger
+        assert generation.committed <= generation.acknowledged() or restarted
+        for slot in generation.slots:
+            assert slot.consumed <= slot.sent
+            assert slot.sent <= generation.produced or restarted
+        assert generation.produced <= generation.committed + generation.window_steps
+        held = sum(len(group.marks) for group in generation.groups)
+        assert held <= generation.window_steps + 2 * self.plan.group_steps
+
+    def run(self) -> None:
+        rng = self.rng
+        restarts = 0
+        for _ in range(rng.randint(50, 900)):
+            chance = rng.random()
+            if chance < 0.004:
+                restarts += 1
+                if self.writing is not None and rng.random() < 0.5:
+                    # The write was durable, but nobody heard so.
+                    self.ledger = max(self.ledger, self.writing)
+                self.start()
+            elif chance < 0.03:
+                self.disconnect(rng.choice(self.ranks))
+            elif events := self.events():
+                rng.choice(events)()
+            self.check(restarts > 0)
+        # No more faults: everything comes to its end, or something waits for ever.
+        for _ in range(200_000):
+            events = self.events()
+            if not events:
+                break
+            rng.choice(events)()
+            self.check(restarts > 0)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_rank_gets_every_step_exactly_once_in_order_whatever_happens(seed: int) -> None:
+    world = World(seed)
+    world.run()
+    start, step = world.plan.start_index, world.plan.step_samples
+    ends = list(range(start + step, world.total + 1, step))
+    if world.pad and (world.total - start) % step:
+        ends.append(world.total)
+    for rank in world.ranks:
+        assert rank.got == ends
+        assert rank.end is not None
+        assert rank.end.end_index == (ends[-1] if ends else start)
+    assert world.ledger == len(ends)
+    assert world.generation.index_of(world.ledger) == (ends[-1] if ends else start)
