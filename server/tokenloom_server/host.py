@@ -154,7 +154,14 @@ class Host:
         plan = self.plan(opening)
         window = self.order.config.window_steps or WINDOW_GROUPS * plan.group_steps
         steps, rest = divmod(committed.sample_index - plan.start_index, plan.step_samples)
-        generation = Generation(opening.generation, opening.attempt, plan, window, steps + bool(rest))
+        generation = Generation(
+            opening.generation,
+            opening.attempt,
+            plan,
+            window,
+            pads_last_step=self.order.config.last_step == "pad",
+            committed=steps + bool(rest),
+        )
         self._wake_all()
         self.live = Live(
             generation,
@@ -311,7 +318,7 @@ class Host:
         if fresh:
             generation.add_group(group)
         generation.filled(ended, dropped)
-        if live.expected_digest is not None and generation.produced >= generation.committed:
+        if live.expected_digest is not None and (generation.produced >= generation.committed or ended is not None):
             try:
                 generation.check_digest(live.expected_digest)
             except TokenloomError as error:
