@@ -95,13 +95,13 @@ def produced(generation: Generation, total: int = 10**9, pad: bool = False) -> G
     return generation
 
 
-def attached(generation: Generation, at: int | None = None, credits: int = 100) -> list[int]:
+def attached(generation: Generation, at: int | None = None, credit_steps: int = 100) -> list[int]:
     committed = generation.index_of(generation.committed)
     at = committed if at is None else at
     sessions = []
     for rank in range(generation.plan.world_size):
         sessions.append(generation.attach(rank, f"nonce-{rank}", at, committed, 0.0))
-        generation.progress(rank, sessions[-1], at, credits, 0.0)
+        generation.progress(rank, sessions[-1], at, credit_steps, 0.0)
     return sessions
 
 
@@ -189,7 +189,7 @@ def test_messages_never_cross_a_boundary_and_each_group_brings_its_base_once() -
 
 def test_a_second_message_of_a_group_brings_no_base_but_a_new_stream_does() -> None:
     generation = generation_of(window=8, group_steps=4)
-    session = attached(generation, credits=2)[0]
+    session = attached(generation, credit_steps=2)[0]
     produced(generation)
     first = generation.next_for(0, session)
     assert isinstance(first, Delivery)
@@ -206,7 +206,7 @@ def test_a_second_message_of_a_group_brings_no_base_but_a_new_stream_does() -> N
 
 def test_no_more_is_sent_than_a_rank_has_credit_for() -> None:
     generation = generation_of(window=40, group_steps=8)
-    session = attached(generation, credits=3)[0]
+    session = attached(generation, credit_steps=3)[0]
     produced(generation)
     assert received(generation, 0, session) == [(0, 3)]
     generation.progress(0, session, 6, 3, 0.0)
@@ -224,7 +224,7 @@ def test_a_part_of_a_group_is_sent_at_once_where_nothing_more_may_be_produced() 
 
 def test_an_error_flushes_what_was_produced() -> None:
     generation = generation_of(window=64, group_steps=64)
-    session = attached(generation, credits=64)[0]
+    session = attached(generation, credit_steps=64)[0]
     producer = Producer(generation, 10**9, False)
     producer.produce()
     assert received(generation, 0, session) == [(0, 1)]
@@ -494,12 +494,15 @@ class World:
         for rank in self.ranks:
             rank.received = rank.consumed = self.plan.start_index
         self.writing: int | None = None
+        #: How often the ledger moves when it could: it may lag far behind.
+        self.ledger_speed = rng.choice([1.0, 0.05, 0.002])
+        self.faults = True
         self.start()
 
     def start(self) -> None:
         """The server comes up, from the ledger."""
         rng = self.rng
-        window = rng.choice([2, 3, 2 * self.plan.group_steps, 4 * self.plan.group_steps + 1])
+        window = rng.choice([2, 5, 4 * self.plan.group_steps + 1])
         self.generation = Generation(1, "a", self.plan, window, pads_last_step=self.pad, committed=self.ledger)
         self.producer = Producer(self.generation, self.total, self.pad)
         self.writing = None
@@ -547,11 +550,11 @@ class World:
     def events(self) -> list[Any]:
         """Everything that can happen now, faults apart."""
         found: list[Any] = [self.producer.produce] if self.generation.steps_wanted() else []
-        if self.writing is None:
-            if self.generation.commit_due() is not None:
+        if not self.faults or self.rng.random() < self.ledger_speed:
+            if self.writing is not None:
+                found.append(self.end_commit)
+            elif self.generation.commit_due() is not None:
                 found.append(self.begin_commit)
-        else:
-            found.append(self.end_commit)
         for rank in self.ranks:
             if not rank.connected:
                 found.append(lambda rank=rank: self.connect(rank))
@@ -603,6 +606,7 @@ class World:
             elif events := self.events():
                 rng.choice(events)()
             self.check(restarts > 0)
+        self.faults = False
         # No more faults: everything comes to its end, or something waits for ever.
         for _ in range(200_000):
             events = self.events()
