@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -283,11 +284,13 @@ class GrpcServer:
         self._services = (name, "")
         host = address.rpartition(":")[0]
         try:
+            _try_to_listen(address)
             port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"--grpc {address}: cannot listen there ({error}); is another server running? Give another port, "
-                "or port 0 for a free one"
+                f"--grpc {address}: cannot listen there ({reason}); stop what listens there, or give another address "
+                "of this machine (port 0 picks a free one)"
             ) from None
         if not port:
             raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
@@ -303,3 +306,11 @@ class GrpcServer:
         """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
+
+
+def _try_to_listen(address: str) -> None:
+    """Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of its own to stderr."""
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, place in found:
+        socket.create_server(place[:2], family=family).close()

@@ -53,18 +53,22 @@ class Server:
         self._runs = Runs(self._ledger)
         self._grpc: GrpcServer | None = None
         self._rest: RestServer | None = None
-        self._ready_file = options.ready_file
+        self._ready_file: Path | None = None
         try:
             self._ledger.check()
             # The addresses first: a port that is taken is found before any file is read.
             self._grpc = GrpcServer(self._runs, options.grpc)
             app = create_app(self._runs, version=version("tokenloom"), grpc_address=self._grpc.address)
             self._rest = serve_rest(app, *split_address("--rest", options.rest))
+            if options.ready_file is not None:
+                # What a killed server left there; with the ports in hand, it is not another's.
+                _remove_ready(options.ready_file)
             for path in options.mixtures:
                 index_dir = options.index_dir or path.resolve().parent / INDEX_FOLDER
                 self._runs.add(path, index_dir)
             self._grpc.start()
             if options.ready_file is not None:
+                self._ready_file = options.ready_file
                 _write_ready(options.ready_file, self.grpc_address, self.rest_address)
         except BaseException:
             self.close()
@@ -93,7 +97,7 @@ class Server:
             self._rest.stop(GRACE_S)
         self._ledger.close()
         if self._ready_file is not None:
-            self._ready_file.unlink(missing_ok=True)
+            _remove_ready(self._ready_file)
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:
@@ -114,5 +118,19 @@ def _is_loopback(host: str) -> bool:
 def _write_ready(path: Path, grpc: str, rest: str) -> None:
     # Written whole or not at all: somebody is polling for it.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"grpc": grpc, "rest": rest}) + "\n", encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps({"grpc": grpc, "rest": rest}) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--ready-file {path}: cannot be written ({error.strerror}); give a file in a folder that exists and may "
+            "be written to"
+        ) from None
+
+
+def _remove_ready(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("--ready-file %s: cannot be removed (%s)", path, error.strerror)
