@@ -35,26 +35,8 @@ SPECS = (
     "jsonl:docs.jsonl:body",
     "arrow:wiki:input_ids",
 )
-_WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "while",
-    "naïve",
-    "日本",
-    "tokens",
-    "😀",
-    "flow",
-    "from",
-    "disk",
-    "to",
-    "tensors",
-]
+_TEXT = "the quick brown fox jumps over lazy dogs while naïve 日本 tokens 😀 flow from disk to tensors"
+_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True)
