@@ -24,7 +24,7 @@ class History:
     def parse(self, text: str | bytes) -> ResumePoint:
         """Reads a snapshot of this run. Raises ``SnapshotInvalid``."""
         order = self._host.order
-        return snapshot.parse(text, order.template("", self._host.stream, 0), order.specs, order.shard_paths)
+        return snapshot.parse(text, order.template("", self._host.stream, 0), order.shape)
 
     def beginning(self) -> ResumePoint:
         """Sample 0."""

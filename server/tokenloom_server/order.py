@@ -19,6 +19,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server import snapshot
 from tokenloom_server.config import RunConfig, SourceConfig
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
+from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.pipeline import Pipeline, initial_state
@@ -68,6 +69,12 @@ class Order:
         self.specs = tuple(source.source for source in config.sources)
         self.shards = tuple(manifest.shards(spec) for spec in self.specs)
         self.shard_paths = tuple(tuple(shard.path for shard in shards) for shards in self.shards)
+        self.shape = snapshot.Shape(
+            specs=self.specs,
+            shards=self.shard_paths,
+            nodes=tuple(ids for _, _, ids in node_shapes(config)),
+            sample_tokens=config.sequence_length,
+        )
         self.vocab_size = _vocab_size(config, definition)
         self.dtype = id_dtype(self.vocab_size)
         self.width = config.sequence_length + (config.labels == "shifted")
@@ -194,10 +201,10 @@ class Order:
 
     def encode(self, state: State) -> str:
         """``resume_state``: the canonical JSON of a state."""
-        return snapshot.encode_state(state, self.specs, self.shard_paths)
+        return snapshot.encode_state(state, self.shape)
 
     def decode(self, resume_state: str) -> State:
-        return snapshot.decode_state(resume_state, self.specs, self.shard_paths)
+        return snapshot.decode_state(resume_state, self.shape)
 
     def pipeline(self, state: State) -> Pipeline:
         """A new pipeline that goes on from a state. Opens files only as they are read."""

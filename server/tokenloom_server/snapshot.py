@@ -8,9 +8,9 @@ the same for all ranks, so every rank (and the server) writes the same text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenloom_proto.seal import canonical, seal, unseal
@@ -26,6 +26,11 @@ MAX_BYTES = 16 * 2**20
 
 _Count = Field(ge=0, le=MAX_COUNTER)
 _Digest = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+_Natural = Annotated[int, _Count]
+#: Samples, tokens, credit, exhausted.
+_Child = tuple[_Natural, _Natural, int, Annotated[int, Field(ge=0, le=1)]]
 
 
 class _Strict(BaseModel):
@@ -55,7 +60,7 @@ class _ResumeState(_Strict):
     total_tokens: int = _Count
     datasets: list[_Dataset]
     #: By node id, by child: [samples, tokens, credit, exhausted (0 or 1)].
-    nodes: list[list[tuple[int, int, int, int]]]
+    nodes: list[list[_Child]]
 
 
 class _Snapshot(_Strict):
@@ -66,14 +71,27 @@ class _Snapshot(_Strict):
     sample_index: int = _Count
     digest: str = _Digest
     total_tokens: int = _Count
-    run_uid: str | None = None
-    generation: int | None = None
+    run_uid: str | None = Field(default=None, min_length=1, max_length=256)
+    generation: int | None = Field(default=None, ge=0, le=MAX_COUNTER)
     seed: int | None = None
     order_version: int | None = None
     config_digest: str | None = None
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
     resume_state: _ResumeState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a run's states look like: a state that does not fit is refused before anything uses it."""
+
+    specs: tuple[str, ...]
+    """By source id."""
+    shards: tuple[tuple[str, ...], ...]
+    """Each source's shard paths."""
+    nodes: tuple[tuple[int, ...], ...]
+    """By node id, the children's stable ids: 2 × source id, or 2 × node id + 1."""
+    sample_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +107,14 @@ class ResumePoint:
     generation: int
 
 
-def encode_state(state: State, specs: Sequence[str], shards: Sequence[Sequence[str]]) -> str:
-    """``resume_state``: the canonical JSON of a state. ``shards`` are each source's shard paths."""
+def encode_state(state: State, shape: Shape) -> str:
+    """``resume_state``: the canonical JSON of a state."""
     datasets = []
-    for i, (source, spec) in enumerate(zip(state.sources, specs, strict=True)):
+    for i, (source, spec) in enumerate(zip(state.sources, shape.specs, strict=True)):
         entry: dict[str, Any] = {
             "id": i,
             "spec": spec,
-            "shard": shards[i][source.cursor.shard],
+            "shard": shape.shards[i][source.cursor.shard],
             "shard_index": source.cursor.shard,
             "epoch": source.cursor.epoch,
             "row_offset": source.cursor.row,
@@ -122,10 +140,10 @@ def encode_state(state: State, specs: Sequence[str], shards: Sequence[Sequence[s
     )
 
 
-def decode_state(resume_state: str, specs: Sequence[str], shards: Sequence[Sequence[str]]) -> State:
+def decode_state(resume_state: str, shape: Shape) -> State:
     """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
     try:
-        return _state(_ResumeState.model_validate_json(resume_state), specs, shards)
+        return _state(_ResumeState.model_validate_json(resume_state), shape)
     except ValidationError as error:
         raise SnapshotInvalid(_explain(error)) from None
 
@@ -136,9 +154,7 @@ def compose(template: Mapping[str, Any], resume_state: Mapping[str, Any], index:
     return seal({**template, **position, "resume_state": dict(resume_state)})
 
 
-def parse(
-    text: str | bytes, template: Mapping[str, Any], specs: Sequence[str], shards: Sequence[Sequence[str]]
-) -> ResumePoint:
+def parse(text: str | bytes, template: Mapping[str, Any], shape: Shape) -> ResumePoint:
     """Reads and checks a snapshot against the run that it is to resume.
 
     ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
@@ -172,14 +188,16 @@ def parse(
             raise SnapshotInvalid(f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0")
         base = None
     else:
-        missing = [field for field in _REMEDIES if getattr(snapshot, field) is None]
+        needed = (*_REMEDIES, "run_uid", "generation")
+        missing = [field for field in needed if getattr(snapshot, field) is None]
         if missing:
             raise SnapshotInvalid(f"{', '.join(missing)} missing: they must be there beside resume_state")
-        base = _state(snapshot.resume_state, specs, shards)
+        base = _state(snapshot.resume_state, shape)
         if base.sample_index > snapshot.sample_index:
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, behind sample_index {snapshot.sample_index}"
             )
+        _check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
     return ResumePoint(
         sample_index=snapshot.sample_index,
         digest=snapshot.digest,
@@ -201,19 +219,52 @@ _REMEDIES = {
 }
 
 
-def _state(resume: _ResumeState, specs: Sequence[str], shards: Sequence[Sequence[str]]) -> State:
-    if [dataset.spec for dataset in resume.datasets] != list(specs):
-        theirs, ours = {dataset.spec for dataset in resume.datasets}, set(specs)
+def _state(resume: _ResumeState, shape: Shape) -> State:
+    _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
+    sources = _sources(resume, shape)
+    nodes = tuple(
+        tuple(ChildState(samples, tokens, credit, bool(out)) for samples, tokens, credit, out in children)
+        for children in resume.nodes
+    )
+    _check_nodes(nodes, sources, resume.sample_index, shape)
+    return State(
+        sample_index=resume.sample_index,
+        total_tokens=resume.total_tokens,
+        digest=int(resume.digest, 16),
+        sources=sources,
+        nodes=nodes,
+    )
+
+
+def _check_position(where: str, sample_index: int, total_tokens: int, digest: str, shape: Shape) -> None:
+    if int(digest, 16) >= DIGEST_MODULUS:
+        raise SnapshotInvalid(f"{where}digest {digest!r} is not below 2^127 − 1")
+    if total_tokens != sample_index * shape.sample_tokens:
+        raise SnapshotInvalid(
+            f"{where}total_tokens is {total_tokens}, but {sample_index} samples of {shape.sample_tokens} tokens have "
+            f"{sample_index * shape.sample_tokens}"
+        )
+
+
+def _sources(resume: _ResumeState, shape: Shape) -> tuple[SourceState, ...]:
+    if [dataset.spec for dataset in resume.datasets] != list(shape.specs):
+        theirs, ours = {dataset.spec for dataset in resume.datasets}, set(shape.specs)
         raise SnapshotInvalid(
             "resume_state.datasets does not list this run's sources in their order; "
             f"only there: {sorted(theirs - ours) or 'none'}, only here: {sorted(ours - theirs) or 'none'}"
         )
     sources = []
     for i, dataset in enumerate(resume.datasets):
-        if dataset.id != i or dataset.shard_index >= len(shards[i]) or shards[i][dataset.shard_index] != dataset.shard:
+        shards = shape.shards[i]
+        if dataset.id != i or dataset.shard_index >= len(shards) or shards[dataset.shard_index] != dataset.shard:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i}: shard {dataset.shard!r} at {dataset.shard_index} "
                 f"is not in this run's manifest of {dataset.spec!r}"
+            )
+        if dataset.token_offset != dataset.samples * shape.sample_tokens:
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
+                f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
         sources.append(
             SourceState(
@@ -225,28 +276,37 @@ def _state(resume: _ResumeState, specs: Sequence[str], shards: Sequence[Sequence
                 exhausted=dataset.exhausted,
             )
         )
-    nodes = tuple(
-        tuple(ChildState(samples, tokens, credit, bool(out)) for samples, tokens, credit, out in children)
-        for children in resume.nodes
-    )
-    for number, children in enumerate(nodes):
-        for child in children:
-            if not (0 <= child.samples <= MAX_COUNTER and 0 <= child.tokens <= MAX_COUNTER):
-                raise SnapshotInvalid(f"resume_state.nodes.{number}: counters are within 0 and 2^53 − 1, found {child}")
+    return tuple(sources)
+
+
+def _check_nodes(
+    nodes: tuple[tuple[ChildState, ...], ...], sources: tuple[SourceState, ...], sample_index: int, shape: Shape
+) -> None:
+    """The tree has the run's shape, and what a node counts of a child is what the child says itself."""
+    found, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes]
+    if found != expected:
+        raise SnapshotInvalid(
+            f"resume_state.nodes: the nodes have {found} children, but this run's mixture has {expected}"
+        )
+    issued = [sum(child.samples for child in children) for children in nodes]
+    if issued[0] != sample_index:
+        raise SnapshotInvalid(
+            f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"
+        )
+    for number, (children, ids) in enumerate(zip(nodes, shape.nodes, strict=True)):
+        for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):
+            own, is_node = divmod(child_id, 2)
+            samples = issued[own] if is_node else sources[own].samples
+            exhausted = child.exhausted if is_node else sources[own].exhausted
+            if (child.samples, child.tokens, child.exhausted) != (samples, samples * shape.sample_tokens, exhausted):
+                raise SnapshotInvalid(
+                    f"resume_state.nodes.{number}.{i}: {child} is not what {'node' if is_node else 'source'} {own} "
+                    f"says itself: {samples} samples, exhausted {exhausted}"
+                )
             if abs(child.credit) > MAX_COUNTER:
-                raise SnapshotInvalid(f"resume_state.nodes.{number}: credits are within ±2^53, found {child.credit}")
-    digest = int(resume.digest, 16)
-    if digest >= DIGEST_MODULUS:
-        raise SnapshotInvalid(f"resume_state.digest {resume.digest!r} is not below 2^127 − 1")
-    if sum(source.samples for source in sources) != resume.sample_index:
-        raise SnapshotInvalid("resume_state: the sources' samples do not add up to sample_index")
-    return State(
-        sample_index=resume.sample_index,
-        total_tokens=resume.total_tokens,
-        digest=digest,
-        sources=tuple(sources),
-        nodes=nodes,
-    )
+                raise SnapshotInvalid(
+                    f"resume_state.nodes.{number}.{i}: credits are within ±2^53, found {child.credit}"
+                )
 
 
 def _explain(error: ValidationError) -> str:
