@@ -1,0 +1,389 @@
+"""The snapshot: the same text from everybody, and whatever is not what was written is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import CODE, flat, mixture, order_of, parsed, write_corpus
+from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_server import snapshot
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.order import Order
+from tokenloom_server.snapshot import ResumePoint, Shape
+from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
+
+UID = "0123456789abcdef0123456789abcdef"
+BASE, INDEX = 60, 63
+
+
+class Case:
+    """A run in its middle, where a source is exhausted, and the snapshot three samples on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.order = order_of(folder)
+        pipeline = self.order.pipeline(self.order.initial())
+        pipeline.advance(BASE)
+        self.base = pipeline.state()
+        pipeline.advance(INDEX - BASE)
+        self.state = pipeline.state()
+        self.template = self.order.template(UID, "train", 4)
+        self.resume_state = json.loads(self.order.encode(self.base))
+        self.text = snapshot.compose(
+            self.template, self.resume_state, INDEX, digest_hex(self.state.digest), self.state.total_tokens
+        )
+
+    def parse(self, text: str | bytes) -> ResumePoint:
+        return snapshot.parse(text, self.order.template("", "train", 0), self.order.shape)
+
+    def changed(self, change: Callable[[dict[str, Any]], Any]) -> str:
+        """The snapshot with a change, sealed anew."""
+        document = unseal(self.text)
+        change(document)
+        return seal(document)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(write_corpus(tmp_path_factory.mktemp("corpus")))
+
+
+def test_a_snapshot_comes_back_as_it_was_written(case: Case) -> None:
+    for text in (case.text, case.text.encode()):
+        point = case.parse(text)
+        assert point == ResumePoint(
+            sample_index=INDEX,
+            digest=digest_hex(case.state.digest),
+            total_tokens=INDEX * 8,
+            base=case.base,
+            run_uid=UID,
+            generation=4,
+        )
+
+
+def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> None:
+    document = json.loads(case.text)
+    assert canonical(document) == case.text
+    shuffled = {key: document[key] for key in reversed(document)}
+    assert seal(shuffled) == case.text
+    args = (INDEX, digest_hex(case.state.digest), case.state.total_tokens)
+    assert snapshot.compose(dict(reversed(case.template.items())), case.resume_state, *args) == case.text
+
+
+def test_earlier_tools_find_what_they_read(case: Case) -> None:
+    (code, *_) = json.loads(case.text)["resume_state"]["datasets"]
+    cursor = case.base.sources[0].cursor
+    assert code["spec"] == CODE
+    assert code["shard"] == f"data/code-{cursor.shard}.parquet"
+    assert code["row_offset"] == cursor.row
+    assert code["token_offset"] == case.base.sources[0].tokens
+
+
+def test_the_state_before_the_first_sample_comes_back(case: Case) -> None:
+    initial = case.order.initial()
+    assert case.order.decode(case.order.encode(initial)) == initial
+    text = snapshot.compose(case.template, json.loads(case.order.encode(initial)), 0, digest_hex(0), 0)
+    assert case.parse(text).base == initial
+
+
+def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
+    specs = tuple(f"parquet:data/corpus-{i:03d}/shards-*.parquet:text" for i in range(200))
+    config = parsed(flat(list(specs)))
+    shape = Shape(
+        specs=specs,
+        shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
+        nodes=tuple(ids for _, _, ids in node_shapes(config)),
+        sample_tokens=8,
+    )
+    # As wide as honest counters get: 10^12 samples a source.
+    samples = 10**12
+    state = State(
+        sample_index=200 * samples,
+        total_tokens=1600 * samples,
+        digest=DIGEST_MODULUS - 1,
+        sources=tuple(SourceState(Cursor(1, 89, 10**6, 10**5), samples, 10**11, 8 * samples) for _ in specs),
+        nodes=(tuple(ChildState(samples, 8 * samples, -(10**6)) for _ in specs),),
+    )
+    template = dict.fromkeys(("manifest_digest", "config_digest"), "f" * 64) | {
+        "format": snapshot.FORMAT,
+        "version": snapshot.VERSION,
+        "run": "r" * 40,
+        "run_uid": UID,
+        "stream": "train",
+        "generation": 1000,
+        "seed": 2**63 - 1,
+        "order_version": 1,
+        "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
+    }
+    resume_state = json.loads(snapshot.encode_state(state, shape))
+    args = state.sample_index + 999, digest_hex(1), state.total_tokens + 8 * 999
+    text = snapshot.compose(template, resume_state, *args)
+    assert len(text.encode()) <= 64 * 1024
+    assert snapshot.parse(text, template, shape).base == state
+
+
+# --- torn ------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_and_every_flipped_byte_is_refused(case: Case) -> None:
+    whole = case.text.encode()
+    for at in range(len(whole)):
+        for mask in (1 << at % 8, 0xFF):
+            torn = bytearray(whole)
+            torn[at] ^= mask
+            with pytest.raises(SnapshotInvalid):
+                case.parse(bytes(torn))
+
+
+def test_every_truncation_is_refused(case: Case) -> None:
+    whole = case.text.encode()
+    for length in range(len(whole)):
+        with pytest.raises(SnapshotInvalid):
+            case.parse(whole[:length])
+
+
+@pytest.mark.parametrize("more", ["}", " x", "{}", "\x00"])
+def test_more_behind_its_end_is_refused(case: Case, more: str) -> None:
+    with pytest.raises(SnapshotInvalid, match="does not parse"):
+        case.parse(case.text + more)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "7", "[]", '"x"', "{}", "{", "NaN", "\ufeff{}", "\x00", "9" * 5000, "[" * 100_000),
+        *('{"a":1,"a":1}', '{"a":Infinity}', '{"a":"\\ud800"}'),
+        *('{"a":' * depth + "1" + "}" * depth for depth in (400, 900, 960, 1000)),
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_what_is_no_snapshot_at_all_is_refused(case: Case, text: str) -> None:
+    for found in (text, text.encode("utf-8", "surrogatepass"), text.encode("utf-16", "surrogatepass")):
+        with pytest.raises(SnapshotInvalid):
+            case.parse(found)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_arbitrary_bytes_are_refused(case: Case, data: bytes) -> None:
+    with pytest.raises(SnapshotInvalid):
+        case.parse(data)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+def test_a_text_beyond_the_bound_is_not_even_read(case: Case, extra: int) -> None:
+    with pytest.raises(SnapshotInvalid, match="expected at most 16777216" if extra else "does not parse"):
+        case.parse("[" * 5 + " " * (16 * 2**20 - 5 + extra))
+
+
+# --- swapped, with a checksum that fits ---------------------------------------------------------------
+
+
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        at: Any = document
+        for part in parents:
+            at = at[int(part)] if part.isdigit() else at[part]
+        at[int(last) if last.isdigit() else last] = value
+
+    return change
+
+
+def add(path: str, value: int) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        at: Any = document
+        for part in parents:
+            at = at[int(part)] if part.isdigit() else at[part]
+        at[int(last) if last.isdigit() else last] += value
+
+    return change
+
+
+DATASET = "resume_state.datasets.0"
+SWAPPED = [
+    ("format", "other/snapshot", "format is 'other/snapshot', expected 'tokenloom/snapshot'"),
+    ("version", 2, "format version 2, this server reads 1: restore it with the Tokenloom release that wrote it"),
+    ("version", 0, "format version 0"),
+    ("version", "1", "format version '1'"),
+    ("version", True, "version: "),
+    ("version", None, "format version None"),
+    ("run", "other", "the snapshot's run is 'other', this run's is 'test': load it into that run"),
+    ("stream", "eval", "the snapshot's stream is 'eval', this run's is 'train'"),
+    ("seed", 8, "the snapshot's seed is 8, this run's is 7: restore the seed"),
+    ("seed", 7.0, "seed: "),
+    ("order_version", 2, "the snapshot's order_version is 2, this run's is 1"),
+    ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
+    ("manifest_digest", "0" * 64, "restore the data files that the run began with"),
+    ("tokenizer.engine", "other", "restore that tokeniser and engine version"),
+    ("tokenizer.version", "0.9", "'version': '0.9'"),
+    ("tokenizer.digest", "0" * 64, "the snapshot's tokenizer is"),
+    ("tokenizer", {}, "the snapshot's tokenizer is {}"),
+    ("generation", -1, "generation: "),
+    ("generation", 2**53, "generation: "),
+    ("generation", 10**400, "generation: "),
+    ("generation", "4", "generation: "),
+    ("run_uid", "", "run_uid: "),
+    ("run_uid", 7, "run_uid: "),
+    ("sample_index", BASE - 1, f"resume_state is at sample {BASE}, behind sample_index {BASE - 1}"),
+    ("total_tokens", INDEX * 8 + 1, f"total_tokens is {INDEX * 8 + 1}, but {INDEX} samples of 8 tokens have"),
+    ("digest", f"{DIGEST_MODULUS:032x}", "is not below 2^127"),
+    ("digest", "f" * 32, "is not below 2^127"),
+    ("digest", "F" * 32, "digest: "),
+    ("digest", "0" * 31, "digest: "),
+    ("surprise", 1, "surprise: "),
+    ("resume_state", [], "resume_state: "),
+    ("resume_state.sample_index", BASE + 1, ""),
+    ("resume_state.total_tokens", BASE * 8 + 8, "resume_state.total_tokens is"),
+    ("resume_state.digest", f"{DIGEST_MODULUS:032x}", "resume_state.digest"),
+    ("resume_state.surprise", 1, "resume_state.surprise: "),
+    ("resume_state.datasets", [], "resume_state.datasets does not list this run's sources"),
+    (f"{DATASET}.spec", "parquet:other:ids", "only there: ['parquet:other:ids'], only here: ['parquet:data/code"),
+    (f"{DATASET}.id", 1, "resume_state.datasets.0: shard"),
+    (f"{DATASET}.shard", "data/code-9.parquet", "shard 'data/code-9.parquet' at "),
+    (f"{DATASET}.shard_index", 2, "is not in this run's manifest"),
+    (f"{DATASET}.shard_index", MAX_COUNTER, "is not in this run's manifest"),
+    (f"{DATASET}.samples", 10**9, "resume_state.datasets.0: token_offset is"),
+    (f"{DATASET}.token_offset", 0, "resume_state.datasets.0: token_offset is 0"),
+    (f"{DATASET}.exhausted", True, "resume_state.nodes.0.0"),
+    (f"{DATASET}.exhausted", 1, f"{DATASET}.exhausted: "),
+    (f"{DATASET}.extra", 1, f"{DATASET}.extra: "),
+    ("resume_state.nodes", [], "resume_state.nodes: the nodes have [] children, but this run's mixture has [3, 2]"),
+    ("resume_state.nodes", [[], []], "the nodes have [0, 0] children"),
+    ("resume_state.nodes.1", [], "the nodes have [3, 0] children"),
+    ("resume_state.nodes.0.0", [1, 8, 0], "resume_state.nodes.0.0"),
+    ("resume_state.nodes.0.0.2", 2**53, "resume_state.nodes.0.0: credits are within"),
+    ("resume_state.nodes.0.0.2", -(2**53), "resume_state.nodes.0.0: credits are within"),
+    ("resume_state.nodes.0.0.2", 10**30, "credits are within"),
+    ("resume_state.nodes.0.0.2", 1.5, "resume_state.nodes.0.0.2: "),
+    ("resume_state.nodes.0.0.3", 2, "resume_state.nodes.0.0.3: "),
+    ("resume_state.nodes.0.0.3", 1, "resume_state.nodes.0.0"),
+    ("resume_state.nodes.0.0.3", False, "resume_state.nodes.0.0.3: "),
+    ("resume_state.nodes.1.0.0", 0, "resume_state.nodes."),
+    ("resume_state.nodes.1.1.1", 0, "resume_state.nodes.1.1"),
+]
+COUNTS = [
+    *("sample_index", "total_tokens", "resume_state.sample_index", "resume_state.total_tokens"),
+    *(f"{DATASET}.{key}" for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")),
+    *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens")),
+    *("resume_state.nodes.0.0.0", "resume_state.nodes.0.0.1", "resume_state.nodes.1.1.0"),
+]
+SWAPPED += [
+    (path, value, f"{path}: ") for path in COUNTS for value in (-1, 2**53, 10**4000, 1.0, 1e300, True, "1", None, [1])
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"), SWAPPED, ids=[f"{path}={str(value)[:20]}" for path, value, _ in SWAPPED]
+)
+def test_a_swapped_field_is_refused_by_name(case: Case, path: str, value: Any, says: str) -> None:
+    with pytest.raises(SnapshotInvalid) as caught:
+        case.parse(case.changed(put(path, value)))
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("format", "version", "run", "stream", "sample_index", "digest", "total_tokens", "run_uid", "generation"),
+        *("seed", "order_version", "config_digest", "manifest_digest", "tokenizer", "resume_state"),
+    ],
+)
+def test_a_missing_field_is_refused_by_name(case: Case, field: str) -> None:
+    with pytest.raises(SnapshotInvalid, match=field):
+        case.parse(case.changed(lambda document: document.pop(field)))
+
+
+@pytest.mark.parametrize(
+    "field", ["sample_index", "digest", "total_tokens", "datasets", "nodes", "datasets.1.shard", "datasets.1.rows"]
+)
+def test_a_missing_field_of_the_state_is_refused_by_name(case: Case, field: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        at: Any = document["resume_state"]
+        *parents, last = field.split(".")
+        for part in parents:
+            at = at[int(part)] if part.isdigit() else at[part]
+        del at[last]
+
+    with pytest.raises(SnapshotInvalid, match=f"resume_state.{field}"):
+        case.parse(case.changed(change))
+
+
+def test_states_of_two_runs_cannot_be_mixed(case: Case) -> None:
+    # Samples moved from one source to the next: every sum is right, and no node knows of it.
+    def change(document: dict[str, Any]) -> None:
+        datasets = document["resume_state"]["datasets"]
+        for i, sign in ((0, 1), (1, -1)):
+            datasets[i]["samples"] += sign
+            datasets[i]["token_offset"] += sign * 8
+
+    with pytest.raises(SnapshotInvalid, match=r"resume_state.nodes.0.0: .* is not what source 0 says itself"):
+        case.parse(case.changed(change))
+
+
+def test_an_inner_node_must_count_what_its_children_count(case: Case) -> None:
+    def change(document: dict[str, Any]) -> None:
+        nodes = document["resume_state"]["nodes"][0]
+        for i, sign in ((1, 1), (2, -1)):
+            nodes[i][0] += sign
+            nodes[i][1] += sign * 8
+        document["resume_state"]["datasets"][1]["samples"] += 1
+        document["resume_state"]["datasets"][1]["token_offset"] += 8
+
+    with pytest.raises(SnapshotInvalid, match=r"resume_state.nodes.0.2: .* is not what node 1 says itself"):
+        case.parse(case.changed(change))
+
+
+def test_a_state_of_a_flat_mixture_does_not_fit_a_nested_one(case: Case) -> None:
+    def change(document: dict[str, Any]) -> None:
+        resume = document["resume_state"]
+        resume["nodes"] = [[[d["samples"], d["token_offset"], 0, 0] for d in resume["datasets"]]]
+
+    with pytest.raises(SnapshotInvalid, match=r"have \[4\] children, but this run's mixture has \[3, 2\]"):
+        case.parse(case.changed(change))
+
+
+def test_a_swapped_resume_state_is_refused_where_the_ledger_keeps_it_too(case: Case) -> None:
+    damaged = copy.deepcopy(case.resume_state)
+    damaged["nodes"][0].pop()
+    with pytest.raises(SnapshotInvalid, match="children"):
+        case.order.decode(canonical(damaged))
+    for text in ("", "{", "null", canonical(case.resume_state)[:-1]):
+        with pytest.raises(SnapshotInvalid):
+            case.order.decode(text)
+
+
+# --- before the first join -------------------------------------------------------------------------
+
+
+def start_of(run: str = "test", **fields: Any) -> str:
+    document = {"format": snapshot.FORMAT, "version": 1, "run": run, "stream": "train"}
+    return seal(document | {"sample_index": 0, "total_tokens": 0, "digest": "0" * 32} | fields)
+
+
+def test_the_state_of_a_run_that_has_not_begun_is_sample_0(case: Case) -> None:
+    point = case.parse(start_of())
+    assert (point.sample_index, point.base, point.run_uid, point.generation) == (0, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sample_index": 1}, {"total_tokens": 8}, {"digest": "0" * 31 + "1"}, {"run": "other"}, {"seed": 8}]
+)
+def test_only_sample_0_needs_no_resume_state(case: Case, fields: dict[str, Any]) -> None:
+    with pytest.raises(SnapshotInvalid):
+        case.parse(start_of(**fields))
+
+
+def test_the_shape_is_that_of_the_mixture(case: Case) -> None:
+    assert isinstance(case.order, Order)
+    assert case.order.shape.nodes == ((0, 2, 3), (4, 6))
+    assert case.order.shape.sample_tokens == mixture()["sequence_length"]
