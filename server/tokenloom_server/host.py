@@ -247,9 +247,17 @@ class Host:
 
     def finish(self, session: Session, timeout_s: float) -> None:
         """Waits, bounded, until all that every rank acknowledged is committed."""
+        generation = session.generation
         with self.lock:
             self.changed.wait_for(
-                lambda: session.generation.commit_due() is None or self.error is not None or self.stopping, timeout_s
+                lambda: (
+                    generation.all_committed()
+                    or self.error is not None
+                    or self.stopping
+                    or self.live is None
+                    or self.live.generation is not generation
+                ),
+                timeout_s,
             )
 
     def resume_state(self, group: Group) -> str:

@@ -125,11 +125,14 @@ class Generation:
         Waits for room for half a window (or the rest of the group), so that bursts and messages stay
         large, unless a rank has nothing left.
         """
-        if self.end is not None or not any(slot.connected for slot in self.slots):
+        # After a restart, a rank may come back only to acknowledge what it had, and be gone before it is
+        # produced again; without that it could not be committed.
+        owed = self.acknowledged() > self.produced
+        if self.end is not None or not (owed or any(slot.connected for slot in self.slots)):
             return 0
         room = max(self.committed, self.first_needed) + self.window_steps - self.produced
         rest = self.plan.group_steps - self.produced % self.plan.group_steps
-        starving = any(slot.connected and slot.sent >= self.produced for slot in self.slots)
+        starving = owed or any(slot.connected and slot.sent >= self.produced for slot in self.slots)
         if room <= 0 or (room < min(rest, self.window_steps // 2) and not starving):
             return 0
         return min(room, rest, self._ramp)
@@ -251,6 +254,10 @@ class Generation:
         # before, waiting for all of it would be waiting for ever.
         steps = min(self.acknowledged(), self.produced)
         return steps if steps > self.committed else None
+
+    def all_committed(self) -> bool:
+        """Whether the ledger holds all that every rank acknowledged."""
+        return self.acknowledged() <= self.committed
 
     def set_committed(self, steps: int) -> None:
         """The ledger holds the first ``steps`` steps: what lies before leaves memory."""
