@@ -48,7 +48,11 @@ def test_ranks_survive_a_server_that_is_killed_and_started_again(
         assert [world.state(4 * step) for step in range(6)] == before
         dead = world.state()
         server.start()
+        back = time.monotonic()
         texts = {world.sample_index: dead}
+        world.steps(3)
+        assert time.monotonic() - back < 8, "the ranks noticed late that the server is back"
+        texts[world.sample_index] = world.state()
         while world.step() is not None:
             texts[world.sample_index] = world.state()
         assert world.receipt.sequence() == sequence[: world.sample_index]
