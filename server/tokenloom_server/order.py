@@ -157,6 +157,11 @@ class Order:
             )
         if engine is not None:
             order._load_engine()
+        elif order._tokenizer_record() != recorded:
+            raise TokenizerError(
+                f"tokenizer {config.tokenizer!r}: its digest is {order._tokenizer_record()['digest'] or 'none'}, but "
+                f"the run began with {recorded['digest'] or 'none'}; put the old files back, or begin a new run"
+            )
         return order
 
     def warnings(self) -> list[str]:
@@ -242,7 +247,9 @@ class Order:
 
     def _tokenizer_record(self) -> dict[str, str]:
         if self.engine is None:
-            return {"digest": "", "engine": "none", "version": ""}
+            # A tokeniser encodes nothing here, but the end- and begin-of-text ids may be its own.
+            digest = self._definition.digest if self._definition is not None else ""
+            return {"digest": digest, "engine": "none", "version": ""}
         return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
 
 
@@ -287,5 +294,8 @@ def _differences(record: Any, file: Any, path: str) -> list[str]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list):
+        # Children, of which one list has more: their names tell which.
+        return f"{len(value)}: " + ", ".join(child.get("source", child.get("policy", "?")) for child in value)
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else text[:157] + "…"
