@@ -1,0 +1,256 @@
+"""What a run's order is made of: frozen when it begins, and honoured or refused ever after."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, parsed, write_corpus
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenloom_proto.seal import canonical
+from tokenloom_server.errors import ConfigError, LedgerError, SourceChanged, SourceError, TokenizerError, TokenloomError
+from tokenloom_server.order import Order
+from tokenloom_server.state import ORDER_VERSION
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path)
+
+
+def load(folder: Path, record: str, document: dict[str, Any] | None = None) -> Order:
+    return Order.load(parsed(document or mixture()), folder, None, record)
+
+
+def digest_of(order: Order, samples: int = 40) -> int:
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(samples)
+    return pipeline.state().digest
+
+
+def write_tokenizer(path: Path, end_of_text: int, extra: str = "x") -> None:
+    """A word-level tokeniser of digits, whose end of text has the given id."""
+    names = [f"w{i}" for i in range(300)]
+    names[end_of_text] = "<|endoftext|>"
+    names[-1] = extra
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
+
+def test_an_order_comes_back_from_its_record(folder: Path) -> None:
+    made = order_of(folder)
+    loaded = load(folder, made.record())
+    assert loaded.record() == made.record()
+    assert loaded.template("u", "train", 1) == made.template("u", "train", 1)
+    assert digest_of(loaded) == digest_of(made)
+
+
+def test_the_record_holds_what_decides_the_order_and_nothing_of_this_machine(folder: Path) -> None:
+    record = order_of(folder).record()
+    assert str(folder) not in record
+    assert set(json.loads(record)) == {"format", "order_version", "config", "tokenizer", "vocab_size", "manifest"}
+    assert canonical(json.loads(record)) == record
+
+
+def test_a_run_moves_with_its_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = order_of(folder)
+    expected = digest_of(made)
+    moved = tmp_path_factory.mktemp("moved") / "corpus"
+    folder.rename(moved)
+    assert digest_of(load(moved, made.record())) == expected
+
+
+def child(document: dict[str, Any], position: int) -> dict[str, Any]:
+    found = document["mixture"]["children"][position]
+    assert isinstance(found, dict)
+    return found
+
+
+DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
+    "seed": (lambda d: d.update(seed=8), ["seed: the run began with 7, the file has 8"]),
+    "length": (lambda d: d.update(sequence_length=9), ["sequence_length: the run began with 8, the file has 9"]),
+    "labels": (
+        lambda d: d.update(labels="shifted"),
+        ['labels: the run began with "(default)", the file has "shifted"'],
+    ),
+    "weight": (
+        lambda d: child(d, 0).update(weight=2.5),
+        ['mixture.children.0.weight: the run began with "2", the file has "2.5"'],
+    ),
+    "several": (
+        lambda d: (child(d, 1).update(epochs=3), child(d, 2).update(policy="least_consumed"), d.update(seed=1)),
+        [
+            'mixture.children.1.epochs: the run began with "2", the file has "3"',
+            'mixture.children.2.policy: the run began with "weighted", the file has "least_consumed"',
+            "seed: the run began with 7, the file has 1",
+        ],
+    ),
+    "a source less": (
+        lambda d: d["mixture"]["children"].pop(1),
+        [f"mixture.children: the run began with 3: {CODE}, {DOCS}, weighted, the file has 2: {CODE}, weighted"],
+    ),
+    "another spec": (
+        lambda d: child(d, 1).update(source="jsonl:data/docs.jsonl:body"),
+        [f'mixture.children.1.source: the run began with "{DOCS}", the file has "jsonl:data/docs.jsonl:body"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(folder: Path, what: str) -> None:
+    change, lines = DIFFERENT[what]
+    document = mixture()
+    change(document)
+    with pytest.raises(ConfigError) as caught:
+        load(folder, order_of(folder).record(), document)
+    first, *found, last = str(caught.value).splitlines()
+    assert first == "the mixture file of run 'test' differs from the run's record:"
+    assert [line.strip() for line in found] == lines
+    assert last.startswith("put these back, or begin a new run under another name")
+
+
+def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
+    document = mixture(window_steps=9, last_step="pad")
+    child(document, 0)["alias"] = "other"
+    assert digest_of(load(folder, order_of(folder).record(), document)) == digest_of(order_of(folder))
+
+
+@pytest.mark.parametrize("field", ["format", "order_version"])
+@pytest.mark.parametrize("value", [0, 2, None, "1"])
+def test_a_record_of_another_version_is_refused(folder: Path, field: str, value: Any) -> None:
+    record = json.loads(order_of(folder).record()) | {field: value}
+    with pytest.raises(LedgerError, match=f"its record has {field} {value!r}, this server honours 1"):
+        load(folder, json.dumps(record))
+    assert ORDER_VERSION == 1
+
+
+def rewrite(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "rewritten with the same size": ("data/docs.jsonl", rewrite),
+    "appended to": ("data/prose/1.txt", lambda path: path.write_text(path.read_text() + "1\n")),
+    "truncated": ("data/code-1.parquet", lambda path: path.write_bytes(path.read_bytes()[:-9])),
+    "emptied": ("data/prose/0.txt", lambda path: path.write_bytes(b"")),
+    "deleted": ("data/code-0.parquet", lambda path: path.unlink()),
+    "renamed": ("data/docs.jsonl", lambda path: path.rename(path.with_name("other.jsonl"))),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_changed_file_is_refused_by_name(folder: Path, what: str) -> None:
+    record = order_of(folder).record()
+    name, damage = DAMAGE[what]
+    damage(folder / name)
+    with pytest.raises(SourceChanged, match=name):
+        load(folder, record)
+
+
+def test_a_touched_file_is_the_same_file(folder: Path) -> None:
+    record = order_of(folder).record()
+    (folder / "data/docs.jsonl").touch()
+    load(folder, record)
+
+
+def test_files_that_appear_later_only_warn(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = order_of(folder)
+    (folder / "data/prose/2.txt").write_text("1 2 3\n")
+    with caplog.at_level(logging.WARNING):
+        loaded = load(folder, made.record())
+    assert "data/prose/2.txt appeared after the run began and is not read" in caplog.text
+    assert digest_of(loaded, 10**6) == digest_of(made, 10**6)
+
+
+def text_document() -> dict[str, Any]:
+    return flat([PROSE], tokenizer="tokenizer.json")
+
+
+def test_another_tokeniser_is_refused(folder: Path) -> None:
+    write_tokenizer(folder / "tokenizer.json", 5)
+    record = order_of(folder, text_document()).record()
+    load(folder, record, text_document())
+    write_tokenizer(folder / "tokenizer.json", 5, extra="y")
+    with pytest.raises(TokenizerError, match=r"its files have the digest .* but the run began with"):
+        load(folder, record, text_document())
+
+
+def test_another_engine_version_is_refused(folder: Path) -> None:
+    write_tokenizer(folder / "tokenizer.json", 5)
+    record = json.loads(order_of(folder, text_document()).record())
+    record["tokenizer"]["version"] = "0.0.1"
+    with pytest.raises(TokenizerError, match=r"the run began with .* 0.0.1, but"):
+        load(folder, json.dumps(record), text_document())
+
+
+def test_another_end_of_text_is_refused_also_where_every_source_holds_ids(folder: Path) -> None:
+    document = flat([CODE, WIKI], tokenizer="tokenizer.json")
+    write_tokenizer(folder / "tokenizer.json", 280)
+    made = order_of(folder, document)
+    assert json.loads(made.record())["tokenizer"]["engine"] == "none"
+    load(folder, made.record(), document)
+    write_tokenizer(folder / "tokenizer.json", 281)
+    assert digest_of(order_of(folder, document)) != digest_of(made)
+    with pytest.raises(TokenizerError, match="put the old files back, or begin a new run"):
+        load(folder, made.record(), document)
+
+
+def test_text_without_a_tokeniser_is_refused(folder: Path) -> None:
+    document = flat([CODE, DOCS]) | {"vocab_size": 300, "end_of_text_id": 299}
+    del document["tokenizer"]
+    with pytest.raises(ConfigError, match=f"tokenizer: is missing, but '{DOCS}' holds text"):
+        order_of(folder, document)
+
+
+def test_a_vocabulary_smaller_than_the_tokenisers_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size: 257 is smaller than the tokeniser's 258"):
+        order_of(folder, mixture(vocab_size=257))
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4), (2**32, 4)])
+def test_ids_travel_in_the_narrowest_type(folder: Path, vocab: int, width: int) -> None:
+    document = flat([CODE], labels="shifted") | {"vocab_size": vocab, "end_of_text_id": vocab - 1}
+    del document["tokenizer"]
+    order = order_of(folder, document)
+    assert order.dtype.itemsize == width
+    assert order.sample_bytes == 9 * width
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "says"),
+    [
+        ("parquet:data/none-*.parquet:ids", SourceError, "none-"),
+        ("parquet:data/code-*.parquet:text", SourceError, "ids"),
+        ("jsonl:data/docs.jsonl:body", TokenloomError, "body"),
+        ("arrow:data/nowhere:ids", SourceError, "nowhere"),
+    ],
+)
+def test_a_source_that_is_not_there_is_refused_when_the_run_is_created(
+    folder: Path, spec: str, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        order_of(folder, flat([CODE, spec]))
+
+
+def test_shards_in_file_order_give_a_warning(folder: Path) -> None:
+    found = order_of(folder).warnings()
+    assert len(found) == sum(len(shards) > 1 for shards in ROWS.values()) == 2
+    assert all("shuffl" in text for text in found)
+
+
+def test_pipelines_of_one_order_are_independent(folder: Path) -> None:
+    order = order_of(folder)
+    one, other = order.pipeline(order.initial()), order.pipeline(order.initial())
+    for _ in range(20):
+        one.advance(1)
+        other.advance(2)
+    assert digest_of(order, 20) == one.state().digest
+    assert digest_of(order, 40) == other.state().digest
