@@ -122,6 +122,8 @@ class Opener:
                 host.ledger.open(uid, host.stream, host.epoch, opening, committed)
                 host.uid = uid
                 self._asked = asked
+                # It may have been refused before; ranks that join from now on are not to hear that.
+                self._refused.pop(call.attempt, None)
                 host.committed_state, host.committed_at = start, opening.opened_at
                 host.install(opening, start, committed, resumed=False)
         self._log_resume(opening, start)
