@@ -26,6 +26,14 @@ class History:
         order = self._host.order
         return snapshot.parse(text, order.template("", self._host.stream, 0), order.shape)
 
+    def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
+        """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
+        if point.run_uid is not None and point.run_uid != stored.uid and stored.opening is not None:
+            raise SnapshotInvalid(
+                f"the state is of run_uid {point.run_uid}, but run {stored.name!r} of this ledger is {stored.uid} "
+                "and has progress of its own: use the ledger of that run, an empty one, or another run name"
+            )
+
     def beginning(self) -> ResumePoint:
         """Sample 0."""
         return ResumePoint(sample_index=0, digest=digest_hex(0), total_tokens=0, base=None, run_uid=None, generation=0)

@@ -15,7 +15,6 @@ from tokenloom_server.errors import (
     NotFound,
     ResumePointNeeded,
     ServerStopping,
-    SnapshotInvalid,
     TokenloomError,
 )
 from tokenloom_server.history import History
@@ -216,11 +215,7 @@ class Opener:
         host = self._host
         if call.state:
             point = self._history.parse(call.state)
-            if point.run_uid is not None and point.run_uid != stored.uid and stored.opening is not None:
-                raise SnapshotInvalid(
-                    f"the state is of run_uid {point.run_uid}, but run {host.name!r} of this ledger is {stored.uid} "
-                    "and has progress of its own: use the ledger of that run, an empty one, or another run name"
-                )
+            self._history.refuse_foreign(point, stored)
             return point
         if call.resume == FRESH:
             return self._history.beginning()

@@ -140,10 +140,13 @@ class Runs:
         elif sample_index is not None:
             text, _ = served.history.snapshot(sample_index)
         assert text is not None
+        host = served.host
         point = served.history.parse(text)
+        stored = host.ledger.read_run(run, host.stream)
+        if stored is not None:
+            served.history.refuse_foreign(point, stored)
         # Going forward proves the point before it is pinned, not when the next job starts.
         served.history.forward(point)
-        host = served.host
         host.ledger.pin(host.uid, host.stream, host.epoch, text)
         _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
         return ResumePoint(sample_index=point.sample_index, digest=point.digest)
