@@ -1,24 +1,19 @@
-"""The wire: the one module of the server that knows protobuf and gRPC."""
+"""The RPCs: between the wire and the runs."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import grpc
-import numpy as np
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto import dataloader_pb2_grpc
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import ConfigError, JoinRefused, NotFound, TokenloomError
+from tokenloom_server.grpc_service.messages import encode_delivery
 from tokenloom_server.host import Host, Session, Waiting
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.run import Delivery, EndOfData
@@ -31,16 +26,13 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 #: How long the end of a client's stream waits for its last commit, seconds.
 _FINISH_S = 2.0
-#: Streams and calls that are served at a time: one thread each. Ranks beyond it would wait for a place.
-MAX_THREADS = 4096
-#: Requests are small but for a loaded state.
-_MAX_REQUEST_BYTES = 17 * 2**20
 
+SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 _STREAM = "train"
 _ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
 
 
-class DataLoader(dataloader_pb2_grpc.DataLoaderServicer):
+class DataLoader:
     """Translates between the wire and the runs; decides nothing."""
 
     def __init__(self, runs: Runs) -> None:
@@ -83,7 +75,7 @@ class DataLoader(dataloader_pb2_grpc.DataLoaderServicer):
 
     def Stream(  # noqa: N802
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
-    ) -> Iterator[wire.StreamResponse]:
+    ) -> Iterator[wire.StreamResponse | bytes]:
         with _errors(context):
             first = next(requests, None)
             if first is None or first.WhichOneof("kind") != "open":
@@ -134,6 +126,18 @@ class DataLoader(dataloader_pb2_grpc.DataLoaderServicer):
             return wire.StatsResponse(stats_json=self._runs.stats(request.run).model_dump_json())
         raise AssertionError("unreachable: the context aborts")
 
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service as gRPC takes it. Deliveries come as bytes already, the rest as messages."""
+        unary, both = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        methods: dict[str, Any] = {
+            "Join": unary(self.Join, wire.JoinRequest.FromString, wire.JoinResponse.SerializeToString),
+            "Stream": both(self.Stream, wire.StreamRequest.FromString, _serialised),
+            "Snapshot": unary(self.Snapshot, wire.SnapshotRequest.FromString, wire.SnapshotResponse.SerializeToString),
+            "Restore": unary(self.Restore, wire.RestoreRequest.FromString, wire.RestoreResponse.SerializeToString),
+            "Stats": unary(self.Stats, wire.StatsRequest.FromString, wire.StatsResponse.SerializeToString),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
         if (stream or _STREAM) != _STREAM:
@@ -147,7 +151,7 @@ class DataLoader(dataloader_pb2_grpc.DataLoaderServicer):
         requests: Iterator[wire.StreamRequest],
         with_starts: bool,
         context: grpc.ServicerContext,
-    ) -> Iterator[wire.StreamResponse]:
+    ) -> Iterator[wire.StreamResponse | bytes]:
         """What the slot gets, until the data end, the client closes its side, or the generation is over."""
         reader = _Reader(host, session, requests)
         reader.start()
@@ -161,9 +165,7 @@ class DataLoader(dataloader_pb2_grpc.DataLoaderServicer):
                 found = host.next_for(session, HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
                 committed = host.committed.sample_index if host.committed is not None else 0
                 if isinstance(found, Delivery):
-                    yield wire.StreamResponse(
-                        batches=_batches(host, session.rank, found, with_starts), committed_through=committed
-                    )
+                    yield encode_delivery(host, session.rank, found, committed, document_starts=with_starts)
                 elif isinstance(found, EndOfData):
                     end = wire.EndOfData(
                         end_index=found.end_index, reason=found.reason, dropped_samples=found.dropped_samples
@@ -207,35 +209,6 @@ class _Reader(threading.Thread):
         self._host.wake(self._session)
 
 
-def _batches(host: Host, rank: int, delivery: Delivery, with_starts: bool) -> wire.Batches:
-    group, first, last, with_base = delivery
-    ids = group.ids[rank, first:last]
-    counts: list[int] = []
-    starts: np.ndarray[Any, np.dtype[np.uint32]] | None = None
-    if with_starts:
-        counts, starts = group.document_starts(rank, first, last)
-    base = None
-    if with_base:
-        base = wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode())
-    return wire.Batches(
-        begin_index=group.step_begin(first),
-        steps=[
-            wire.StepInfo(
-                end_index=group.marks[step].sample_index,
-                slice=group.slice_of(step, rank),
-                total_tokens=group.marks[step].total_tokens,
-                digest=digest_hex(group.marks[step].digest),
-            )
-            for step in range(first, last)
-        ],
-        ids=ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes(),
-        source_ids=group.source_ids[rank, first:last].ravel().tolist(),
-        document_counts=counts,
-        document_starts=starts.tolist() if starts is not None else [],
-        base=base,
-    )
-
-
 @contextlib.contextmanager
 def _errors(context: grpc.ServicerContext) -> Iterator[None]:
     """The one place where errors become statuses: name in the metadata, message in the details."""
@@ -259,58 +232,5 @@ def _abort(context: grpc.ServicerContext, status: str, name: str, message: str) 
     raise AssertionError("unreachable: abort raises")
 
 
-class GrpcServer:
-    """The gRPC endpoint: the data loader, health and reflection."""
-
-    def __init__(self, runs: Runs, address: str) -> None:
-        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
-        self._server = grpc.server(
-            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
-            options=[
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
-                # Clients ping when a call is long silent, such as a Join that waits for rank 0.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # Two servers on one port would share its connections without a word.
-                ("grpc.so_reuseport", 0),
-            ],
-        )
-        dataloader_pb2_grpc.add_DataLoaderServicer_to_server(DataLoader(runs), self._server)
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        name = wire.DESCRIPTOR.services_by_name["DataLoader"].full_name
-        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self._services = (name, "")
-        host = address.rpartition(":")[0]
-        try:
-            _try_to_listen(address)
-            port = self._server.add_insecure_port(address)
-        except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                f"--grpc {address}: cannot listen there ({reason}); stop what listens there, or give another address "
-                "of this machine (port 0 picks a free one)"
-            ) from None
-        if not port:
-            raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
-        #: Where clients connect, ``host:port``.
-        self.address = f"{host}:{port}"
-
-    def start(self) -> None:
-        self._server.start()
-        for service in self._services:
-            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-
-    def stop(self, grace_s: float) -> None:
-        """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
-        self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait(grace_s + 1.0)
-
-
-def _try_to_listen(address: str) -> None:
-    """Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of its own to stderr."""
-    host, _, port = address.rpartition(":")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, _, _, _, place in found:
-        socket.create_server(place[:2], family=family).close()
+def _serialised(response: wire.StreamResponse | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()

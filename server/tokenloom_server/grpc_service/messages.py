@@ -1,0 +1,66 @@
+"""Deliveries as messages: the bytes of a ``StreamResponse``, with the ids copied once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from tokenloom_proto import dataloader_pb2 as wire
+
+from tokenloom_server.host import Host
+from tokenloom_server.run import Delivery
+from tokenloom_server.state import digest_hex
+
+_LENGTH_DELIMITED = 2
+
+
+def encode_delivery(
+    host: Host, rank: int, delivery: Delivery, committed_through: int, *, document_starts: bool
+) -> bytes:
+    """A serialised ``StreamResponse`` with ``batches``.
+
+    protobuf would copy the ids into a message, then into its serialised form. They are by far the most
+    of it, so everything else is serialised by protobuf and they are put in between: fields may come in
+    any order (protobuf.dev, *Encoding*, "Field Order").
+    """
+    group, first, last, with_base = delivery
+    counts: list[int] = []
+    starts: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+    if document_starts:
+        counts, starts = group.document_starts(rank, first, last)
+    batches = wire.Batches(
+        begin_index=group.step_begin(first),
+        steps=[
+            wire.StepInfo(
+                end_index=group.marks[step].sample_index,
+                slice=group.slice_of(step, rank),
+                total_tokens=group.marks[step].total_tokens,
+                digest=digest_hex(group.marks[step].digest),
+            )
+            for step in range(first, last)
+        ],
+        source_ids=group.source_ids[rank, first:last].ravel().tolist(),
+        document_counts=counts,
+        document_starts=starts.tolist(),
+        base=wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode()) if with_base else None,
+    ).SerializeToString()
+    ids = group.ids[rank, first:last]
+    # One contiguous range of the group, in the order of the wire.
+    ids = np.ascontiguousarray(ids.astype(ids.dtype.newbyteorder("<"), copy=False)).reshape(-1)
+    ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(ids.nbytes)
+    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER)
+    batches_key += _varint(len(batches) + len(ids_key) + ids.nbytes)
+    rest = wire.StreamResponse(committed_through=committed_through).SerializeToString()
+    return b"".join((batches_key, batches, ids_key, ids.view(np.uint8).data, rest))
+
+
+def _key(field: int) -> bytes:
+    return _varint(field << 3 | _LENGTH_DELIMITED)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -1,0 +1,76 @@
+"""The gRPC endpoint."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.grpc_service.servicer import SERVICE, DataLoader
+from tokenloom_server.service import Runs
+
+#: Streams and calls that are served at a time: one thread each. Ranks beyond it would wait for a place.
+MAX_THREADS = 4096
+#: Requests are small but for a loaded state.
+_MAX_REQUEST_BYTES = 17 * 2**20
+
+
+class GrpcServer:
+    """The gRPC endpoint: the data loader, health and reflection."""
+
+    def __init__(self, runs: Runs, address: str) -> None:
+        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
+            options=[
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                # Clients ping when a call is long silent, such as a Join that waits for rank 0.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # Two servers on one port would share its connections without a word.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        self._server.add_generic_rpc_handlers((DataLoader(runs).handlers(),))
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        name = SERVICE.full_name
+        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._services = (name, "")
+        host = address.rpartition(":")[0]
+        try:
+            _try_to_listen(address)
+            port = self._server.add_insecure_port(address)
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                f"--grpc {address}: cannot listen there ({reason}); stop what listens there, or give another address "
+                "of this machine (port 0 picks a free one)"
+            ) from None
+        if not port:
+            raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
+        #: Where clients connect, ``host:port``.
+        self.address = f"{host}:{port}"
+
+    def start(self) -> None:
+        self._server.start()
+        for service in self._services:
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait(grace_s + 1.0)
+
+
+def _try_to_listen(address: str) -> None:
+    """Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of its own to stderr."""
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, place in found:
+        socket.create_server(place[:2], family=family).close()
