@@ -45,6 +45,8 @@ GROUP_STEPS = 64
 WINDOW_GROUPS = 4
 #: Past states that the ledger keeps per run; every second one goes when they take more.
 JOURNAL_BYTES = 16 * 2**20
+#: Commits come at most this often, seconds, unless the window would fill up: each covers all steps until then.
+COMMIT_EVERY_S = 0.02
 #: Waits between attempts to reach a ledger that is away, seconds.
 _LEDGER_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -100,6 +102,8 @@ class Host:
         self.stopping = False
         self._producer_wakes = threading.Condition(self.lock)
         self._committer_wakes = threading.Condition(self.lock)
+        self._committer_idle = False
+        self._commit_at = 0.0
         self._journalled = -1
         self._journal_stride = 1
         self._threads = [
@@ -206,8 +210,7 @@ class Host:
             live = self._live_of(self.uid, session.generation.number)
             generation = live.generation
             generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock())
-            if generation.commit_due() is not None:
-                self._committer_wakes.notify()
+            self._wake_committer()
             live.slots[session.rank].notify_all()
             self._producer_wakes.notify()
 
@@ -338,7 +341,7 @@ class Host:
             _log.info("%s: end of data at sample %d: %s", self.name, group.end, ended)
         for slot in live.slots:
             slot.notify_all()
-        self._committer_wakes.notify()
+        self._wake_committer()
 
     # --- the committer -----------------------------------------------------------------------------
 
@@ -346,7 +349,7 @@ class Host:
         failures = 0
         while True:
             with self.lock:
-                self._committer_wakes.wait_for(lambda: self.stopping or self._commit_due())
+                self._await_commit()
                 live, steps = self.live, self._commit_due()
                 if live is None or not steps:
                     return
@@ -387,6 +390,30 @@ class Host:
                     self.recent.append((now, commit))
                 self.changed.notify_all()
                 self._producer_wakes.notify()
+
+    def _await_commit(self) -> None:
+        """Sleeps until a commit is due, and on while more steps may join it (the caller holds the lock)."""
+        while not self.stopping and not self._commit_due():
+            self._committer_idle = True
+            self._committer_wakes.wait()
+        self._committer_idle = False
+        rest_s = self._commit_at - self.clock()
+        if not self.stopping and rest_s > 0 and not self._backlog():
+            self._committer_wakes.wait(rest_s)
+        self._commit_at = self.clock() + COMMIT_EVERY_S
+
+    def _wake_committer(self) -> None:
+        """Only where it would act: a notification at every step would cost more than the commits."""
+        if (self._committer_idle and self._commit_due()) or self._backlog():
+            self._committer_wakes.notify()
+
+    def _backlog(self) -> bool:
+        """Whether the steps to commit are so many that the window may fill up behind them."""
+        due = self._commit_due()
+        if not due or self.live is None:
+            return False
+        generation = self.live.generation
+        return 4 * (due - generation.committed) >= generation.window_steps
 
     def commit_of(self, state: State, resume_state: str) -> Commit:
         """The ledger's view of a state; ``resume_state`` is at the boundary to go forward from."""
