@@ -24,7 +24,9 @@ def committed_index(calls: Rpc, run: str) -> int:
     return int(json.loads(calls.snapshot(run))["sample_index"])
 
 
-@pytest.mark.parametrize("prefetch_steps", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("ledger", "prefetch_steps"), [("sqlite", 1), ("sqlite", 5), ("sqlite", 1000), ("redis", 5)], indirect=["ledger"]
+)
 def test_ranks_survive_a_server_that_is_killed_and_started_again(
     corpus: Corpus,
     sequence: list[Sample],
