@@ -11,7 +11,7 @@ from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.snapshot import ResumePoint
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.state import Cursor, State, digest_hex
 
 
 class History:
@@ -57,6 +57,7 @@ class History:
         """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest."""
         order = self._host.order
         base = point.base or order.initial()
+        self._check_cursors(base)
         state = self._advance(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
@@ -70,6 +71,25 @@ class History:
                 "other data or by other software"
             )
         return state
+
+    def _check_cursors(self, state: State) -> None:
+        """Whether each source has what its cursor points behind: what is read first only shows there."""
+        order = self._host.order
+        for i, (source, config) in enumerate(zip(state.sources, order.config.sources, strict=True)):
+            cursor = source.cursor
+            if cursor == Cursor():
+                continue
+            rows = order.open(i).row_count(cursor.shard)
+            path = order.shard_paths[i][cursor.shard]
+            if cursor.row > rows or (cursor.row == rows and cursor.offset):
+                raise SnapshotInvalid(
+                    f"resume_state.datasets.{i}: row_offset is {cursor.row}, but {path} has {rows} rows"
+                )
+            if cursor.epoch >= config.epochs:
+                raise SnapshotInvalid(
+                    f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
+                    f"{config.epochs} epochs, counted from 0"
+                )
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
         """(sealed text, sample index) at a sample index, None for the committed one.

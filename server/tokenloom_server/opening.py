@@ -65,7 +65,8 @@ class Opener:
         self._history = history
         # One opening at a time; the host's own lock is held only for the write itself.
         self._opening = threading.Lock()
-        self._asked: tuple[str, str] | None = None
+        #: The attempt that opened last (or tried to), and what its rank 0 asked for.
+        self._asked: tuple[str, tuple[str, str]] | None = None
         self._refused: OrderedDict[str, TokenloomError] = OrderedDict()
 
     def join(self, call: JoinCall) -> Joined:
@@ -98,7 +99,9 @@ class Opener:
                 with host.lock:
                     if host.live is None or host.live.generation.number != stored.opening.generation:
                         # The opening write was done, and its answer was lost.
+                        host.uid = stored.uid
                         host.recover(stored)
+                        self._refused.pop(call.attempt, None)
                 return stored.opening
             point, asked = self._resolve(call, stored)
             start = self._history.forward(point)
@@ -117,10 +120,11 @@ class Opener:
                 opened_at=time.time(),
             )
             committed = host.commit_of(start, text)
+            # Also where the answer of the write is lost: the same rank will ask again.
+            self._asked = call.attempt, asked
             with host.lock:
                 host.ledger.open(uid, host.stream, host.epoch, opening, committed)
                 host.uid = uid
-                self._asked = asked
                 # It may have been refused before; ranks that join from now on are not to hear that.
                 self._refused.pop(call.attempt, None)
                 host.committed_state, host.committed_at = start, opening.opened_at
@@ -138,10 +142,10 @@ class Opener:
             )
         with host.lock:
             while True:
-                if call.attempt in self._refused:
-                    raise self._refused[call.attempt]
                 if host.live is not None and host.live.generation.attempt == call.attempt:
                     break
+                if call.attempt in self._refused:
+                    raise self._refused[call.attempt]
                 left = deadline - time.monotonic()
                 if host.stopping:
                     raise ServerStopping("the server is stopping; join again when it is back")
@@ -168,10 +172,15 @@ class Opener:
                     f"rank {call.rank} has {what} {theirs}, but rank 0 of attempt {call.attempt!r} "
                     f"opened it with {ours}"
                 )
-        asked = self._asked
-        if asked is None:
-            return
         theirs_asked = self._ask_of(call)
+        if self._asked is not None and self._asked[0] == call.attempt:
+            asked = self._asked[1]
+        elif call.state:
+            # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
+            start = self._host.order.decode(opening.start_state)
+            asked = "state", _position(start.sample_index, digest_hex(start.digest))
+        else:
+            return
         if theirs_asked != asked:
             raise JoinRefused(
                 f"rank {call.rank} resumes from {_describe(theirs_asked)}, but rank 0 of attempt {call.attempt!r} "
@@ -181,7 +190,7 @@ class Opener:
     def _ask_of(self, call: JoinCall) -> tuple[str, str]:
         if call.state:
             point = self._history.parse(call.state)
-            return "state", f"sample {point.sample_index} (digest {point.digest})"
+            return "state", _position(point.sample_index, point.digest)
         return "resume", call.resume
 
     def _resolve(self, call: JoinCall, stored: StoredRun) -> tuple[ResumePoint, tuple[str, str]]:
@@ -281,6 +290,10 @@ def _check(call: JoinCall) -> None:
     for what, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:
             raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")
+
+
+def _position(sample_index: int, digest: str) -> str:
+    return f"sample {sample_index} (digest {digest})"
 
 
 def _describe(asked: tuple[str, str]) -> str:
