@@ -1,0 +1,1086 @@
+"""A run at work, without a socket: real files, a real SQLite ledger, ranks that keep what they got."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from support.corpora import CODE, WIKI, flat, mixture, write_corpus
+from tokenloom.snapshot import Base, History, Point
+from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_server.errors import (
+    AttemptUsed,
+    BeyondHorizon,
+    ConfigError,
+    Fenced,
+    JoinRefused,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotFound,
+    NotLeader,
+    OrderMismatch,
+    ResumePointNeeded,
+    ServerStopping,
+    SnapshotInvalid,
+    SourceError,
+)
+from tokenloom_server.host import Session, Waiting
+from tokenloom_server.ledger.base import Commit, StoredRun
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.opening import JoinCall, Joined
+from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.run import Delivery, EndOfData
+from tokenloom_server.service import Runs, ServedRun
+
+RUN = "test"
+PATIENCE_S = 20.0
+
+
+class Sample(NamedTuple):
+    source: int
+    ids: bytes
+
+
+class Step(NamedTuple):
+    """One step of one rank, as it travels."""
+
+    begin: int
+    end: int
+    samples: dict[int, Sample]
+    point: Point
+
+
+def never() -> bool:
+    return False
+
+
+class Rank:
+    """A client of one slot, which keeps the points that it was at as the real one does."""
+
+    def __init__(self, served: ServedRun, call: JoinCall, loaded: Any = None) -> None:
+        self.served = served
+        self.call = call
+        self.joined: Joined = served.opener.join(call)
+        opening, start = self.joined.opening, self.joined.start
+        base = Base(start.sample_index, opening.start_state.encode())
+        point = Point(start.sample_index, start.total_tokens, f"{start.digest:032x}", base)
+        template = canonical(served.host.order.template(self.joined.uid, "train", opening.generation)).encode()
+        self.history = History(template, point, loaded)
+        self.base = base
+        self.buffer: deque[Step] = deque()
+        self.received = self.consumed = opening.start_index
+        self.committed_seen = 0
+        self.taken: dict[int, Sample] = {}
+        self.end: EndOfData | None = None
+        self.session = self.connect(served)
+
+    def connect(self, served: ServedRun, credit_steps: int = 1000) -> Session:
+        """A new stream, perhaps to another server: it goes on behind what was received."""
+        self.served = served
+        host = served.host
+        opening = self.joined.opening
+        self.session = host.attach(
+            self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
+        )
+        self.end = None
+        host.progress(self.session, self.consumed, credit_steps)
+        return self.session
+
+    def receive(self) -> bool:
+        """One message; False at the end of data."""
+        host = self.served.host
+        found = host.next_for(self.session, PATIENCE_S, never)
+        assert not isinstance(found, Waiting), found.waiting_for
+        if isinstance(found, EndOfData):
+            self.end = found
+            return False
+        self.keep(found)
+        if host.committed is not None:
+            self.committed_seen = max(self.committed_seen, host.committed.sample_index)
+        return True
+
+    def keep(self, found: Delivery) -> None:
+        group = found.group
+        rank, batch = self.call.rank, self.call.batch_size
+        if found.with_base:
+            self.base = Base(group.begin, self.served.host.resume_state(group).encode())
+        assert self.base.sample_index == group.begin
+        for step in range(found.first, found.last):
+            mark, begin = group.marks[step], group.step_begin(step)
+            assert begin == self.received
+            at = begin + group.slice_of(step, rank) * batch
+            samples = {
+                at + i: Sample(int(group.source_ids[rank, step, i]), group.ids[rank, step, i].tobytes())
+                for i in range(batch)
+                if group.source_ids[rank, step, i] >= 0
+            }
+            point = Point(mark.sample_index, mark.total_tokens, f"{mark.digest:032x}", self.base)
+            self.buffer.append(Step(begin, mark.sample_index, samples, point))
+            self.received = mark.sample_index
+
+    def take(self, steps: int) -> int:
+        """Consumes steps one by one; returns how many there were before the data ended."""
+        for count in range(steps):
+            while not self.buffer:
+                if not self.receive():
+                    return count
+            step = self.buffer.popleft()
+            assert not self.taken.keys() & step.samples.keys()
+            self.taken |= step.samples
+            self.history.append(step.point)
+            self.consumed = step.end
+            self.served.host.progress(self.session, self.consumed, 1000)
+        return steps
+
+    def state(self, at: int | None = None) -> bytes:
+        return self.history.text(at).encode()
+
+
+class Trainer:
+    """All ranks of one launch, in step."""
+
+    attempts = 0
+
+    def __init__(self, served: ServedRun, world_size: int = 2, batch_size: int = 2, **ask: Any) -> None:
+        Trainer.attempts += 1
+        self.attempt = f"attempt-{Trainer.attempts}"
+        self.ranks = [
+            Rank(served, call_of(rank, world_size, batch_size, self.attempt, **ask)) for rank in range(world_size)
+        ]
+
+    def take(self, steps: int) -> dict[int, Sample]:
+        """The samples of the next steps, by index; every rank ends at the same step."""
+        counts = set()
+        before = len(self.taken())
+        for _ in range(steps):
+            counts = {rank.take(1) for rank in self.ranks}
+            assert len(counts) == 1
+            if counts == {0}:
+                break
+        return dict(sorted(self.taken().items())[before:])
+
+    def taken(self) -> dict[int, Sample]:
+        found: dict[int, Sample] = {}
+        for rank in self.ranks:
+            assert not found.keys() & rank.taken.keys()
+            found |= rank.taken
+        return found
+
+    def settle(self) -> None:
+        """Until all that was consumed is committed."""
+        self.ranks[0].served.host.finish(self.ranks[0].session, PATIENCE_S)
+
+    def state(self, at: int | None = None) -> bytes:
+        found = {rank.state(at) for rank in self.ranks}
+        assert len(found) == 1, "ranks wrote different states"
+        return found.pop()
+
+    @property
+    def index(self) -> int:
+        return self.ranks[0].consumed
+
+
+def call_of(rank: int = 0, world_size: int = 2, batch_size: int = 2, attempt: str = "a", **ask: Any) -> JoinCall:
+    fields: dict[str, Any] = {"resume": "", "state": b"", "nonce": f"{attempt}-nonce-{rank}"}
+    return JoinCall(rank=rank, world_size=world_size, batch_size=batch_size, attempt=attempt, **(fields | ask))
+
+
+class Place:
+    """A folder with a corpus, a mixture file and a ledger; servers come and go."""
+
+    def __init__(self, folder: Path, ledger_folder: Path, document: dict[str, Any]) -> None:
+        self.path = folder / f"{ledger_folder.name}.yaml"
+        self.path.write_text(yaml.safe_dump(document))
+        self.ledger_path = ledger_folder / "ledger.db"
+        self.wrap: Callable[[SqliteLedger], SqliteLedger] = lambda ledger: ledger
+        self._up: list[tuple[Runs, SqliteLedger]] = []
+
+    def serve(self, ledger_path: Path | None = None) -> ServedRun:
+        """A server comes up (beside one that may still be there)."""
+        ledger = self.wrap(SqliteLedger(ledger_path or self.ledger_path))
+        runs = Runs(ledger)
+        self._up.append((runs, ledger))
+        self.runs = runs
+        return runs.add(self.path, None)
+
+    def stop(self) -> None:
+        for runs, ledger in self._up:
+            runs.stop()
+            ledger.close()
+        self._up.clear()
+
+    def restart(self) -> ServedRun:
+        self.stop()
+        return self.serve()
+
+    def stored(self) -> StoredRun:
+        found = self._up[-1][1].read_run(RUN, "train")
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture
+def place(folder: Path, tmp_path: Path) -> Iterator[Place]:
+    made = Place(folder, tmp_path, mixture(window_steps=6))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def made(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Place]]:
+    places: list[Place] = []
+
+    def make(**fields: Any) -> Place:
+        places.append(Place(folder, tmp_path, mixture(**({"window_steps": 6} | fields))))
+        return places[-1]
+
+    yield make
+    for place in places:
+        place.stop()
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State boundaries every few steps, as they are with real sample sizes."""
+    monkeypatch.setattr("tokenloom_server.host.GROUP_STEPS", 4)
+
+
+def sequence(served: ServedRun) -> list[Sample]:
+    """The canonical order, straight from the pipeline."""
+    order = served.host.order
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
+    pipeline.fill(group, 1000)
+    assert pipeline.ended is not None
+    return [
+        Sample(int(group.source_ids[0, step, 0]), group.ids[0, step, 0].tobytes()) for step in range(len(group.marks))
+    ]
+
+
+def part(samples: list[Sample], begin: int, end: int) -> dict[int, Sample]:
+    return {index: samples[index] for index in range(begin, end)}
+
+
+# --- opening ---------------------------------------------------------------------------------------
+
+
+def test_rank_0_opens_with_one_write_and_the_others_join_it(place: Place) -> None:
+    served = place.serve()
+    assert place.stored().opening is None
+    first = served.opener.join(call_of(0))
+    stored = place.stored()
+    assert stored.opening == first.opening
+    assert (first.opening.generation, first.opening.parent, first.opening.start_index) == (1, 0, 0)
+    assert stored.committed is not None
+    assert (stored.committed.sample_index, stored.committed.digest) == (0, "0" * 32)
+    assert served.opener.join(call_of(1)) == first
+    assert place.stored() == stored
+
+
+def test_a_rank_that_comes_first_waits_for_rank_0(place: Place) -> None:
+    served = place.serve()
+    found: list[Joined] = []
+    thread = threading.Thread(target=lambda: found.append(served.opener.join(call_of(1))))
+    thread.start()
+    thread.join(0.1)
+    assert not found
+    first = served.opener.join(call_of(0))
+    thread.join(PATIENCE_S)
+    assert found == [first]
+
+
+def test_a_waiting_rank_hears_why_rank_0_was_refused(place: Place) -> None:
+    served = place.serve()
+    errors: list[Exception] = []
+
+    def join() -> None:
+        try:
+            served.opener.join(call_of(1))
+        except NotFound as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    with pytest.raises(NotFound):
+        served.opener.join(call_of(0, resume="nothing-of-that-name"))
+    thread.join(PATIENCE_S)
+    assert "nothing-of-that-name" in str(errors[0])
+    # What was refused once may be mended, under the same attempt.
+    served.opener.join(call_of(0))
+    assert served.opener.join(call_of(1)).opening.generation == 1
+
+
+def test_a_waiting_rank_hears_that_the_server_stops(place: Place) -> None:
+    served = place.serve()
+    errors: list[Exception] = []
+
+    def join() -> None:
+        try:
+            served.opener.join(call_of(1))
+        except ServerStopping as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    thread.join(0.05)
+    served.host.stop()
+    thread.join(PATIENCE_S)
+    assert errors
+
+
+def test_waiting_for_rank_0_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.opening.RANK_0_WAIT_S", 0.05)
+    with pytest.raises(JoinRefused, match="rank 1 waited 0 s for rank 0 of attempt 'a'"):
+        place.serve().opener.join(call_of(1))
+
+
+def test_the_same_process_may_ask_again(place: Place) -> None:
+    served = place.serve()
+    first = served.opener.join(call_of(0))
+    assert served.opener.join(call_of(0)) == first
+    assert place.restart().opener.join(call_of(0)).opening == first.opening
+    assert place.stored().opening == first.opening
+
+
+def test_another_process_on_a_slot_needs_a_new_attempt(place: Place) -> None:
+    served = place.serve()
+    served.opener.join(call_of(0))
+    served.opener.join(call_of(1))
+    for rank in (0, 1):
+        with pytest.raises(AttemptUsed):
+            served.opener.join(call_of(rank, nonce="another"))
+    # Nothing of that hurts those that are there.
+    served.opener.join(call_of(0))
+    served.opener.join(call_of(1))
+
+
+def test_an_attempt_id_opens_once(place: Place) -> None:
+    served = place.serve()
+    served.opener.join(call_of(0, attempt="one"))
+    served.opener.join(call_of(0, attempt="two"))
+    for rank in (0, 1):
+        with pytest.raises(AttemptUsed, match="one"):
+            served.opener.join(call_of(rank, attempt="one"))
+    again = place.restart()
+    for rank in (0, 1):
+        with pytest.raises(AttemptUsed, match="one"):
+            again.opener.join(call_of(rank, attempt="one"))
+    assert place.stored().opening is not None
+    assert served.host.live is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"world_size": 3}, "rank 1 has world size 3, but rank 0 of attempt 'a' opened it with 2"),
+        ({"batch_size": 4}, "rank 1 has batch size 4, but rank 0 of attempt 'a' opened it with 2"),
+        ({"resume": "latest"}, "rank 1 resumes from resume='latest', but rank 0 of attempt 'a' from no state"),
+    ],
+)
+def test_a_rank_that_disagrees_is_refused_with_both_values(place: Place, fields: dict[str, Any], says: str) -> None:
+    served = place.serve()
+    served.opener.join(call_of(0))
+    with pytest.raises(JoinRefused, match=says):
+        served.opener.join(call_of(1, **fields))
+    # Rank 0 once more, from a process that disagrees with itself, spoils nothing for the others.
+    with pytest.raises(JoinRefused):
+        served.opener.join(replace(call_of(1, **fields), rank=0, nonce="a-nonce-0"))
+    served.opener.join(call_of(1))
+
+
+def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(3)
+    late, early = trainer.state(), trainer.state(4)
+    trainer.settle()
+    served.opener.join(call_of(0, attempt="b", state=late))
+    for _ in range(2):
+        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+            served.opener.join(call_of(1, attempt="b", state=early))
+        served = place.restart()
+    served.opener.join(call_of(1, attempt="b", state=late))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rank": 2}, "rank 2 is not below the world size 2"),
+        ({"world_size": 0}, "world size is 0"),
+        ({"world_size": 2**20 + 1}, "world size is 1048577"),
+        ({"batch_size": 0}, "batch size is 0"),
+        ({"batch_size": 2**20 + 1}, "batch size is 1048577"),
+        ({"attempt": ""}, "attempt has 0 characters"),
+        ({"attempt": "a" * 257}, "attempt has 257 characters"),
+        ({"nonce": ""}, "nonce has 0 characters"),
+    ],
+)
+def test_a_join_that_makes_no_sense_is_refused(place: Place, fields: dict[str, Any], says: str) -> None:
+    served = place.serve()
+    with pytest.raises(JoinRefused, match=says):
+        served.opener.join(call_of(**({"rank": 0} | fields)))
+    assert place.stored().opening is None
+
+
+# --- resume points ---------------------------------------------------------------------------------
+
+
+def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(2)
+    trainer.settle()
+    with pytest.raises(ResumePointNeeded) as caught:
+        Trainer(served)
+    for word in ("sample 8", "load_state_dict", "resume='latest'", "resume='fresh'", "snapshot id"):
+        assert word in str(caught.value)
+    # The generation that is there goes on.
+    trainer.take(1)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_every_resume_point_gives_exactly_what_follows_it(place: Place, restart: bool) -> None:
+    served = place.serve()
+    samples = sequence(served)
+    trainer = Trainer(served)
+    assert trainer.take(7) == part(samples, 0, 28)
+    state = trainer.state(12)
+    _, saved = place.runs.snapshot(RUN, 17, save=True)
+    trainer.take(2)
+    trainer.settle()
+    for ask, begin in (
+        ({"resume": "latest"}, 36),
+        ({"state": state}, 12),
+        ({"resume": saved}, 17),
+        ({"resume": "fresh"}, 0),
+        ({"state": state}, 12),
+    ):
+        if restart:
+            served = place.restart()
+        trainer = Trainer(served, world_size=3, batch_size=1, **ask)
+        assert trainer.index == begin
+        stored = place.stored()
+        assert stored.committed is not None
+        assert stored.committed.sample_index == begin
+        assert trainer.take(4) == part(samples, begin, begin + 12)
+        if ask == {"resume": "latest"}:
+            trainer.settle()
+            trainer = Trainer(served, resume="latest")
+            assert trainer.index == 48
+
+
+def test_latest_of_a_run_that_never_began_is_sample_0(place: Place) -> None:
+    assert Trainer(place.serve(), resume="latest").index == 0
+
+
+def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Place) -> None:
+    served = place.serve()
+    with pytest.raises(NotFound, match=r"resume='9-abc': run 'test' has no snapshot of that id \(newest: none"):
+        Trainer(served, resume="9-abc")
+    Trainer(served).take(1)
+    _, saved = place.runs.snapshot(RUN, None, save=True)
+    with pytest.raises(NotFound, match=str(saved)):
+        Trainer(served, resume="9-abc")
+
+
+def test_a_state_and_a_resume_point_together_are_refused(place: Place) -> None:
+    served = place.serve()
+    with pytest.raises(JoinRefused, match="brings a loaded state and resume='latest': give one of them"):
+        Trainer(served, state=Trainer(served).state(), resume="latest")
+
+
+def test_a_state_before_the_first_batch_is_sample_0_of_the_generation(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    text = trainer.state().decode()
+    assert text == served.history.snapshot(0)[0]
+    assert Trainer(served, state=text.encode()).index == 0
+
+
+def test_a_state_of_another_run_is_refused(place: Place, tmp_path: Path) -> None:
+    trainer = Trainer(place.serve())
+    trainer.take(2)
+    state = trainer.state()
+    elsewhere = place.serve(tmp_path / "elsewhere.db")
+    Trainer(elsewhere)
+    with pytest.raises(SnapshotInvalid, match=r"the state is of run_uid .* and has progress of its own"):
+        Trainer(elsewhere, state=state)
+
+
+def test_an_empty_ledger_adopts_the_trainers_run(place: Place, tmp_path: Path) -> None:
+    served = place.serve()
+    samples = sequence(served)
+    Trainer(served)
+    trainer = Trainer(served)
+    trainer.take(5)
+    state, uid = trainer.state(), served.host.uid
+    place.stop()
+    elsewhere = place.serve(tmp_path / "elsewhere.db")
+    assert elsewhere.host.uid != uid
+    moved = Trainer(elsewhere, world_size=1, batch_size=3, state=state)
+    assert (elsewhere.host.uid, place.stored().uid) == (uid, uid)
+    # Above every generation that the old ledger had when the state was taken.
+    assert moved.ranks[0].joined.opening.generation == 3
+    assert moved.take(9) == part(samples, 20, 47)
+    moved.settle()
+    assert elsewhere.history.snapshot(33)[0].encode() != moved.state()
+    assert elsewhere.history.snapshot(47)[0].encode() == moved.state()
+    with pytest.raises(BeyondHorizon, match="sample 19 lies before the first state"):
+        elsewhere.history.snapshot(19)
+
+
+def changed(state: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    document = unseal(state)
+    change(document)
+    return seal(document).encode()
+
+
+def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_changes(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(3)
+    state = trainer.state()
+    trainer.settle()
+    before = place.stored()
+    faults: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+        ("gives digest", lambda d: d.update(digest="1" * 32)),
+        ("gives digest", lambda d: d["resume_state"].update(digest="1" * 32)),
+        ("data end at sample", lambda d: d.update(sample_index=10**6, total_tokens=8 * 10**6)),
+        ("row_offset|rows", lambda d: d["resume_state"]["datasets"][0].update(row_offset=10**9)),
+        ("token 99999 of row", lambda d: d["resume_state"]["datasets"][0].update(row_token_offset=99999)),
+    ]
+    for says, change in faults:
+        for ask in (changed(state, change), changed(trainer.state(8), change)):
+            with pytest.raises((SnapshotInvalid, SourceError), match=says):
+                Trainer(served, state=ask)
+            with pytest.raises((SnapshotInvalid, SourceError), match=says):
+                place.runs.restore(RUN, text=ask.decode())
+    assert place.stored() == before
+    trainer.take(1)
+
+
+def test_a_cursor_behind_the_files_is_refused_also_where_there_is_nothing_to_go_forward(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(4)
+    # A state at a boundary, as a server's opening holds it.
+    state = Trainer(served, state=trainer.state()).state()
+    document = json.loads(state)
+    assert document["sample_index"] == 16
+    at_boundary = served.host.order.encode(served.history.forward(served.history.parse(state)))
+    document["resume_state"] = json.loads(at_boundary)
+    document.pop("checksum")
+    assert served.history.parse(seal(document)).base is not None
+    before = place.stored()
+    for field, value in (("row_offset", 15), ("row_offset", 2**53 - 1), ("epoch", 9)):
+        damaged = json.loads(canonical(document))
+        damaged["resume_state"]["datasets"][0][field] = value
+        with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0: {field} is {value}"):
+            Trainer(served, state=seal(damaged).encode())
+    assert place.stored() == before
+
+
+# --- restores --------------------------------------------------------------------------------------
+
+
+def test_a_restore_pins_the_next_resume_point(place: Place) -> None:
+    served = place.serve()
+    samples = sequence(served)
+    trainer = Trainer(served)
+    trainer.take(6)
+    state = trainer.state(12)
+    trainer.settle()
+    assert place.runs.restore(RUN, sample_index=9).sample_index == 9
+    # The generation that is there goes on; the pin survives a restart of the server.
+    trainer.take(1)
+    served = place.restart()
+    with pytest.raises(JoinRefused, match=r"a restore pinned sample 9 .* but rank 0 resumes from sample 12"):
+        Trainer(served, state=state)
+    with pytest.raises(JoinRefused, match="a restore pinned sample 9"):
+        Trainer(served, resume="fresh")
+    pinned = Trainer(served)
+    assert pinned.take(2) == part(samples, 9, 17)
+    assert place.stored().pin is None
+    place.runs.restore(RUN, text=state.decode())
+    assert Trainer(served, state=state).index == 12
+
+
+def test_a_restore_names_one_point_that_exists(place: Place) -> None:
+    Trainer(place.serve()).take(1)
+    for point in ({}, {"snapshot_id": "a", "sample_index": 1}, {"text": "{}", "sample_index": 1}):
+        with pytest.raises(ConfigError, match="names one of snapshot id, sample index and snapshot"):
+            place.runs.restore(RUN, **point)  # type: ignore[arg-type]
+    with pytest.raises(NotFound):
+        place.runs.restore(RUN, snapshot_id="none")
+    with pytest.raises(BeyondHorizon):
+        place.runs.restore(RUN, sample_index=10**6)
+    with pytest.raises(SnapshotInvalid):
+        place.runs.restore(RUN, text="{}")
+    assert place.stored().pin is None
+
+
+# --- snapshots at any index ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_step", ["drop", "pad"])
+def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_after_a_restart(
+    made: Callable[..., Place], last_step: str
+) -> None:
+    place = made(last_step=last_step)
+    served = place.serve()
+    trainer = Trainer(served, world_size=3, batch_size=2)
+    written = {0: trainer.state()}
+    fresh: dict[int, str] = {}
+    while trainer.take(1):
+        written[trainer.index] = trainer.state()
+        # In memory: what was produced and not yet dropped.
+        for index in range(trainer.index, trainer.index + 7):
+            if index <= 174:
+                fresh.setdefault(index, served.history.snapshot(index)[0])
+    trainer.settle()
+    assert list(written)[-1] == (175 if last_step == "pad" else 174)
+    for index, text in written.items():
+        assert served.history.snapshot(index) == (text.decode(), index)
+        if index in fresh:
+            assert fresh[index] == text.decode()
+    assert served.history.snapshot(None)[0] == trainer.state().decode()
+    # Indices within a step, too: no client stands there, but a restore may.
+    every = [served.history.snapshot(index)[0] for index in range(0, 175, 7)]
+    again = place.restart()
+    for index, text in list(written.items())[::3]:
+        assert again.history.snapshot(index) == (text.decode(), index)
+    assert [again.history.snapshot(index)[0] for index in range(0, 175, 7)] == every
+
+
+def test_a_snapshot_beyond_the_horizon_is_refused_with_the_limits(place: Place) -> None:
+    served = place.serve()
+    assert json.loads(served.history.snapshot(None)[0])["sample_index"] == 0
+    with pytest.raises(BeyondHorizon, match="sample 1 is beyond the horizon 0: no trainer has joined"):
+        served.history.snapshot(1)
+    trainer = Trainer(served)
+    trainer.take(2)
+    trainer.settle()
+    # Two steps of four are committed, and six more may be produced.
+    served.history.snapshot(32)
+    with pytest.raises(BeyondHorizon, match="sample 33 is beyond the horizon 32: 8 is committed"):
+        served.history.snapshot(33)
+    with pytest.raises(BeyondHorizon):
+        served.history.snapshot(-1)
+
+
+def test_a_rewound_run_has_one_answer_for_each_index(place: Place) -> None:
+    served = place.serve()
+    first = Trainer(served)
+    first.take(9)
+    state, early = first.state(16), first.state(8).decode()
+    first.settle()
+    second = Trainer(served, world_size=1, batch_size=3, state=state)
+    second.take(3)
+    second.settle()
+    # Before the rewind the first generation's, from it on the second's.
+    for restarted in (False, True):
+        if restarted:
+            served = place.restart()
+        assert served.history.snapshot(8)[0] == early
+        assert served.history.snapshot(22)[0] == second.state(22).decode()
+        assert json.loads(served.history.snapshot(16)[0])["generation"] == 2
+        assert json.loads(served.history.snapshot(15)[0])["generation"] == 1
+        assert json.loads(served.history.snapshot(36)[0])["generation"] == 2
+
+
+# --- commits, counters, fencing --------------------------------------------------------------------
+
+
+def counters_of(place: Place) -> dict[str, tuple[int, int]]:
+    committed = place.stored().committed
+    assert committed is not None
+    return {spec: (found.samples, found.tokens) for spec, found in committed.counters.items()}
+
+
+def recount(served: ServedRun, samples: dict[int, Sample]) -> dict[str, tuple[int, int]]:
+    given = Counter(sample.source for sample in samples.values())
+    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.host.order.specs)}
+
+
+def test_committed_counters_are_a_recount_of_what_the_ranks_took(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    for _ in range(6):
+        trainer.take(5)
+        trainer.settle()
+        assert counters_of(place) == recount(served, trainer.taken())
+    # Behind a rewind they are those of the new lineage alone.
+    state = trainer.state(8)
+    kept = part(sequence(served), 0, 8)
+    again = Trainer(served, state=state)
+    assert counters_of(place) == recount(served, kept)
+    again.take(3)
+    again.settle()
+    assert counters_of(place) == recount(served, kept | again.taken())
+
+
+def test_counters_move_when_the_slowest_rank_acknowledges_and_never_when_sent(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.ranks[0].take(5)
+    trainer.ranks[1].take(2)
+    trainer.settle()
+    committed = place.stored().committed
+    assert committed is not None
+    assert committed.sample_index == 8
+
+
+def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place) -> None:
+    served = place.serve()
+    old = Trainer(served)
+    old.take(2)
+    state = old.state()
+    old.ranks[0].receive()
+    new = Trainer(served, state=state)
+    before = place.stored()
+    rank = old.ranks[0]
+    host = served.host
+    with pytest.raises(Fenced, match="generation 1 of run 'test' is over: generation 2"):
+        host.next_for(rank.session, 1.0, never)
+    with pytest.raises(Fenced):
+        host.progress(rank.session, rank.received, 9)
+    with pytest.raises(Fenced):
+        rank.connect(served)
+    with pytest.raises(Fenced):
+        host.ledger.commit(host.uid, "train", host.epoch, 1, replace(before.committed, sample_index=99), False)  # type: ignore[type-var]
+    assert place.stored() == before
+    host.detach(rank.session)
+    new.take(1)
+
+
+def test_a_rank_that_waits_hears_of_the_new_generation_at_once(place: Place) -> None:
+    served = place.serve()
+    old = Trainer(served)
+    old.ranks[0].take(6)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            served.host.next_for(old.ranks[0].session, PATIENCE_S, never)
+        except Fenced as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(0.05)
+    Trainer(served, resume="fresh")
+    thread.join(2.0)
+    assert errors
+
+
+def test_of_two_servers_the_older_fails_closed_at_its_next_commit(place: Place) -> None:
+    older = place.serve()
+    trainer = Trainer(older)
+    trainer.take(1)
+    trainer.settle()
+    newer = place.serve()
+    # It would show at once in what the ranks are sent: no more than the window.
+    with pytest.raises(NotLeader):
+        for _ in range(20):
+            trainer.take(1)
+            trainer.settle()
+    with pytest.raises(NotLeader):
+        Trainer(older, resume="latest")
+    stored = place.stored()
+    assert stored.committed is not None
+    assert stored.committed.sample_index == 4
+    for rank in trainer.ranks:
+        rank.connect(newer)
+    trainer.take(2)
+    trainer.settle()
+    assert counters_of(place) == recount(newer, trainer.taken())
+
+
+def other(commit: Commit) -> Commit:
+    return replace(commit, digest="f" * 32)
+
+
+def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> None:
+    served = place.serve()
+    host = served.host
+    trainer = Trainer(served)
+    text = json.loads(served.history.snapshot(4)[0])
+    state = served.history.forward(served.history.parse(seal(text)))
+    # Somebody else's order, at the index where this one commits next.
+    host.ledger.commit(host.uid, "train", host.epoch, 1, other(host.commit_of(state, host.order.encode(state))), False)
+    with pytest.raises(OrderMismatch):
+        for _ in range(20):
+            trainer.take(1)
+            trainer.settle()
+    assert isinstance(host.error, OrderMismatch)
+    committed = place.stored().committed
+    assert committed is not None
+    assert (committed.sample_index, committed.digest) == (4, "f" * 32)
+
+
+def test_a_restarted_server_that_produces_another_order_delivers_nothing(place: Place) -> None:
+    served = place.serve()
+    host = served.host
+    trainer = Trainer(served)
+    rank = trainer.ranks[0]
+    text = json.loads(served.history.snapshot(12)[0])
+    point = served.history.parse(seal(text))
+    state = served.history.forward(point)
+    commit = host.commit_of(state, host.order.encode(point.base or host.order.initial()))
+    host.ledger.commit(host.uid, "train", host.epoch, 1, other(commit), False)
+    again = place.restart()
+    rank.received = rank.consumed = 12
+    rank.connect(again)
+    with pytest.raises(OrderMismatch, match="sample 12 was committed with digest ffff"):
+        again.host.next_for(rank.session, PATIENCE_S, never)
+
+
+def test_a_ledger_that_lost_commits_is_refused(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(1)
+    trainer.settle()
+    lost = place.ledger_path.with_name("backup.db")
+    place.stop()
+    lost.write_bytes(place.ledger_path.read_bytes())
+    served = place.serve()
+    for rank in trainer.ranks:
+        rank.connect(served)
+    trainer.take(4)
+    trainer.settle()
+    trainer.ranks[0].committed_seen = 20
+    place.stop()
+    served = place.serve(lost)
+    with pytest.raises(LedgerRolledBack, match="rank 0 saw a commit at sample 20, but the ledger is at 4"):
+        trainer.ranks[0].connect(served)
+
+
+# --- restarts and ends -----------------------------------------------------------------------------
+
+
+def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place) -> None:
+    served = place.serve()
+    samples = sequence(served)
+    trainer = Trainer(served)
+    for round_ in range(6):
+        trainer.take(3 + round_)
+        # One rank holds more than it consumed, the other less.
+        if not trainer.ranks[0].buffer:
+            trainer.ranks[0].receive()
+        if round_ % 2:
+            trainer.settle()
+        served = place.restart()
+        for rank in trainer.ranks:
+            rank.connect(served)
+    while trainer.take(1):
+        pass
+    assert trainer.taken() == part(samples, 0, 172)
+    trainer.settle()
+    assert counters_of(place) == recount(served, trainer.taken())
+
+
+@pytest.mark.parametrize(("last_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
+def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
+    made: Callable[..., Place], last_step: str, end: int, dropped: int
+) -> None:
+    place = made(last_step=last_step, window_steps=4)
+    served = place.serve()
+    trainer = Trainer(served, world_size=4, batch_size=2)
+    while trainer.take(1):
+        pass
+    expected = EndOfData(end, "every source is exhausted", dropped)
+    assert [rank.end for rank in trainer.ranks] == [expected] * 4
+    assert trainer.index == end
+    state = trainer.state()
+    for settled in (False, True):
+        if settled:
+            trainer.settle()
+        served = place.restart()
+        for rank in trainer.ranks:
+            rank.connect(served)
+            assert not rank.receive()
+            assert rank.end == expected
+    trainer.settle()
+    committed = place.stored().committed
+    assert committed is not None
+    assert committed.sample_index == end
+    assert served.history.snapshot(end)[0].encode() == state
+    over = Trainer(served, world_size=1, batch_size=1, state=state)
+    rest = over.take(100)
+    assert list(rest) == list(range(end, 175))
+
+
+def test_a_smaller_window_after_a_restart_lets_the_run_go_on(made: Callable[..., Place]) -> None:
+    place = made(window_steps=12)
+    place.wrap = Away
+    served = place.serve()
+    ledger = served.host.ledger
+    assert isinstance(ledger, Away)
+    trainer = Trainer(served)
+    trainer.take(1)
+    trainer.settle()
+    ledger.away = True
+    trainer.take(11)
+    place.stop()
+    document = yaml.safe_load(place.path.read_text())
+    place.path.write_text(yaml.safe_dump(document | {"window_steps": 2}))
+    served = place.serve()
+    for rank in trainer.ranks:
+        rank.connect(served)
+    trainer.take(5)
+    trainer.settle()
+    assert counters_of(place) == recount(served, trainer.taken())
+
+
+# --- a ledger that is away ---------------------------------------------------------------------------
+
+
+class Away(SqliteLedger):
+    """A ledger that can be away for commits, and that can lose the answer to an opening."""
+
+    def __new__(cls, *_: object) -> Away:
+        return super().__new__(cls)
+
+    def __init__(self, ledger: SqliteLedger) -> None:
+        super().__init__(Path(ledger.description.removeprefix("sqlite:///")))
+        ledger.close()
+        self.away = False
+        self.lose_answer = False
+
+    def commit(self, *args: Any) -> int:
+        if self.away:
+            raise LedgerUnavailable("away on purpose")
+        return super().commit(*args)
+
+    def open(self, *args: Any) -> None:
+        super().open(*args)
+        if self.lose_answer:
+            self.lose_answer = False
+            raise LedgerUnavailable("the answer was lost on purpose")
+
+
+def away(place: Place) -> tuple[ServedRun, Away]:
+    place.wrap = Away
+    served = place.serve()
+    assert isinstance(served.host.ledger, Away)
+    return served, served.host.ledger
+
+
+def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is_lost(place: Place) -> None:
+    served, ledger = away(place)
+    trainer = Trainer(served)
+    ledger.away = True
+    trainer.take(6)
+    found = served.host.next_for(trainer.ranks[0].session, 0.2, never)
+    assert found == Waiting("the ledger: away on purpose")
+    assert place.runs.not_ready() == "run test: the ledger is away: away on purpose"
+    ledger.away = False
+    trainer.take(6)
+    trainer.settle()
+    assert place.runs.not_ready() is None
+    assert counters_of(place) == recount(served, trainer.taken())
+
+
+def test_an_opening_whose_answer_was_lost_is_found_again(place: Place) -> None:
+    served, ledger = away(place)
+    trainer = Trainer(served)
+    trainer.take(2)
+    state = trainer.state()
+    trainer.settle()
+    ledger.lose_answer = True
+    calls = [call_of(rank, attempt="lost", state=state) for rank in range(2)]
+    with pytest.raises(LedgerUnavailable):
+        served.opener.join(calls[0])
+    joined = served.opener.join(calls[0])
+    assert joined.opening.generation == 2
+    assert served.opener.join(calls[1]) == joined
+    with pytest.raises(Fenced):
+        trainer.take(9)
+
+
+def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path: Path) -> None:
+    trainer = Trainer(place.serve())
+    trainer.take(2)
+    state = trainer.state()
+    place.stop()
+    place.ledger_path = tmp_path / "elsewhere.db"
+    served, ledger = away(place)
+    ledger.lose_answer = True
+    with pytest.raises(LedgerUnavailable):
+        served.opener.join(call_of(0, attempt="moved", state=state))
+    rank = Rank(served, call_of(0, world_size=2, attempt="moved", state=state))
+    Rank(served, call_of(1, world_size=2, attempt="moved", state=state))
+    assert rank.take(3) == 3
+    assert served.host.uid == json.loads(state)["run_uid"]
+
+
+def test_a_server_that_stops_commits_what_was_acknowledged(place: Place) -> None:
+    trainer = Trainer(place.serve())
+    trainer.take(5)
+    place.stop()
+    place.serve()
+    committed = place.stored().committed
+    assert committed is not None
+    assert committed.sample_index == 20
+
+
+def test_streams_of_a_stopping_server_end_with_a_word(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    served.host.stop()
+    with pytest.raises(ServerStopping):
+        trainer.take(1)
+
+
+# --- what people see -------------------------------------------------------------------------------
+
+
+def test_each_source_says_where_it_resumes(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(9)
+    state = served.history.forward(served.history.parse(trainer.state()))
+    with caplog.at_level(logging.INFO):
+        Trainer(served, state=trainer.state())
+    cursor = state.sources[0].cursor
+    line = f"resume: spec={CODE} sample_row={state.sources[0].rows} shard=data/code-{cursor.shard}.parquet"
+    assert f"{line} offset={cursor.row}" in caplog.messages
+    assert sum(message.startswith("resume: spec=") for message in caplog.messages) == 4
+
+
+def test_a_wait_names_the_rank_that_holds_the_others_back(place: Place) -> None:
+    served = place.serve()
+    assert served.host.waiting_for() == "a trainer"
+    first = Rank(served, call_of(0))
+    first.take(6)
+    found = served.host.next_for(first.session, 0.1, never)
+    assert found == Waiting("rank 1 to connect")
+    Rank(served, call_of(1)).take(2)
+    first.take(2)
+    assert served.host.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8")
+
+
+def test_a_bad_row_stops_the_run_behind_all_that_came_before_it(folder: Path, tmp_path: Path) -> None:
+    here = write_corpus(tmp_path / "own")
+    place = Place(here, tmp_path, flat([CODE, WIKI], window_steps=40))
+    served = place.serve()
+    trainer = Trainer(served, world_size=1, batch_size=1)
+    (here / "data/code-1.parquet").unlink()
+    with pytest.raises(SourceError, match=r"code-1\.parquet"):
+        trainer.take(1000)
+    assert trainer.taken()
+    assert place.runs.not_ready() is not None
+    place.stop()
