@@ -362,7 +362,10 @@ GOLDEN_CONFIGS = CONFIGS | {
     "rows that end themselves": flat([CODE, PROSE], add_eot="auto", end_of_text_id=32, sequence_length=32),
     "ids without a tokeniser": {
         **{key: value for key, value in flat([CODE, WIKI]).items() if key != "tokenizer"},
-        "vocab_size": 70_000, "end_of_text_id": 69_999, "begin_of_text_id": 1, "add_bos": True,
+        "vocab_size": 70_000,
+        "end_of_text_id": 69_999,
+        "begin_of_text_id": 1,
+        "add_bos": True,
     },
 }
 

@@ -1,8 +1,8 @@
-"""One run at work: the threads, waits and ledger writes around a ``Generation``.
+"""One run at work: what its threads share around a ``Generation``, and how they wait for each other.
 
-    producer   pipeline → group         (outside the lock)
+    producer   pipeline → group         (``producer``, outside the lock)
     streams    group → messages         (the caller's threads, one per rank)
-    committer  acknowledged → ledger    (always the newest; the hot path never waits for it)
+    committer  acknowledged → ledger    (``committer``, outside the lock)
 
 Everything that changes is guarded by one lock; the slow things happen outside it. The exception is the
 opening write: while it is under way nothing is sent, so that nothing reaches an older generation
@@ -22,10 +22,8 @@ from typing import NamedTuple
 from tokenloom_server.errors import (
     Fenced,
     LedgerError,
-    LedgerUnavailable,
     NotFound,
     ServerStopping,
-    SourceError,
     TokenloomError,
 )
 from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun
@@ -43,12 +41,8 @@ GROUP_BYTES = 64 * 2**20
 GROUP_STEPS = 64
 #: The default window, in groups.
 WINDOW_GROUPS = 4
-#: Past states that the ledger keeps per run; every second one goes when they take more.
-JOURNAL_BYTES = 16 * 2**20
-#: Commits come at most this often, seconds, unless the window would fill up: each covers all steps until then.
-COMMIT_EVERY_S = 0.02
-#: Waits between attempts to reach a ledger that is away, seconds.
-_LEDGER_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+#: Commits are remembered this far apart, seconds, for rates and window shares.
+RECENT_EVERY_S = 0.25
 
 
 class Session(NamedTuple):
@@ -100,34 +94,30 @@ class Host:
         self.clock = clock
         self.wall_clock = time.time
         self.stopping = False
-        self._producer_wakes = threading.Condition(self.lock)
-        self._committer_wakes = threading.Condition(self.lock)
-        self._committer_idle = False
-        self._commit_at = 0.0
-        self._journalled = -1
-        self._journal_stride = 1
-        self._threads = [
-            threading.Thread(target=self._produce, name=f"{order.name}-producer", daemon=True),
-            threading.Thread(target=self._keep_committing, name=f"{order.name}-committer", daemon=True),
-        ]
+        self.producer_wakes = threading.Condition(self.lock)
+        self.committer_wakes = threading.Condition(self.lock)
+        #: Whether the committer sleeps until a commit is due; it alone sets this.
+        self.committer_idle = False
+        self._workers: tuple[threading.Thread, ...] = ()
 
     @property
     def name(self) -> str:
         return self.order.name
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def start(self, *workers: threading.Thread) -> None:
+        """Starts the run's own threads; ``stop`` ends them."""
+        self._workers = workers
+        for worker in workers:
+            worker.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends streams with ``ServerStopping``, commits what is acknowledged, ends the threads; bounded."""
         with self.lock:
             self.stopping = True
-            self._wake_all()
+            self.wake_all()
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
 
     # --- generations -------------------------------------------------------------------------------
 
@@ -166,7 +156,7 @@ class Host:
             pads_last_step=self.order.config.last_step == "pad",
             committed=steps + bool(rest),
         )
-        self._wake_all()
+        self.wake_all()
         self.live = Live(
             generation,
             base,
@@ -176,9 +166,8 @@ class Host:
         self.committed = committed
         self.recent.clear()
         self.recent.append((self.clock(), committed))
-        self._journalled = base.sample_index
         self.error = None
-        self._wake_all()
+        self.wake_all()
 
     # --- streams -----------------------------------------------------------------------------------
 
@@ -196,7 +185,7 @@ class Host:
             live = self._live_of(uid, generation)
             number = live.generation.attach(rank, nonce, received_through, committed_through, self.clock())
             live.slots[rank].notify_all()
-            self._producer_wakes.notify()
+            self.producer_wakes.notify()
             return Session(live.generation, rank, number)
 
     def detach(self, session: Session) -> None:
@@ -212,7 +201,7 @@ class Host:
             generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock())
             self._wake_committer()
             live.slots[session.rank].notify_all()
-            self._producer_wakes.notify()
+            self.producer_wakes.notify()
 
     def next_for(
         self, session: Session, timeout_s: float, interrupted: Callable[[], bool]
@@ -233,7 +222,7 @@ class Host:
                 # Behind an error nothing more is produced: what is there goes out as it is, then the error.
                 found = live.generation.next_for(session.rank, session.number, flush=self.error is not None)
                 if found is not None:
-                    self._producer_wakes.notify()
+                    self.producer_wakes.notify()
                     return found
                 if self.error is not None and live.generation.delivered_all(session.rank):
                     raise self.error
@@ -285,46 +274,16 @@ class Host:
         slot = next(generation.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
 
-    # --- the producer ------------------------------------------------------------------------------
+    # --- what the producer and the committer ask and tell (the caller holds the lock) ----------------
 
-    def _produce(self) -> None:
-        live: Live | None = None
-        pipeline = group = None
-        while True:
-            with self.lock:
-                self._producer_wakes.wait_for(lambda: self.stopping or self._production())
-                if self.stopping:
-                    return
-                assert self.live is not None
-                if self.live is not live:
-                    live, pipeline, group = self.live, None, None
-                steps, fresh = live.generation.steps_wanted(), live.generation.needs_group()
-            try:
-                if pipeline is None:
-                    pipeline = self.order.pipeline(live.base)
-                if fresh or group is None:
-                    group = pipeline.begin_group(live.generation.plan)
-                pipeline.fill(group, steps)
-            except TokenloomError as error:
-                self._fail(live, error)
-                live = None
-                continue
-            except Exception as error:
-                _log.exception("%s: producing failed", self.name)
-                self._fail(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
-                live = None
-                continue
-            with self.lock:
-                if live is not self.live:
-                    continue
-                self._publish(live, group, fresh, pipeline.ended, pipeline.dropped_samples)
-
-    def _production(self) -> int:
+    def steps_wanted(self) -> int:
+        """How many steps to produce now; 0 to wait."""
         if self.live is None or self.error is not None:
             return 0
         return self.live.generation.steps_wanted()
 
-    def _publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
+    def publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
+        """The group got steps, or the data ended; ``fresh``: they are its first."""
         generation = live.generation
         if fresh:
             generation.add_group(group)
@@ -334,7 +293,7 @@ class Host:
                 generation.check_digest(live.expected_digest)
             except TokenloomError as error:
                 self.error = error
-                self._wake_all()
+                self.wake_all()
                 return
             live.expected_digest = None
         if ended is not None:
@@ -343,73 +302,14 @@ class Host:
             slot.notify_all()
         self._wake_committer()
 
-    # --- the committer -----------------------------------------------------------------------------
-
-    def _keep_committing(self) -> None:
-        failures = 0
-        while True:
-            with self.lock:
-                self._await_commit()
-                live, steps = self.live, self._commit_due()
-                if live is None or not steps:
-                    return
-                group = live.generation.group_of(steps - 1)
-            state = group.state_behind((steps - 1) % group.plan.group_steps)
-            commit = self.commit_of(state, self.resume_state(group))
-            journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
-            try:
-                self.ledger.commit(self.uid, self.stream, self.epoch, live.generation.number, commit, journal)
-                if journal:
-                    self._journalled = group.begin
-                    self._bound_journal()
-            except LedgerUnavailable as error:
-                with self.lock:
-                    self.ledger_error = str(error)
-                    if self.stopping:
-                        _log.error("%s: stopped with sample %d uncommitted: %s", self.name, commit.sample_index, error)
-                        return
-                    if not failures:
-                        _log.warning("%s: the ledger is away; commits wait for it: %s", self.name, error)
-                    self._committer_wakes.wait(_LEDGER_BACKOFF_S[min(failures, len(_LEDGER_BACKOFF_S) - 1)])
-                failures += 1
-                continue
-            except TokenloomError as error:
-                self._fail(live, error)
-                continue
-            failures = 0
-            with self.lock:
-                if self.ledger_error is not None:
-                    _log.info("%s: the ledger is back; committed through sample %d", self.name, commit.sample_index)
-                self.ledger_error = None
-                if live is not self.live:
-                    continue
-                live.generation.set_committed(steps)
-                self.committed, self.committed_state, self.committed_at = commit, state, time.time()
-                now = self.clock()
-                if now - self.recent[-1][0] >= 0.25:
-                    self.recent.append((now, commit))
-                self.changed.notify_all()
-                self._producer_wakes.notify()
-
-    def _await_commit(self) -> None:
-        """Sleeps until a commit is due, and on while more steps may join it (the caller holds the lock)."""
-        while not self.stopping and not self._commit_due():
-            self._committer_idle = True
-            self._committer_wakes.wait()
-        self._committer_idle = False
-        rest_s = self._commit_at - self.clock()
-        if not self.stopping and rest_s > 0 and not self._backlog():
-            self._committer_wakes.wait(rest_s)
-        self._commit_at = self.clock() + COMMIT_EVERY_S
-
     def _wake_committer(self) -> None:
         """Only where it would act: a notification at every step would cost more than the commits."""
-        if (self._committer_idle and self._commit_due()) or self._backlog():
-            self._committer_wakes.notify()
+        if (self.committer_idle and self.commit_due_steps()) or self.backlog():
+            self.committer_wakes.notify()
 
-    def _backlog(self) -> bool:
+    def backlog(self) -> bool:
         """Whether the steps to commit are so many that the window may fill up behind them."""
-        due = self._commit_due()
+        due = self.commit_due_steps()
         if not due or self.live is None:
             return False
         generation = self.live.generation
@@ -428,17 +328,22 @@ class Host:
             },
         )
 
-    def _commit_due(self) -> int:
+    def commit_due_steps(self) -> int:
+        """How many steps to commit; 0 for nothing new (the caller holds the lock)."""
         # What the ranks acknowledge behind a bad row is still committed; behind a ledger's refusal nothing is.
         if self.live is None or isinstance(self.error, LedgerError) or self.live.expected_digest is not None:
             return 0
         return self.live.generation.commit_due() or 0
 
-    def _bound_journal(self) -> None:
-        _, size = self.ledger.journal_size(self.uid, self.stream)
-        if size > JOURNAL_BYTES:
-            self.ledger.thin_journal(self.uid, self.stream, self.epoch)
-            self._journal_stride *= 2
+    def set_committed(self, live: Live, steps: int, commit: Commit, state: State) -> None:
+        """The ledger holds the generation's first ``steps`` steps."""
+        live.generation.set_committed(steps)
+        self.committed, self.committed_state, self.committed_at = commit, state, self.wall_clock()
+        now = self.clock()
+        if now - self.recent[-1][0] >= RECENT_EVERY_S:
+            self.recent.append((now, commit))
+        self.changed.notify_all()
+        self.producer_wakes.notify()
 
     # -----------------------------------------------------------------------------------------------
 
@@ -453,16 +358,17 @@ class Host:
             )
         return self.live
 
-    def _fail(self, live: Live, error: TokenloomError) -> None:
+    def fail(self, live: Live, error: TokenloomError) -> None:
+        """Stops the run with an error, if the generation is still the present one. Takes the lock."""
         with self.lock:
             if live is self.live:
                 _log.error("%s: stopped: %s: %s", self.name, error.name, error)
                 self.error = error
-            self._wake_all()
+            self.wake_all()
 
-    def _wake_all(self) -> None:
-        self._producer_wakes.notify_all()
-        self._committer_wakes.notify_all()
+    def wake_all(self) -> None:
+        self.producer_wakes.notify_all()
+        self.committer_wakes.notify_all()
         self.changed.notify_all()
         if self.live is not None:
             for slot in self.live.slots:

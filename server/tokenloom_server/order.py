@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
+    Encoded,
     Engine,
     EngineRecord,
     TokenizerDefinition,
@@ -65,6 +67,8 @@ class Order:
         self.manifest = manifest
         self.engine = engine
         self._definition = definition
+        self._engine_lock = threading.Lock()
+        self._loaded: Engine | None = None
         self.name = config.run
         self.specs = tuple(source.source for source in config.sources)
         self.shards = tuple(manifest.shards(spec) for spec in self.specs)
@@ -241,9 +245,14 @@ class Order:
         return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
 
     def _load_engine(self) -> Engine | None:
+        """The run's engine: one for all pipelines, since loading a large vocabulary takes a second."""
         if self.engine is None or self._definition is None:
             return None
-        return load_engine(self._definition, self.engine, self.config.special_tokens_in_text)
+        with self._engine_lock:
+            if self._loaded is None:
+                engine = load_engine(self._definition, self.engine, self.config.special_tokens_in_text)
+                self._loaded = _SharedEngine(engine)
+            return self._loaded
 
     def _tokenizer_record(self) -> dict[str, str]:
         if self.engine is None:
@@ -251,6 +260,20 @@ class Order:
             digest = self._definition.digest if self._definition is not None else ""
             return {"digest": digest, "engine": "none", "version": ""}
         return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
+
+
+class _SharedEngine:
+    """Implements ``Engine`` for several threads: an engine serves one caller at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.name = engine.name
+        self.version = engine.version
+        self._engine = engine
+        self._lock = threading.Lock()
+
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
+        with self._lock:
+            return self._engine.encode(texts)
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

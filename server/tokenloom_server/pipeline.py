@@ -122,6 +122,10 @@ class Group:
         """Which slice of the step the rank gets: its samples begin at step_begin + slice × batch_size."""
         return (rank + self.rotations[step]) % self.plan.world_size
 
+    def forget_behind(self, steps: int) -> None:
+        """Drops what lies behind the first ``steps`` steps: a burst that failed half-way."""
+        del self.marks[steps:], self.rotations[steps:]
+
     def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
         """(how many documents begin in each sample, their positions in it) of a rank's steps [first, last)."""
         found = []

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenloom_server import config
+from tokenloom_server.committer import Committer
 from tokenloom_server.errors import ConfigError, NotFound
 from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
@@ -17,6 +18,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Ledger, StoredSnapshot
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
+from tokenloom_server.producer import Producer
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Runs:
             )
         served = ServedRun(host)
         self._runs[found.run] = served
-        host.start()
+        host.start(Producer(host), Committer(host))
         return served
 
     def get(self, run: str) -> ServedRun:

@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ledger", "snapshot"),
         ("order", "run"),
         ("host",),
+        ("committer", "producer"),
         ("history", "figures"),
         ("opening",),
         ("service",),

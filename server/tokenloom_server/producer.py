@@ -1,0 +1,86 @@
+"""The producer: the thread that turns a run's pipeline into groups, as far ahead as the window allows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
+from tokenloom_server.host import Host, Live
+from tokenloom_server.pipeline import Group, Pipeline
+
+_log = logging.getLogger(__name__)
+
+
+class Producer(threading.Thread):
+    """Owns the pipeline of the present generation. Works outside the host's lock."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(name=f"{host.name}-producer", daemon=True)
+        self._host = host
+        self._live: Live | None = None
+        self._pipeline: Pipeline | None = None
+        self._group: Group | None = None
+        # Behind a fault: one step at a time, so that all good ones before it go out.
+        self._careful = False
+
+    def run(self) -> None:
+        host = self._host
+        while True:
+            with host.lock:
+                host.producer_wakes.wait_for(lambda: host.stopping or host.steps_wanted())
+                if host.stopping:
+                    return
+                live = host.live
+                assert live is not None
+                if live is not self._live:
+                    self._live, self._pipeline, self._group, self._careful = live, None, None, False
+                steps, fresh = live.generation.steps_wanted(), live.generation.needs_group()
+            try:
+                self._fill(live, 1 if self._careful else steps, fresh)
+            except (SourceError, TokenizerError) as error:
+                if self._careful or steps == 1:
+                    self._give_up(live, error)
+                else:
+                    _log.warning("%s: going on step by step towards a fault: %s", host.name, error)
+                    self._step_back(live, fresh)
+                continue
+            except TokenloomError as error:
+                self._give_up(live, error)
+                continue
+            except Exception as error:
+                _log.exception("%s: producing failed", host.name)
+                self._give_up(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
+                continue
+            assert self._group is not None and self._pipeline is not None
+            with host.lock:
+                if live is host.live:
+                    host.publish(live, self._group, fresh, self._pipeline.ended, self._pipeline.dropped_samples)
+
+    def _fill(self, live: Live, steps: int, fresh: bool) -> None:
+        if self._pipeline is None:
+            self._pipeline = self._host.order.pipeline(live.base)
+        if fresh:
+            self._group = None
+        if self._group is None:
+            self._group = self._pipeline.begin_group(live.generation.plan)
+        self._pipeline.fill(self._group, steps)
+
+    def _step_back(self, live: Live, fresh: bool) -> None:
+        """Makes the pipeline anew where the last published step ends: the burst with the fault in it is void."""
+        self._careful = True
+        group = self._group
+        if group is None:
+            self._pipeline = None
+            return
+        published = 0 if fresh else live.generation.produced % live.generation.plan.group_steps
+        group.forget_behind(published)
+        state = group.state_behind(published - 1) if published else group.base
+        try:
+            self._pipeline = self._host.order.pipeline(state)
+        except TokenloomError as error:
+            self._give_up(live, error)
+
+    def _give_up(self, live: Live, error: TokenloomError) -> None:
+        self._live = None
+        self._host.fail(live, error)
