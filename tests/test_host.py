@@ -1084,3 +1084,34 @@ def test_a_bad_row_stops_the_run_behind_all_that_came_before_it(folder: Path, tm
     assert trainer.taken()
     assert place.runs.not_ready() is not None
     place.stop()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_good_step_before_a_bad_row_is_delivered_and_committed_then_the_error_names_the_line(
+    tmp_path: Path, world_size: int
+) -> None:
+    rows = [f"document number {i} of some" for i in range(500)]
+    lines = [json.dumps({"text": text}) for text in rows]
+    lines[400] = '{"text": "cut off'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    document = {
+        "run": RUN,
+        "tokenizer": "bytes",
+        "sequence_length": 16,
+        "mixture": {"policy": "weighted", "children": [{"source": "jsonl:rows.jsonl:text"}]},
+    }
+    place = Place(tmp_path, tmp_path, document)
+    served = place.serve()
+    try:
+        trainer = Trainer(served, world_size=world_size, batch_size=1)
+        tokens = sum(len(text) + 1 for text in rows[:400])
+        steps = tokens // 16 // world_size
+        assert len(trainer.take(steps)) == steps * world_size
+        trainer.settle()
+        assert served.host.committed is not None
+        assert served.host.committed.sample_index == steps * world_size
+        for rank in trainer.ranks:
+            with pytest.raises(SourceError, match=r"rows\.jsonl.*line 401"):
+                rank.take(1)
+    finally:
+        place.stop()

@@ -244,7 +244,7 @@ class Host:
             self.changed.wait_for(
                 lambda: (
                     generation.all_committed()
-                    or self.error is not None
+                    or isinstance(self.error, LedgerError)
                     or self.stopping
                     or self.live is None
                     or self.live.generation is not generation
