@@ -36,9 +36,10 @@ from tokenloom_server.host import Session, Waiting
 from tokenloom_server.ledger.base import Commit, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.opening import JoinCall, Joined
-from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import Runs, ServedRun
+from tokenloom_server.state import State
 
 RUN = "test"
 PATIENCE_S = 20.0
@@ -663,6 +664,48 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
     for index, text in list(written.items())[::3]:
         assert again.history.snapshot(index) == (text.decode(), index)
     assert [again.history.snapshot(index)[0] for index in range(0, 175, 7)] == every
+
+
+def going_forward_from(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills with the sample index of each state that a pipeline is made from."""
+    found: list[int] = []
+    make = served.host.order.pipeline
+
+    def pipeline(state: State) -> Pipeline:
+        found.append(state.sample_index)
+        return make(state)
+
+    monkeypatch.setattr(served.host.order, "pipeline", pipeline)
+    return found
+
+
+def test_a_past_index_is_reached_from_the_nearest_journalled_state(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(place.serve())
+    for _ in range(36):
+        trainer.take(1)
+        trainer.settle()
+    served = place.restart()
+    begun = going_forward_from(served, monkeypatch)
+    served.history.snapshot(100)
+    # Groups have 16 samples: the boundary is 96, and every boundary is journalled while there is room.
+    assert min(begun) >= 80
+
+
+def test_the_journal_is_bounded_and_loses_no_index(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.committer.JOURNAL_BYTES", 4000)
+    served = place.serve()
+    trainer = Trainer(served)
+    for _ in range(42):
+        trainer.take(1)
+        trainer.settle()
+    host = served.host
+    entries, size = host.ledger.journal_size(host.uid, "train")
+    assert 1 < entries < 8
+    assert size < 6000
+    again = place.restart()
+    assert again.history.snapshot(100)[0] == trainer.state(100).decode()
 
 
 def test_a_snapshot_beyond_the_horizon_is_refused_with_the_limits(place: Place) -> None:

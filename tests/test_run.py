@@ -344,6 +344,16 @@ def test_an_older_report_changes_nothing() -> None:
     assert (generation.slots[0].consumed, generation.slots[0].last_heard) == (2, 2.0)
 
 
+def test_a_stream_that_goes_on_behind_less_than_was_consumed_takes_that_back() -> None:
+    generation = generation_of()
+    session = attached(generation)[0]
+    produced(generation)
+    received(generation, 0, session)
+    generation.progress(0, session, 24, 1, 0.0)
+    generation.attach(0, "nonce-0", 12, 0, 0.0)
+    assert (generation.slots[0].consumed, generation.slots[0].sent) == (2, 2)
+
+
 def test_a_lost_message_is_sent_again_to_the_new_stream() -> None:
     generation = generation_of()
     session = attached(generation)[0]

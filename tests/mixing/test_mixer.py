@@ -144,6 +144,25 @@ def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
     assert len(frozen) == 1
 
 
+def test_credits_of_the_rest_are_what_their_new_shares_of_all_they_had_leave_open() -> None:
+    weights = (2, 3, 7, 5)
+    document = flat([f"txt:{i}:text" for i in range(4)])
+    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
+        child["weight"] = weight
+    walk = Walk(parsed(document), [100, 4, 100, 9])
+    seen = set()
+    for _ in range(90):
+        walk.step()
+        (children,) = present(walk.mixer)
+        live = [i for i, child in enumerate(children) if not child.exhausted]
+        total, issued = sum(weights[i] for i in live), sum(children[i].tokens for i in live)
+        for i in live:
+            owed = weights[i] * issued - total * children[i].tokens
+            assert abs(children[i].credit - owed) <= len(weights)  # rounded once an exhaustion
+        seen.add(len(live))
+    assert seen == {4, 3, 2}
+
+
 @pytest.mark.parametrize("policy", ["least_consumed", "weighted"])
 def test_a_node_that_stops_ends_with_its_first_child(policy: str) -> None:
     document = flat(["txt:0:text", "txt:1:text", "txt:2:text"], policy)
