@@ -794,6 +794,7 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place) -> Non
     old.ranks[0].receive()
     new = Trainer(served, state=state)
     before = place.stored()
+    assert before.committed is not None
     rank = old.ranks[0]
     host = served.host
     with pytest.raises(Fenced, match="generation 1 of run 'test' is over: generation 2"):
@@ -803,7 +804,7 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place) -> Non
     with pytest.raises(Fenced):
         rank.connect(served)
     with pytest.raises(Fenced):
-        host.ledger.commit(host.uid, "train", host.epoch, 1, replace(before.committed, sample_index=99), False)  # type: ignore[type-var]
+        host.ledger.commit(host.uid, "train", host.epoch, 1, replace(before.committed, sample_index=99), False)
     assert place.stored() == before
     host.detach(rank.session)
     new.take(1)
