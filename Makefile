@@ -40,5 +40,8 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: install
+	$(BIN)/python benchmarks/throughput.py
+
 clean:
 	rm -rf $(VENV) tokenloom-demo

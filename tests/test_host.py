@@ -309,7 +309,7 @@ def test_a_waiting_rank_hears_why_rank_0_was_refused(place: Place) -> None:
 
     def join() -> None:
         try:
-            served.opener.join(call_of(1))
+            served.opener.join(call_of(1, resume="nothing-of-that-name"))
         except NotFound as error:
             errors.append(error)
 
@@ -319,8 +319,14 @@ def test_a_waiting_rank_hears_why_rank_0_was_refused(place: Place) -> None:
         served.opener.join(call_of(0, resume="nothing-of-that-name"))
     thread.join(PATIENCE_S)
     assert "nothing-of-that-name" in str(errors[0])
-    # What was refused once may be mended, under the same attempt.
+    # What was refused once may be mended, under the same attempt; a rank that comes before rank 0 waits for it.
+    later: list[Joined] = []
+    thread = threading.Thread(target=lambda: later.append(served.opener.join(call_of(1))))
+    thread.start()
+    thread.join(0.05)
     served.opener.join(call_of(0))
+    thread.join(PATIENCE_S)
+    assert later[0].opening.generation == 1
     assert served.opener.join(call_of(1)).opening.generation == 1
 
 
@@ -1159,3 +1165,27 @@ def test_every_good_step_before_a_bad_row_is_delivered_and_committed_then_the_er
                 rank.take(1)
     finally:
         place.stop()
+
+
+def test_a_new_attempt_that_takes_over_a_streaming_run_is_committed_like_the_first(place: Place) -> None:
+    served = place.serve()
+    for _ in range(5):
+        # The committer is between two commits of the old generation when the new one comes.
+        old = Trainer(served, resume="fresh")
+        old.take(3)
+        new = Trainer(served, resume="fresh")
+        new.take(4)
+        new.settle()
+        assert served.host.committed is not None
+        assert served.host.committed.sample_index == 16
+        assert served.host.dead_worker() is None
+
+
+def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place) -> None:
+    served = place.serve()
+    assert place.runs.not_ready() is None
+    ended = threading.Thread(name="ended", target=int)
+    ended.start()
+    ended.join()
+    served.host._workers = (*served.host._workers, ended)
+    assert "its thread ended has ended" in (place.runs.not_ready() or "")

@@ -77,7 +77,7 @@ DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "length": (lambda d: d.update(sequence_length=9), ["sequence_length: the run began with 8, the file has 9"]),
     "labels": (
         lambda d: d.update(labels="shifted"),
-        ['labels: the run began with "(default)", the file has "shifted"'],
+        ['labels: the run began with "same", the file has "shifted"'],
     ),
     "weight": (
         lambda d: child(d, 0).update(weight=2.5),

@@ -101,9 +101,11 @@ class StepBuffer:
         """Whether the server has not been heard for too long."""
         return time.monotonic() - self._heard_at > SILENCE_S
 
-    def all_consumed(self) -> bool:
-        """Whether the data ended and the trainer has all of it."""
-        return self.end_reason is not None and self.consumed_through == self.received_through
+    def all_committed(self) -> bool:
+        """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be behind,
+        and until they are not, a restarted server has to be told again."""
+        done = self.end_reason is not None and self.consumed_through == self.received_through
+        return done and self.committed_through >= self.consumed_through
 
     def pause(self, seconds: float | None, until: Callable[[], bool] = bool) -> bool:
         """Sleeps the reader, bounded by ``seconds``, until closing or ``until``; whether it is closing."""
@@ -157,7 +159,7 @@ class StepBuffer:
     ) -> int:
         """Sleeps until the trainer is beyond ``reported``, or all is said; returns how far it is."""
         with self._lock:
-            while not (over() or self.closing or self.all_consumed()):
+            while not (over() or self.closing or self.all_committed()):
                 news = self.consumed_through > reported
                 rest_s = last_at + REPORT_EVERY_S - time.monotonic()
                 if news and rest_s <= 0:

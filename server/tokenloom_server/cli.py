@@ -24,8 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_out = Console()
-_err = Console(stderr=True)
+# Names come from mixture files: nothing in them is markup or an emoji code.
+_out = Console(markup=False, emoji=False)
+_err = Console(markup=False, emoji=False, stderr=True)
 
 _MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
 
@@ -130,10 +131,10 @@ def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
     _out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
     for warning in order.warnings():
-        _out.print(f"[yellow]warning[/]: {warning}")
+        _out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
-        _out.print(f"[yellow]warning[/]: the data are too short for one sample: {samples.ended}")
-    _out.print("[green]valid[/]")
+        _out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
+    _out.print("valid", style="green")
 
 
 @app.command()
@@ -154,7 +155,7 @@ def stats(
             print(json.dumps(document.model_dump(), ensure_ascii=False))
             continue
         _out.print(
-            f"[bold]{document.run}[/]: sample {document.sample_index:,}, {document.total_tokens:,} tokens committed, "
+            f"{document.run}: sample {document.sample_index:,}, {document.total_tokens:,} tokens committed, "
             f"{document.tokens_per_s:,.0f} tokens/s; generation {document.generation}, "
             f"{document.world_size} ranks × {document.batch_size}; ledger {document.ledger.backend}"
         )
@@ -162,13 +163,7 @@ def stats(
         for heading in ("source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"):
             table.add_column(heading, justify="left" if heading == "source" else "right")
         for source in document.sources:
-            left = (
-                "exhausted"
-                if source.exhausted
-                else f"{source.remaining_samples:,}"
-                if source.remaining_samples
-                else "?"
-            )
+            left = "?" if source.remaining_samples is None else f"{source.remaining_samples:,}"
             table.add_row(
                 source.alias,
                 f"{source.target_share:.2%}",
@@ -213,6 +208,6 @@ def _set_up_logging(level: str) -> None:
 
 
 def _fail(error: TokenloomError) -> None:
-    _err.print(f"[bold red]{error.name}[/]: ", end="")
-    _err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    _err.print(f"{error.name}: ", style="bold red", end="")
+    _err.print(str(error), highlight=False, soft_wrap=True)
     raise typer.Exit(2)

@@ -44,7 +44,10 @@ class Committer(threading.Thread):
                 self._await_commit()
                 live, steps = host.live, host.commit_due_steps()
                 if live is None or not steps:
-                    return
+                    if host.stopping:
+                        return
+                    # While this thread slept with the lock let go, a new generation came or the run stopped.
+                    continue
                 group = live.generation.group_of(steps - 1)
             if live is not self._live:
                 self._live, self._journalled = live, live.base.sample_index

@@ -35,7 +35,7 @@ class _Model(BaseModel):
 
 
 def _not_bool(value: object) -> object:
-    # YAML reads ``yes`` and ``on`` as true, and pydantic true as 1.
+    # YAML reads ``yes`` and ``on`` as true, and pydantic true as 1. It also reads 1e-3 as text, which is a number.
     if isinstance(value, bool):
         raise ValueError(f"expected a number above 0, but this is {value!r}")
     return value

@@ -119,6 +119,12 @@ class Host:
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
 
+    def dead_worker(self) -> str | None:
+        """The name of a thread of the run that ended by itself: a fault of ours; None if all is well."""
+        if self.stopping:
+            return None
+        return next((worker.name for worker in self._workers if not worker.is_alive()), None)
+
     # --- generations -------------------------------------------------------------------------------
 
     def plan(self, opening: Opening) -> BatchPlan:
@@ -224,7 +230,8 @@ class Host:
                 if found is not None:
                     self.producer_wakes.notify()
                     return found
-                if self.error is not None and live.generation.delivered_all(session.rank):
+                # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
+                if self.error is not None and live.generation.consumed_all(session.rank):
                     raise self.error
                 left = deadline - time.monotonic()
                 if left <= 0 or interrupted():

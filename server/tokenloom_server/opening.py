@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 #: How long the other ranks' Joins wait for rank 0's, seconds.
 RANK_0_WAIT_S = 120.0
+#: The largest step that the server makes room for, bytes.
+MAX_STEP_BYTES = 2**30
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
 
@@ -67,7 +69,8 @@ class Opener:
         self._opening = threading.Lock()
         #: The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._asked: tuple[str, tuple[str, str]] | None = None
-        self._refused: OrderedDict[str, TokenloomError] = OrderedDict()
+        # By attempt and by what rank 0 asked for: the same id may be tried again with another resume point.
+        self._refused: OrderedDict[tuple[str, tuple[str, str]], TokenloomError] = OrderedDict()
 
     def join(self, call: JoinCall) -> Joined:
         """Takes a slot; rank 0 opens the attempt's generation, the others wait for it, bounded.
@@ -75,12 +78,12 @@ class Opener:
         Raises ``JoinRefused``, ``AttemptUsed``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
-        _check(call)
+        _check(call, self._host.order.sample_bytes)
         if call.rank == 0:
             try:
                 opening = self._open(call)
             except TokenloomError as error:
-                self._remember(call.attempt, error)
+                self._remember(call, error)
                 raise
         else:
             opening = self._await(call)
@@ -101,7 +104,7 @@ class Opener:
                         # The opening write was done, and its answer was lost.
                         host.uid = stored.uid
                         host.recover(stored)
-                        self._refused.pop(call.attempt, None)
+                        self._refused.clear()
                 return stored.opening
             point, asked = self._resolve(call, stored)
             start = self._history.forward(point)
@@ -125,8 +128,8 @@ class Opener:
             with host.lock:
                 host.ledger.open(uid, host.stream, host.epoch, opening, committed)
                 host.uid = uid
-                # It may have been refused before; ranks that join from now on are not to hear that.
-                self._refused.pop(call.attempt, None)
+                # Older refusals are of no interest any more; nobody who joins from now on is to hear them.
+                self._refused.clear()
                 host.committed_state, host.committed_at = start, opening.opened_at
                 host.install(opening, start, committed, resumed=False)
         self._log_resume(opening, start)
@@ -135,6 +138,7 @@ class Opener:
     def _await(self, call: JoinCall) -> Opening:
         host = self._host
         deadline = time.monotonic() + RANK_0_WAIT_S
+        asked = self._ask_of(call)
         if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
             raise AttemptUsed(
                 f"attempt {call.attempt!r} opened an earlier generation of run {host.name!r}; "
@@ -144,8 +148,8 @@ class Opener:
             while True:
                 if host.live is not None and host.live.generation.attempt == call.attempt:
                     break
-                if call.attempt in self._refused:
-                    raise self._refused[call.attempt]
+                if (call.attempt, asked) in self._refused:
+                    raise self._refused[call.attempt, asked]
                 left = deadline - time.monotonic()
                 if host.stopping:
                     raise ServerStopping("the server is stopping; join again when it is back")
@@ -259,9 +263,14 @@ class Opener:
             raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
         return stored
 
-    def _remember(self, attempt: str, error: TokenloomError) -> None:
+    def _remember(self, call: JoinCall, error: TokenloomError) -> None:
+        try:
+            asked = self._ask_of(call)
+        except TokenloomError:
+            # Rank 0's state cannot be read; the other ranks' own Joins meet the same.
+            return
         with self._host.lock:
-            self._refused[attempt] = error
+            self._refused[call.attempt, asked] = error
             while len(self._refused) > _REMEMBERED_REFUSALS:
                 self._refused.popitem(last=False)
             self._host.changed.notify_all()
@@ -280,13 +289,20 @@ class Opener:
             )
 
 
-def _check(call: JoinCall) -> None:
+def _check(call: JoinCall, sample_bytes: int) -> None:
     if not 1 <= call.world_size <= 2**20:
         raise JoinRefused(f"world size is {call.world_size}; expected 1 to {2**20}")
     if call.rank >= call.world_size:
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
     if not 1 <= call.batch_size <= 2**20:
         raise JoinRefused(f"batch size is {call.batch_size}; expected 1 to {2**20} samples per rank")
+    step_bytes = call.world_size * call.batch_size * sample_bytes
+    if step_bytes > MAX_STEP_BYTES:
+        raise JoinRefused(
+            f"a step of {call.world_size} ranks × {call.batch_size} samples × {sample_bytes} bytes has {step_bytes} "
+            f"bytes; expected at most {MAX_STEP_BYTES}, since the server holds at least two steps: take a smaller "
+            "batch size and accumulate gradients"
+        )
     for what, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:
             raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")

@@ -308,12 +308,19 @@ def _differences(record: Any, file: Any, path: str) -> list[str]:
         found = []
         for key in sorted(record.keys() | file.keys()):
             at = f"{path}.{key}" if path else key
-            found += _differences(record.get(key, "(default)"), file.get(key, "(default)"), at)
+            default = _default_of(at)
+            found += _differences(record.get(key, default), file.get(key, default), at)
         return found
     if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
         pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
         return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
     return [] if record == file else [f"{path}: the run began with {_short(record)}, the file has {_short(file)}"]
+
+
+def _default_of(path: str) -> Any:
+    """What a field that the record or the file leaves out stands for: the run's own fields have defaults."""
+    field = RunConfig.model_fields.get(path)
+    return "(not given)" if field is None or field.default is None else field.default
 
 
 def _short(value: Any) -> str:

@@ -90,7 +90,7 @@ class Generation:
         if self.end is not None and sample_index == self.end.end_index:
             return self.produced
         step, rest = divmod(sample_index - self.plan.start_index, self.plan.step_samples)
-        if rest and step >= 0 and self.end is None and self.pads_last_step:
+        if rest and step >= self.produced and self.end is None and self.pads_last_step:
             # The padded last step, which a client may hold before a restarted server has produced it again.
             return step + 1
         if rest or step < 0:
@@ -233,9 +233,9 @@ class Generation:
         slot.sent = last
         return Delivery(group, first, first + ready, with_base)
 
-    def delivered_all(self, rank: int) -> bool:
-        """Whether a slot was sent all that was produced."""
-        return self.slots[rank].sent >= self.produced
+    def consumed_all(self, rank: int) -> bool:
+        """Whether a slot consumed all that was produced."""
+        return self.slots[rank].consumed >= self.produced
 
     def laggards(self) -> Iterator[Slot]:
         """The slots that hold the others back."""

@@ -155,6 +155,9 @@ class Runs:
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
+            dead = served.host.dead_worker()
+            if dead is not None:
+                return f"run {run}: its thread {dead} has ended; restart the server, and report its log"
             if served.host.error is not None:
                 return f"run {run}: {served.host.error.name}: {served.host.error}"
             if served.host.ledger_error is not None:

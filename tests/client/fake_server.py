@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -49,6 +50,13 @@ class Script:
     """One Join each fails with the next of these names; '' is UNAVAILABLE without a name."""
     on_message: Callable[[int, int], str | None] = field(default=lambda stream, begin: None)
     """(number of the stream, begin index) → 'silent', 'skip', 'end' (the stream, with OK), or an error's name."""
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def ids_of(index: int, count: int) -> NDArray[np.uint16]:
@@ -112,7 +120,9 @@ class FakeServer(DataLoaderServicer):
             if not steps and begin >= self._last_end(join):
                 end = wire.EndOfData(end_index=begin, reason="all sources are exhausted")
                 yield wire.StreamResponse(end_of_data=end, committed_through=self.committed_through)
-                heard.wait_closed(context)
+                while not heard.closed and context.is_active():
+                    heard.wait_progress(context)
+                    yield wire.StreamResponse(heartbeat=wire.Heartbeat(), committed_through=self.committed_through)
                 return
             fault = self.script.on_message(number, begin) if steps else None
             if fault == "silent":

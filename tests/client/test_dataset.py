@@ -13,25 +13,17 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_server import Script, base_at, digest_at, ids_of, serving, template
+from fake_server import Script, base_at, digest_at, eventually, ids_of, serving, template
 from tokenloom import RemoteDataset, SnapshotInvalid, Source, snapshot
 from tokenloom_proto.seal import seal, unseal
 from torch.utils.data import DataLoader
 
 NOBODY = "grpc://127.0.0.1:1/fake"
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def expected_state(sample_index: int, base: int) -> dict[str, str]:
@@ -340,7 +332,8 @@ def test_the_end_of_the_data_is_logged_and_reported(caplog: pytest.LogCaptureFix
             assert len(list(dataset)) == 4
 
         assert "ends: all sources are exhausted" in caplog.text
-        assert server.half_closed.wait(2)  # without a close
+        # Without a close, once the server says that the ledger has it all.
+        assert server.half_closed.wait(10)
         assert server.progress[-1].consumed_through == 4
 
 

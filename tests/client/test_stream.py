@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fake_server import RUN_UID, Script, serving
+from fake_server import RUN_UID, Script, eventually, serving
 from tokenloom import (
     AttemptUsed,
     Fenced,
@@ -198,7 +198,7 @@ def test_closing_while_the_server_is_away_does_not_wait_for_it() -> None:
     assert time.monotonic() - began < 2.5
 
 
-def test_a_stream_that_ends_with_the_data_before_the_last_report_is_reopened_for_it() -> None:
+def test_a_stream_that_breaks_behind_the_last_step_is_reopened_at_once_for_the_reports() -> None:
     script = Script(end_index=4)
     with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
         batches = iter(dataset)
@@ -206,11 +206,27 @@ def test_a_stream_that_ends_with_the_data_before_the_last_report_is_reopened_for
         time.sleep(0.2)
         assert dataset._connection is not None
         dataset._connection.on_silence()
+        assert eventually(lambda: len(server.opens) == 2)
+        assert server.opens[-1].received_through == 4
         assert list(samples(dataset)) == [1, 2, 3]
-        assert server.half_closed.wait(2)
-        dataset._connection._thread.join(5)
+        dataset._connection._thread.join(10)
 
-        assert server.opens[-1].received_through == server.opens[-1].progress.consumed_through == 4
+        assert not dataset._connection._thread.is_alive()
+        assert server.progress[-1].consumed_through == 4
+
+
+def test_closing_while_the_stream_is_broken_still_delivers_the_last_report() -> None:
+    with serving(Script(end_index=4)) as (server, url, _):
+        dataset = RemoteDataset(url, 1, prefetch_steps=8)
+        batches = iter(dataset)
+        next(batches)
+        assert eventually(lambda: dataset._connection is not None and dataset._connection.buffer.received_through == 4)
+        assert dataset._connection is not None
+        dataset._connection.on_silence()
+        assert list(samples(dataset)) == [1, 2, 3]
+        dataset.close()
+
+        assert max(server.opens[-1].progress.consumed_through, server.progress[-1].consumed_through) == 4
 
 
 # --- Join --------------------------------------------------------------------------------------------------------

@@ -98,10 +98,11 @@ class Connection:
         while True:
             began, had = time.monotonic(), self.buffer.received_through
             broken = self._stream()
-            if broken is None or self.buffer.closing:
+            if broken is None:
                 return
-            if self.buffer.end_reason is not None and self.buffer.pause(None, self.buffer.all_consumed):
-                return  # nothing is left to receive; a new stream only takes the last report
+            if self.buffer.closing:
+                self._report_once()
+                return
             if self.buffer.received_through > had or time.monotonic() - began > SOUND_STREAM_S:
                 retry.reset()
             delay_s = retry.next_delay_s()
@@ -113,7 +114,13 @@ class Connection:
             log.warning("the stream of %s broke, reconnecting in %.1f s: %s", self._request.address, delay_s, broken)
             self.buffer.waits_for(f"a new connection ({broken})")
             if self.buffer.pause(delay_s):
+                self._report_once()
                 return
+
+    def _report_once(self) -> None:
+        """On closing between two streams: one more try to say how far the trainer came."""
+        if self.buffer.committed_through < self.buffer.consumed_through:
+            self._stream()
 
     def _stream(self) -> str | None:
         """Reads one stream to its end. None if that was agreed, else what broke it; raises what is final."""
@@ -226,7 +233,7 @@ class _Writer:
             if consumed > reported:
                 reported, reported_at = consumed, time.monotonic()
                 yield wire.StreamRequest(progress=connection.progress(consumed))
-            if buffer.closing or buffer.all_consumed():
+            if buffer.closing or buffer.all_committed():
                 self.said_all = reported == buffer.consumed_through
                 if self.said_all:
                     return

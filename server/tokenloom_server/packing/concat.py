@@ -47,7 +47,9 @@ class ConcatPacker:
         # Positions count the source's tokens since the run began, so that position = samples × length.
         position = self._state.samples * self._length
         held = _Held(position - cursor.offset, self._state.rows)
-        tokens = np.empty(0, self._dtype)
+        # Joined only when they are enough for a sample: a sample may take many small pieces.
+        waiting: list[npt.NDArray[np.unsignedinteger]] = []
+        total = 0
         skip = cursor.offset
         for piece in self._documents.read(cursor):
             held.add(piece)
@@ -55,15 +57,18 @@ class ConcatPacker:
             if skip:
                 self._documents.check_offset(piece, skip)
                 ids, skip = ids[skip:], 0
-            tokens = np.concatenate((tokens, ids)) if len(tokens) else ids
-            count = (len(tokens) - (self._width - self._length)) // self._length
+            waiting.append(ids)
+            total += len(ids)
+            count = (total - (self._width - self._length)) // self._length
             if count <= 0:
                 continue
+            tokens = np.concatenate(waiting) if len(waiting) > 1 else ids
             yield self._cut(tokens, count, position, held)
             position += count * self._length
-            tokens = tokens[count * self._length :].copy()
+            waiting = [tokens[count * self._length :].copy()]
+            total = len(waiting[0])
             held.forget(position)
-        self.dropped_tokens = len(tokens)
+        self.dropped_tokens = total
 
     def _cut(self, tokens: npt.NDArray[np.unsignedinteger], count: int, position: int, held: _Held) -> Block:
         length, width = self._length, self._width
@@ -96,7 +101,7 @@ class _Held:
         self._position = position
         self._rows = rows
         # One column a row: first position, end position, epoch, shard, row in shard, number.
-        self._table: _Int64s = np.empty((6, 0), np.int64)
+        self._tables: list[_Int64s] = []
 
     def add(self, piece: Piece) -> None:
         count = len(piece.ends)
@@ -108,13 +113,13 @@ class _Held:
         table[3] = piece.shard
         table[4] = np.arange(piece.first_row, piece.first_row + count)
         table[5] = np.arange(self._rows, self._rows + count)
-        self._table = np.concatenate((self._table, table), axis=1) if self._table.size else table
+        self._tables.append(table)
         self._position += len(piece.ids)
         self._rows += count
 
     def cursors(self, positions: _Int64s) -> _Int64s:
         """[n, 5]: epoch, shard, row, offset, rows counter behind the token before each position."""
-        first, end, epoch, shard, row, number = self._table
+        first, end, epoch, shard, row, number = self._table()
         # The first row that ends at or behind the position holds the last token taken: rows without
         # tokens behind it are not passed yet, whatever piece they come in.
         at = np.searchsorted(end, positions, side="left")
@@ -124,11 +129,17 @@ class _Held:
 
     def starts(self, position: int, length: int) -> _Int64s:
         """Where documents begin in [position, position + length), relative to it, ascending."""
-        first, end = self._table[0], self._table[1]
+        first, end, *_ = self._table()
         lo, hi = np.searchsorted(first, (position, position + length))
         begins: _Int64s = first[lo:hi][end[lo:hi] > first[lo:hi]] - position
         return begins
 
     def forget(self, position: int) -> None:
         """Drops the rows that end at or before a position."""
-        self._table = self._table[:, np.searchsorted(self._table[1], position, side="right") :]
+        table = self._table()
+        self._tables = [table[:, np.searchsorted(table[1], position, side="right") :]]
+
+    def _table(self) -> _Int64s:
+        if len(self._tables) > 1:
+            self._tables = [np.concatenate(self._tables, axis=1)]
+        return self._tables[0]

@@ -30,6 +30,10 @@ class Piece(NamedTuple):
     ends: npt.NDArray[np.int64]
 
 
+#: A source with at most this many tokens and rows is kept in memory once it was read, for its next epochs.
+KEPT_TOKENS = 2**18
+
+
 class Documents:
     """The rows of one source, ``epochs`` times over (a fraction: that part of the last pass's rows)."""
 
@@ -49,16 +53,27 @@ class Documents:
         it would be read for ever, or for nothing.
         """
         epoch, shard, row = start.epoch, start.shard, start.row
+        kept: list[Piece] | None = None
         while True:
             limit = self._row_limit(epoch)
             if limit == 0 and epoch:
                 return
+            if kept is not None and limit is None:
+                for piece in kept:
+                    yield piece._replace(epoch=epoch)
+                epoch += 1
+                continue
             found, whole = 0, (shard, row) == (0, 0)
+            keep: list[Piece] | None = [] if whole and limit is None else None
+            size = 0
             before = self._rows_before(shard) if limit is not None else 0
             while shard < len(self._source.shards):
                 left = None if limit is None else limit - before - row
                 for piece in self._shard(epoch, shard, row, left):
                     found += len(piece.ids)
+                    size += len(piece.ids) + len(piece.ends)
+                    if keep is not None:
+                        keep = [*keep, piece] if size <= KEPT_TOKENS else None
                     yield piece
                 before += self._source.row_count(shard) if limit is not None else 0
                 if limit is not None and before >= limit:
@@ -69,6 +84,7 @@ class Documents:
                     f"{self._name}: epoch {epoch} has no token in any of its rows; "
                     "check that the column is the right one and is not empty"
                 )
+            kept = keep
             epoch, shard, row = epoch + 1, 0, 0
 
     def check_offset(self, piece: Piece, offset: int) -> None:
