@@ -345,7 +345,7 @@ def test_a_mixture_that_differs_from_the_runs_record_is_refused_with_both_values
     server.terminate()
     ledger = server.ledger
     for changed, parts in (
-        ({"seed": 3}, ('seed: the run began with "(default)", the file has 3',)),
+        ({"seed": 3}, ("seed: the run began with 0, the file has 3",)),
         ({"sequence_length": 16}, ("sequence_length: the run began with 8, the file has 16",)),
         ({"tokenizer": "bytes", "add_bos": True}, ("add_bos",)),
     ):

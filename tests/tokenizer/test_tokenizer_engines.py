@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,16 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer import EngineChoice, TokenizerDefinition, choose_engine, engine, load_engine
+from tokenloom_server.tokenizer import (
+    EngineChoice,
+    TokenizerDefinition,
+    choose_engine,
+    engine,
+    find_tokenizer,
+    load_engine,
+)
 from tokenloom_server.tokenizer.check import CheckedEngine, sampled
 from tokenloom_server.tokenizer.engine import BytesEngine, Encoded, GigatokenEngine, TokenizersEngine, ragged
 
@@ -270,6 +279,16 @@ def test_a_panic_of_the_engine_is_a_tokeniser_error(find: Find) -> None:
         raise PanicException("range end index out of range\nmore")
 
     with pytest.raises(TokenizerError, match=r"gigatoken [0-9.]+ cannot encode: range end index out of range$"):
-        engine._guarded("encode", panic)
+        engine._guarded("gigatoken", "encode", panic)
     with pytest.raises(KeyboardInterrupt):
-        engine._guarded("encode", lambda: (_ for _ in ()).throw(KeyboardInterrupt()).__next__())
+        engine._guarded("gigatoken", "encode", lambda: (_ for _ in ()).throw(KeyboardInterrupt()).__next__())
+
+
+def test_a_tokeniser_that_cannot_encode_the_text_is_refused_by_name(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"known": 0, "</s>": 1}))  # without a token for unknown words
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    found = find_tokenizer("tokenizer.json", tmp_path)
+
+    with pytest.raises(TokenizerError, match=r"tokenizers [0-9.]+ cannot encode: .*UNK"):
+        choose_engine(found, "text", [_texts("an unknown word")], cpu_clock_s=time.thread_time)

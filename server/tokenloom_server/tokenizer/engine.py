@@ -82,12 +82,15 @@ class TokenizersEngine:
         self._tokenizer.no_padding()
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
+        rows = texts.to_pylist()
+        call = self._tokenizer.encode_batch_fast
+        encodings = _guarded(self.name, "encode", lambda: call(rows, add_special_tokens=False))
         return ragged([encoding.ids for encoding in encodings])
 
     def encode_one(self, text: str) -> list[int]:
         """Ids of one text, on the calling thread alone."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        call = self._tokenizer.encode
+        ids: list[int] = _guarded(self.name, "encode", lambda: call(text, add_special_tokens=False)).ids
         return ids
 
     def character_of(self, text: str, position: int) -> int:
@@ -120,7 +123,9 @@ class GigatokenEngine:
         content = ak.contents.NumpyArray(characters, parameters={"__array__": "byte"})
         layout = ak.contents.ListOffsetArray(ak.index.Index64(offsets), content, parameters={"__array__": "bytestring"})
         array = ak.Array(layout)
-        result = _guarded("encode", lambda: self._backend.encode_batch(array, parallel=self._parallel)).layout
+        result = _guarded(
+            self.name, "encode", lambda: self._backend.encode_batch(array, parallel=self._parallel)
+        ).layout
         return Encoded(result.content.data, result.offsets.data[1:])
 
     def _load(self) -> Any:
@@ -129,7 +134,7 @@ class GigatokenEngine:
 
             return gigatoken.Tokenizer.from_json(self._content).backend
 
-        return _guarded("load this tokeniser", load)
+        return _guarded(self.name, "load this tokeniser", load)
 
     def _renew_if_grown(self, size: int) -> None:
         self._bytes_since_look += size
@@ -181,7 +186,7 @@ def _for_gigatoken(content: str, special_tokens_in_text: SpecialTokensInText) ->
     return json.dumps(document, ensure_ascii=False)
 
 
-def _guarded(action: str, call: Callable[[], Any]) -> Any:
+def _guarded(package: str, action: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except BaseException as error:
@@ -189,7 +194,7 @@ def _guarded(action: str, call: Callable[[], Any]) -> Any:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).split("\n", 1)[0]
-        raise TokenizerError(f"gigatoken {installed_version('gigatoken')} cannot {action}: {reason}") from None
+        raise TokenizerError(f"{package} {installed_version(package)} cannot {action}: {reason}") from None
 
 
 def _resident_bytes() -> int | None:
