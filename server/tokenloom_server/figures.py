@@ -9,7 +9,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
-from tokenloom_server.state import SourceState, digest_hex
+from tokenloom_server.state import SourceState
 from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
 
 #: Rates and window shares look back this far, seconds.
@@ -34,7 +34,9 @@ class Figures:
         host = self._host
         with host.lock:
             now = host.clock()
-            live, committed, state = host.live, host.committed, host.committed_state
+            live, state = host.live, host.committed_state
+            # Before the first generation: nothing, of every source.
+            committed = host.committed or host.commit_of(host.order.initial(), "")
             error, ledger_error = host.error, host.ledger_error
             committed_at, waiting_for = host.committed_at, host.waiting_for()
             recent = [entry for entry in host.recent if now - entry[0] <= LOOK_BACK_S] or list(host.recent)[-1:]
@@ -58,8 +60,7 @@ class Figures:
                 ]
         order = host.order
         seconds = now - recent[0][0] if recent else 0.0
-        tokens = committed.total_tokens if committed is not None else 0
-        earlier = recent[0][1].total_tokens if recent else tokens
+        earlier = recent[0][1] if recent else committed
         engine = order.engine
         return RunStats(
             run=host.name,
@@ -70,42 +71,36 @@ class Figures:
             world_size=generation.plan.world_size if generation is not None else 0,
             batch_size=generation.plan.batch_size if generation is not None else 0,
             sequence_length=order.config.sequence_length,
-            sample_index=committed.sample_index if committed is not None else 0,
-            produced_index=max(produced, committed.sample_index if committed is not None else 0),
-            digest=committed.digest if committed is not None else digest_hex(0),
-            total_tokens=tokens,
-            tokens_per_s=(tokens - earlier) / seconds if seconds > 0 else 0.0,
+            sample_index=committed.sample_index,
+            produced_index=max(produced, committed.sample_index),
+            digest=committed.digest,
+            total_tokens=committed.total_tokens,
+            tokens_per_s=(committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0,
             window_fill=min(1.0, held / window),
             waiting_for=waiting_for,
             ended=ended,
             error=f"{error.name}: {error}" if error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
-            sources=[
-                self._source(i, state.sources[i], committed, recent[0][1] if recent else None, over)
-                for i in range(len(order.specs))
-            ],
+            sources=[self._source(i, source, committed, earlier, over) for i, source in enumerate(state.sources)],
             ranks=ranks,
             ledger=LedgerStats(
                 backend=host.ledger.description,
                 available=ledger_error is None,
                 error=ledger_error,
-                last_commit_index=committed.sample_index if committed is not None else 0,
+                last_commit_index=committed.sample_index,
                 last_commit_age_s=None
                 if committed_at is None
                 else max(0.0, round(host.wall_clock() - committed_at, 3)),
             ),
         )
 
-    def _source(
-        self, source: int, state: SourceState, committed: Commit | None, earlier: Commit | None, over: bool
-    ) -> SourceStats:
+    def _source(self, source: int, state: SourceState, committed: Commit, earlier: Commit, over: bool) -> SourceStats:
         order = self._host.order
         config = order.config.sources[source]
         spec = order.specs[source]
-        counters = committed.counters[spec] if committed is not None else _NOTHING
-        total = committed.total_tokens if committed is not None else 0
+        counters, total = committed.counters[spec], committed.total_tokens
         before, total_before = _NOTHING, 0
-        if earlier is not None and earlier.total_tokens < total:
+        if earlier.total_tokens < total:
             before, total_before = earlier.counters[spec], earlier.total_tokens
         rows, done = self._extent(source, state)
         remaining = 0 if over else self._remaining(config.epochs, state, counters, rows)

@@ -7,7 +7,7 @@ No clock, thread, socket or ledger is known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from tokenloom_server.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
     MAX_COUNTER,
+    Cursor,
     SourceState,
     State,
 )
@@ -75,11 +76,9 @@ class BatchPlan:
     def boundary(self, sample_index: int) -> int:
         """The state boundary that a snapshot at a sample index starts from: the one at which the group
         of the last step before it begins, so that whoever has that step has the boundary, too."""
-        return (
-            sample_index - ((sample_index - self.start_index - 1) % self.group_samples + 1)
-            if (sample_index > self.start_index)
-            else self.start_index
-        )
+        if sample_index <= self.start_index:
+            return self.start_index
+        return sample_index - ((sample_index - self.start_index - 1) % self.group_samples + 1)
 
 
 @dataclass(slots=True)
@@ -137,33 +136,46 @@ class Group:
     def state_behind(self, step: int) -> State:
         """The state behind a step."""
         mark = self.marks[step]
-        nodes = self.mixer.states(mark.nodes)
-        exhausted = exhausted_sources(self.config, nodes)
-        sources = []
-        for i, (samples, known) in enumerate(zip(mark.samples, self.base.sources, strict=True)):
-            cursor, rows = known.cursor, known.rows
-            if samples > known.samples:
-                cursor, rows = self._block(i, samples - 1).cursor_behind(samples - 1)
-            sources.append(
-                SourceState(
-                    cursor=cursor,
-                    samples=samples,
-                    rows=rows,
-                    tokens=samples * self.config.sequence_length,
-                    dropped_tokens=self.dropped_tokens[i] if exhausted[i] else 0,
-                    exhausted=exhausted[i],
-                )
-            )
-        return State(
-            sample_index=mark.sample_index,
-            total_tokens=mark.total_tokens,
-            digest=mark.digest,
-            sources=tuple(sources),
-            nodes=nodes,
-        )
+        places = [
+            self._block(i, samples - 1).cursor_behind(samples - 1)
+            if samples > known.samples
+            else (known.cursor, known.rows)
+            for i, (samples, known) in enumerate(zip(mark.samples, self.base.sources, strict=True))
+        ]
+        return _state_at(mark, self.config, self.mixer, places, self.dropped_tokens)
 
     def _block(self, source: int, sample: int) -> Block:
         return next(block for block in reversed(self.blocks[source]) if block.first_sample <= sample)
+
+
+def _state_at(
+    mark: Mark,
+    config: RunConfig,
+    mixer: Mixer,
+    places: Sequence[tuple[Cursor, int]],
+    dropped_tokens: Sequence[int],
+) -> State:
+    """The state at a mark; ``places`` are each source's cursor and rows counter there."""
+    nodes = mixer.states(mark.nodes)
+    exhausted = exhausted_sources(config, nodes)
+    sources = [
+        SourceState(
+            cursor=cursor,
+            samples=samples,
+            rows=rows,
+            tokens=samples * config.sequence_length,
+            dropped_tokens=dropped if out else 0,
+            exhausted=out,
+        )
+        for samples, (cursor, rows), dropped, out in zip(mark.samples, places, dropped_tokens, exhausted, strict=True)
+    ]
+    return State(
+        sample_index=mark.sample_index,
+        total_tokens=mark.total_tokens,
+        digest=mark.digest,
+        sources=tuple(sources),
+        nodes=nodes,
+    )
 
 
 class _Feed:
@@ -282,24 +294,9 @@ class Pipeline:
 
     def state(self) -> State:
         """The state at the present sample index."""
-        nodes = self._mixer.states(self._mixer.marks())
-        return State(
-            sample_index=self._index,
-            total_tokens=self._tokens,
-            digest=self._digest,
-            sources=tuple(
-                SourceState(
-                    cursor=feed.cursor,
-                    samples=feed.picked,
-                    rows=feed.rows,
-                    tokens=feed.picked * self._config.sequence_length,
-                    dropped_tokens=feed.dropped_tokens if out else 0,
-                    exhausted=out,
-                )
-                for feed, out in zip(self._feeds, exhausted_sources(self._config, nodes), strict=True)
-            ),
-            nodes=nodes,
-        )
+        places = [(feed.cursor, feed.rows) for feed in self._feeds]
+        dropped = [feed.dropped_tokens for feed in self._feeds]
+        return _state_at(self._mark(), self._config, self._mixer, places, dropped)
 
     def _pick(self, count: int, picks: list[int]) -> int:
         """Decides up to ``count`` samples, appends their sources and returns how many there were."""

@@ -54,11 +54,13 @@ class Runs:
         base_dir = path.resolve().parent
         stream = "train"
         stored = self._ledger.read_run(found.run, stream)
+        order = None
         if stored is None:
             order = Order.create(found, base_dir, index_dir)
             stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
-        # Also a new run is loaded from its record: another server may have created it in between.
-        order = Order.load(found, base_dir, index_dir, stored.record)
+        if order is None or order.record() != stored.record:
+            # An older run; or another server has created it in between, from other files perhaps.
+            order = Order.load(found, base_dir, index_dir, stored.record)
         epoch = self._ledger.acquire(stored.uid, stream)
         # Read behind the acquisition: nobody else can write any more.
         stored = self._ledger.read_run(found.run, stream) or stored

@@ -14,7 +14,6 @@ from tokenloom_server.config import RunConfig
 from tokenloom_server.mixing.mixer import (
     NOTHING,
     Mixer,
-    describe_nodes,
     exhausted_sources,
     initial_nodes,
     node_shapes,
@@ -239,7 +238,11 @@ def test_ids_are_depth_first_parents_first_and_stay() -> None:
         (2, (2,)),
         (3, (6,)),
     ]
-    assert describe_nodes(config) == [
+    described = [
+        {"id": shape.node_id, "alias": node.alias or "", "policy": node.policy}
+        for node, shape, _ in node_shapes(config)
+    ]
+    assert described == [
         {"id": 0, "alias": "root", "policy": "weighted"},
         {"id": 1, "alias": "a", "policy": "least_consumed"},
         {"id": 2, "alias": "", "policy": "weighted"},

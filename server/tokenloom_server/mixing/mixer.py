@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.mixing.least_consumed import LeastConsumed
@@ -181,14 +181,6 @@ def target_shares(config: RunConfig) -> tuple[float, ...]:
 
     visit(config.mixture, Fraction(1))
     return tuple(float(share) for share in shares)
-
-
-def describe_nodes(config: RunConfig) -> list[dict[str, Any]]:
-    """Id, alias and policy of each node, for snapshots and pages."""
-    return [
-        {"id": number, "alias": node.alias or "", "policy": node.policy}
-        for number, (node, _, _) in enumerate(node_shapes(config))
-    ]
 
 
 def exhausted_sources(config: RunConfig, nodes: Sequence[Sequence[ChildState]]) -> tuple[bool, ...]:

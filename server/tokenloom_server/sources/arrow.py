@@ -13,11 +13,12 @@ import pyarrow.ipc
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import Rows, Shard
+from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
 
 
-class ArrowSource:
+class ArrowSource(ShardedSource):
     """A source of Arrow IPC files, in stream format (as `datasets` writes them) or in file format.
 
     A file stays mapped as long as an iterator, or an array that came from it, is alive.
@@ -29,28 +30,12 @@ class ArrowSource:
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        self._spec = spec
-        self._shards = shards
-        self._base_dir = base_dir
+        super().__init__(spec, shards, base_dir)
         self._batches: dict[int, Batches] = {}
-        for shard in shards:
-            if shard.size == 0:
-                raise SourceError(f"{self._where(shard)} is empty (0 bytes), expected an Arrow file")
+        self._refuse_empty_files("an Arrow file")
         _, schema = self._open(0)
         self._content = columns.check_schema(schema, spec, shards[0].path)
-        if not any(self._has_rows(i) for i in range(len(shards))):
-            raise SourceError(
-                f"source {str(spec)!r} has no rows: its {len(shards)} files have none (the first is "
-                f"{shards[0].path!r}); give it files with content, or take it out of the mixture"
-            )
-
-    @property
-    def content(self) -> Content:
-        return self._content
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self._shards
+        self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
@@ -146,6 +131,3 @@ class ArrowSource:
             f"{self._where(self._shards[shard])} is not a readable Arrow file ({reason}); "
             "it is truncated or damaged: write or copy it again"
         )
-
-    def _where(self, shard: Shard) -> str:
-        return f"source {str(self._spec)!r}: {shard.path!r}"

@@ -94,6 +94,11 @@ def difference(shard: Shard, base_dir: Path, *, content: bool = True) -> str | N
     return None
 
 
+def where(spec: Spec, shard: Shard) -> str:
+    """How messages name a shard: by its source and its path."""
+    return f"source {str(spec)!r}: {shard.path!r}"
+
+
 def present(spec: Spec, shard: Shard, base_dir: Path) -> Path:
     """Where a shard lies, for opening it. Raises ``SourceChanged`` when it is missing or of another size."""
     found = difference(shard, base_dir, content=False)

@@ -50,7 +50,7 @@ def open_jsonl(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir:
 def _probe(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> Content:
     seen = 0
     for shard in shards:
-        where = f"source {str(spec)!r}: {shard.path!r}"
+        where = files.where(spec, shard)
         for block in read_blocks(files.present(spec, shard, base_dir), shard.size, None, where):
             for i in range(len(block.ends)):
                 value = value_of(block, i, spec.column, where)

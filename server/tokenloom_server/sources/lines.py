@@ -18,6 +18,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files, line_index
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
 
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
@@ -59,7 +60,7 @@ class Block(NamedTuple):
 Decoder = Callable[[Block, str], Iterator[Rows]]
 
 
-class LinesSource:
+class LinesSource(ShardedSource):
     """A source whose shards are files of lines."""
 
     def __init__(
@@ -71,22 +72,12 @@ class LinesSource:
         content: Content,
         decode: Decoder,
     ) -> None:
-        self._spec = spec
-        self._shards = shards
-        self._base_dir = base_dir
+        super().__init__(spec, shards, base_dir)
         self._index_dir = index_dir
         self._content = content
         self._decode = decode
         self._row_counts: dict[int, int] = {}
         self._indexes: dict[int, LineIndex] = {}
-
-    @property
-    def content(self) -> Content:
-        return self._content
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self._shards
 
     def row_count(self, shard: int) -> int:
         if shard not in self._row_counts:
@@ -95,7 +86,7 @@ class LinesSource:
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
-        where = f"source {str(self._spec)!r}: {entry.path!r}"
+        where = self._where(entry)
         local = files.present(self._spec, entry, self._base_dir)
         position = None
         if row > 0:

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import Rows, Shard
+from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
 
 #: Bytes that are decoded at once, before they are cut into pieces.
@@ -25,7 +26,7 @@ BATCH_ROWS = 1 << 13
 BUFFER_BYTES = 1 << 20
 
 
-class ParquetSource:
+class ParquetSource(ShardedSource):
     """A source of Parquet files."""
 
     def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
@@ -34,28 +35,12 @@ class ParquetSource:
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        self._spec = spec
-        self._shards = shards
-        self._base_dir = base_dir
+        super().__init__(spec, shards, base_dir)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
-        for shard in shards:
-            if shard.size == 0:
-                raise SourceError(f"{self._where(shard)} is empty (0 bytes), expected a Parquet file")
+        self._refuse_empty_files("a Parquet file")
         with self._open(0) as file:
             self._content = columns.check_schema(file.schema_arrow, spec, shards[0].path)
-        if not any(self.row_count(i) for i in range(len(shards))):
-            raise SourceError(
-                f"source {str(spec)!r} has no rows: its {len(shards)} files have none (the first is "
-                f"{shards[0].path!r}); give it files with content, or take it out of the mixture"
-            )
-
-    @property
-    def content(self) -> Content:
-        return self._content
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self._shards
+        self._refuse_without_rows(self.row_count)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._group_ends:
@@ -122,9 +107,6 @@ class ParquetSource:
                 f"{self._where(entry)} is not a readable Parquet file ({error}); "
                 "it is truncated or damaged: write or copy it again"
             ) from None
-
-    def _where(self, shard: Shard) -> str:
-        return f"source {str(self._spec)!r}: {shard.path!r}"
 
 
 class _BatchSize:
