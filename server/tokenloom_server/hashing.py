@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 _WORDS = struct.Struct("<5Q")
@@ -25,6 +27,18 @@ class Purpose(IntEnum):
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:
     """A uniform integer in [0, 2^64), a pure function of its arguments (each in [0, 2^64))."""
     return xxhash.xxh3_64_intdigest(_WORDS.pack(seed, purpose, stable_id, index, retry))
+
+
+def draws(
+    seed: int, purpose: Purpose, stable_ids: npt.NDArray[np.uint64], indices: npt.NDArray[np.uint64]
+) -> list[int]:
+    """``draw`` for each pair of stable id and index (uint64, [n] both), without retries."""
+    words = np.zeros((len(indices), 5), "<u8")
+    words[:, 0], words[:, 1] = seed, purpose
+    words[:, 2], words[:, 3] = stable_ids, indices
+    text, size = words.tobytes(), _WORDS.size
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(text[at : at + size]) for at in range(0, len(text), size)]
 
 
 def slice_rotation(seed: int, sample_index: int, world_size: int) -> int:

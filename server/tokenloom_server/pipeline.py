@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config import RunConfig
-from tokenloom_server.errors import CounterOverflow
+from tokenloom_server.errors import CounterOverflow, TokenloomError
 from tokenloom_server.hashing import slice_rotation
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, NodeMark, exhausted_sources, initial_nodes
+from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, exhausted_sources, initial_nodes
 from tokenloom_server.packing.base import Block, Packer, PackerFactory
 from tokenloom_server.state import (
     DIGEST_MODULUS,
@@ -46,13 +46,12 @@ def initial_state(config: RunConfig) -> State:
 
 
 class Mark(NamedTuple):
-    """What a state differs in from the state at the group's begin: small, immutable, taken every step."""
+    """What a state behind a step has that cannot be counted from the samples before it: taken every step."""
 
     sample_index: int
     total_tokens: int
     digest: int
-    samples: tuple[int, ...]
-    nodes: tuple[NodeMark, ...]
+    regime: Regime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,8 @@ class Group:
     a message of several steps is one contiguous range. ``source_ids`` int32 and ``origins`` int64 (the
     sample's number within its source) are [world_size, group_steps, batch_size]. ``marks[g]`` is the
     mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``blocks`` are those that the
-    samples came from, by source.
+    samples came from, by source. ``given`` is how many samples each source gave before the group, since the
+    mixer was made.
     """
 
     config: RunConfig
@@ -100,6 +100,7 @@ class Group:
     source_ids: npt.NDArray[np.int32]
     origins: npt.NDArray[np.int64]
     blocks: list[list[Block]]
+    given: tuple[int, ...]
     dropped_tokens: list[int]
     marks: list[Mark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
@@ -135,14 +136,17 @@ class Group:
 
     def state_behind(self, step: int) -> State:
         """The state behind a step."""
-        mark = self.marks[step]
+        before = self.source_ids[:, : step + 1]
+        counts = np.bincount(before[before != PADDING], minlength=len(self.given)).tolist()
         places = [
-            self._block(i, samples - 1).cursor_behind(samples - 1)
-            if samples > known.samples
+            self._block(i, known.samples + count - 1).cursor_behind(known.samples + count - 1)
+            if count
             else (known.cursor, known.rows)
-            for i, (samples, known) in enumerate(zip(mark.samples, self.base.sources, strict=True))
+            for i, (count, known) in enumerate(zip(counts, self.base.sources, strict=True))
         ]
-        return _state_at(mark, self.config, self.mixer, places, self.dropped_tokens)
+        given = [was + more for was, more in zip(self.given, counts, strict=True)]
+        samples = [known.samples + count for known, count in zip(self.base.sources, counts, strict=True)]
+        return _state_at(self.marks[step], self.config, self.mixer, samples, given, places, self.dropped_tokens)
 
     def _block(self, source: int, sample: int) -> Block:
         return next(block for block in reversed(self.blocks[source]) if block.first_sample <= sample)
@@ -152,22 +156,25 @@ def _state_at(
     mark: Mark,
     config: RunConfig,
     mixer: Mixer,
+    samples: Sequence[int],
+    given: Sequence[int],
     places: Sequence[tuple[Cursor, int]],
     dropped_tokens: Sequence[int],
 ) -> State:
-    """The state at a mark; ``places`` are each source's cursor and rows counter there."""
-    nodes = mixer.states(mark.nodes)
+    """The state at a mark. By source: ``samples`` since the run began, ``given`` since the mixer was made,
+    ``places`` the cursor and the rows counter."""
+    nodes = mixer.states(mark.regime, given)
     exhausted = exhausted_sources(config, nodes)
     sources = [
         SourceState(
             cursor=cursor,
-            samples=samples,
+            samples=count,
             rows=rows,
-            tokens=samples * config.sequence_length,
+            tokens=count * config.sequence_length,
             dropped_tokens=dropped if out else 0,
             exhausted=out,
         )
-        for samples, (cursor, rows), dropped, out in zip(mark.samples, places, dropped_tokens, exhausted, strict=True)
+        for count, (cursor, rows), dropped, out in zip(samples, places, dropped_tokens, exhausted, strict=True)
     ]
     return State(
         sample_index=mark.sample_index,
@@ -179,49 +186,65 @@ def _state_at(
 
 
 class _Feed:
-    """One source's blocks: picked sample by sample, then taken in runs."""
+    """One source's blocks: loaded and picked ahead, then taken in runs."""
 
     def __init__(self, packer: Packer, state: SourceState) -> None:
         self._packer = packer
         self._blocks = packer.blocks()
         self._held: deque[Block] = deque()
         self._loaded = state.samples
-        self._taken = state.samples
+        self._error: TokenloomError | None = None
+        #: Samples picked, and taken, since the run began.
         self.picked = state.samples
-        self.hashes: Iterator[int] = iter(())
+        self.taken = state.samples
+        #: Of the samples that are loaded and not picked.
+        self.hashes: deque[int] = deque()
         # Behind the last sample taken.
         self.cursor = state.cursor
         self.rows = state.rows
         self.exhausted = state.exhausted
         self.dropped_tokens = state.dropped_tokens
 
+    def load(self, count: int) -> int:
+        """Makes ``count`` samples ready to be picked, as far as there are so many; returns how many are.
+
+        A source that fails behind them is told by ``has_sample``, once nothing before the fault is left.
+        """
+        while self._loaded - self.picked < count and not self.exhausted and self._error is None:
+            try:
+                block = next(self._blocks, None)
+            except TokenloomError as error:
+                self._error = error
+                break
+            if block is None:
+                self.exhausted = True
+                self.dropped_tokens = self._packer.dropped_tokens
+                break
+            assert block.first_sample == self._loaded, "a packer skipped or repeated samples"
+            self._loaded += len(block)
+            self._held.append(block)
+            self.hashes.extend(block.hashes)
+        return min(count, self._loaded - self.picked)
+
     def has_sample(self) -> bool:
-        """Whether a pick succeeds; loads the next block when needed."""
-        if self.picked < self._loaded:
+        """Whether a pick succeeds. Raises what the source failed with."""
+        if self.load(1):
             return True
-        if self.exhausted:
-            return False
-        block = next(self._blocks, None)
-        if block is None:
-            self.exhausted = True
-            self.dropped_tokens = self._packer.dropped_tokens
-            return False
-        assert block.first_sample == self._loaded, "a packer skipped or repeated samples"
-        self._loaded += len(block)
-        self._held.append(block)
-        self.hashes = iter(block.hashes)
-        return True
+        if self._error is not None:
+            raise self._error
+        return False
 
     def take(self, count: int) -> Iterator[tuple[Block, int, int]]:
         """The next ``count`` picked samples as (block, first, last) ranges; settles the cursor behind them."""
         while count:
             block = self._held[0]
-            first = self._taken - block.first_sample
+            first = self.taken - block.first_sample
             last = min(first + count, len(block))
             yield block, first, last
-            self._taken += last - first
+            self.taken += last - first
             count -= last - first
-            self.cursor, self.rows = block.cursor_behind(self._taken - 1)
+            if not count:
+                self.cursor, self.rows = block.cursor_behind(self.taken - 1)
             if last == len(block):
                 self._held.popleft()
 
@@ -238,6 +261,8 @@ class Pipeline:
         self._dtype = np.dtype(dtype)
         self._mixer = Mixer(config, state.nodes)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
+        self._next_hash = [feed.hashes.popleft for feed in self._feeds]
+        self._origin = [source.samples for source in state.sources]
         self._index = state.sample_index
         self._tokens = state.total_tokens
         self._digest = state.digest
@@ -254,10 +279,11 @@ class Pipeline:
             mixer=self._mixer,
             plan=plan,
             base=self.state(),
-            ids=np.zeros((*shape, self._width), self._dtype),
+            ids=np.empty((*shape, self._width), self._dtype),
             source_ids=np.full(shape, PADDING, np.int32),
             origins=np.zeros(shape, np.int64),
             blocks=[[] for _ in self._feeds],
+            given=self._given(),
             dropped_tokens=[0] * len(self._feeds),
         )
 
@@ -268,64 +294,100 @@ class Pipeline:
         ``ended`` says why. Raises ``SourceError`` and ``TokenizerError``; the pipeline is of no use then.
         """
         plan = group.plan
-        first = len(group.marks)
-        picks: list[int] = []
-        for _ in range(min(steps, plan.group_steps - first)):
-            begin, before = self._index, len(picks)
-            taken = self._pick(plan.step_samples, picks)
-            if not taken or (taken < plan.step_samples and self._config.last_step == "drop"):
-                self.dropped_samples = taken
-                del picks[before:]
-                break
-            group.marks.append(self._mark())
-            group.rotations.append(slice_rotation(self._config.seed, begin, plan.world_size))
-            if self.ended is not None:
-                break
-        self._gather(group, first, np.array(picks, np.int32))
+        first, size, length = len(group.marks), plan.step_samples, self._config.sequence_length
+        begin, tokens = self._index, self._tokens
+        picks, changes = self._decide(min(steps, plan.group_steps - first) * size)
+        whole, rest = divmod(len(picks), size)
+        if rest and self._config.last_step == "drop":
+            self.dropped_samples, rest = rest, 0
+        count = whole * size + rest
+        done = 0
+        for end in (*range(size, whole * size + 1, size), *([count] if rest else [])):
+            self._digest_through(picks[done:end])
+            # A change found behind the step's last sample is the next decision's; but none follows a padded step.
+            while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
+                del changes[0]
+            group.marks.append(Mark(begin + end, tokens + end * length, self._digest, changes[0][1]))
+            group.rotations.append(slice_rotation(self._config.seed, begin + done, plan.world_size))
+            done = end
+        self._gather(group, first, picks[:count])
 
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
         while samples and self.ended is None:
-            picks: list[int] = []
-            samples -= self._pick(min(samples, 4096), picks)
-            for source, count in zip(*np.unique(np.array(picks, np.int32), return_counts=True), strict=True):
-                for _ in self._feeds[source].take(int(count)):
+            picks, _ = self._decide(min(samples, 4096))
+            samples -= len(picks)
+            self._digest_through(picks)
+            for source, count in enumerate(np.bincount(picks).tolist()):
+                for _ in self._feeds[source].take(count):
                     pass
 
     def state(self) -> State:
         """The state at the present sample index."""
         places = [(feed.cursor, feed.rows) for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
-        return _state_at(self._mark(), self._config, self._mixer, places, dropped)
+        samples = [feed.picked for feed in self._feeds]
+        mark = Mark(self._index, self._tokens, self._digest, self._mixer.regime)
+        return _state_at(mark, self._config, self._mixer, samples, self._given(), places, dropped)
 
-    def _pick(self, count: int, picks: list[int]) -> int:
-        """Decides up to ``count`` samples, appends their sources and returns how many there were."""
-        feeds, mixer, length = self._feeds, self._mixer, self._config.sequence_length
-        digest, taken = self._digest, 0
-        probes = [feed.has_sample for feed in feeds]
+    def _given(self) -> tuple[int, ...]:
+        return tuple(feed.picked - was for feed, was in zip(self._feeds, self._origin, strict=True))
 
-        def has_sample(source: int) -> bool:
-            return probes[source]()
-
-        while taken < count:
-            source = mixer.pick(has_sample)
-            if source == NOTHING:
-                self.ended = self._reason()
-                break
-            mixer.issue(length)
-            feed = feeds[source]
-            feed.picked += 1
-            digest = (digest * DIGEST_MULTIPLIER + next(feed.hashes)) % DIGEST_MODULUS
-            picks.append(source)
-            taken += 1
-        self._digest = digest
-        self._index += taken
-        self._tokens += taken * length
+    def _decide(self, count: int) -> tuple[Picks, list[tuple[int, Regime]]]:
+        """The sources of the next ``count`` samples, fewer where the data end; and from which of them on
+        which regime is in force."""
+        mixer = self._mixer
+        changes = [(0, mixer.regime)]
+        parts: list[Picks] = []
+        left = count
+        while left and self.ended is None:
+            plan = mixer.plan(left)
+            ready = self._ready(plan)
+            if ready:
+                mixer.issue(ready)
+                self._picked(plan[:ready])
+                parts.append(plan[:ready])
+                left -= ready
+            if ready < len(plan):
+                source = mixer.pick(lambda source: self._feeds[source].has_sample())
+                changes.append((count - left, mixer.regime))
+                if source == NOTHING:
+                    self.ended = self._reason()
+                    break
+                parts.append(np.array([source], np.int32))
+                self._picked(parts[-1])
+                left -= 1
+        self._index += count - left
+        self._tokens += (count - left) * self._config.sequence_length
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
-        return taken
+        return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
 
-    def _gather(self, group: Group, first: int, picks: npt.NDArray[np.int32]) -> None:
+    def _ready(self, plan: Picks) -> int:
+        """How many of a plan's first samples are there; loads blocks as needed."""
+        ready = len(plan)
+        nothing = np.flatnonzero(plan == NOTHING)
+        if len(nothing):
+            ready = int(nothing[0])
+        counts = np.bincount(plan[:ready], minlength=1)
+        for source in np.flatnonzero(counts).tolist():
+            found = self._feeds[source].load(int(counts[source]))
+            if found < counts[source]:
+                ready = min(ready, int(np.flatnonzero(plan == source)[found]))
+        return ready
+
+    def _picked(self, picks: Picks) -> None:
+        for source, count in enumerate(np.bincount(picks).tolist()):
+            self._feeds[source].picked += count
+
+    def _digest_through(self, picks: Picks) -> None:
+        digest = self._digest
+        next_hash = self._next_hash
+        for source in picks.tolist():
+            digest = (digest * DIGEST_MULTIPLIER + next_hash[source]()) % DIGEST_MODULUS
+        self._digest = digest
+
+    def _gather(self, group: Group, first: int, picks: Picks) -> None:
         """Copies the picked samples to their places: one vectorised copy per source and block."""
         plan = group.plan
         steps = len(group.marks) - first
@@ -335,29 +397,34 @@ class Pipeline:
         rotations = np.array(group.rotations[first:], np.int64)
         ranks = (np.arange(plan.world_size) - rotations[:, None]) % plan.world_size
         rows = ranks * plan.group_steps + np.arange(first, first + steps)[:, None]
-        places = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()[: len(picks)]
+        places = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
         ids = group.ids.reshape(-1, self._width)
+        ids[places[len(picks) :]] = 0
+        places = places[: len(picks)]
         group.source_ids.reshape(-1)[places] = picks
-        origins = group.origins.reshape(-1)
-        for source in np.unique(picks).tolist():
-            wanted = places[picks == source]
-            done = 0
-            for block, lo, hi in self._feeds[source].take(len(wanted)):
-                into = wanted[done : done + hi - lo]
-                ids[into] = block.ids[lo:hi]
-                origins[into] = np.arange(block.first_sample + lo, block.first_sample + hi)
+        # Sorted by source, so that each source's samples are one range of it.
+        by_source = places[np.argsort(picks, kind="stable")]
+        counts = np.bincount(picks)
+        sources = np.flatnonzero(counts).tolist()
+        group.origins.reshape(-1)[by_source] = np.arange(len(picks)) + np.repeat(
+            [self._feeds[source].taken for source in sources] - np.cumsum([0, *counts[sources[:-1]]]), counts[sources]
+        )
+        done = 0
+        for source in sources:
+            blocks = group.blocks[source]
+            for block, lo, hi in self._feeds[source].take(int(counts[source])):
+                if hi - lo == 1:
+                    ids[by_source[done]] = block.ids[lo]
+                else:
+                    ids[by_source[done : done + hi - lo]] = block.ids[lo:hi]
                 done += hi - lo
-                if not group.blocks[source] or group.blocks[source][-1] is not block:
-                    group.blocks[source].append(block)
+                if not blocks or blocks[-1] is not block:
+                    blocks.append(block)
         for source, feed in enumerate(self._feeds):
             group.dropped_tokens[source] = feed.dropped_tokens
 
-    def _mark(self) -> Mark:
-        picked = tuple(feed.picked for feed in self._feeds)
-        return Mark(self._index, self._tokens, self._digest, picked, self._mixer.marks())
-
     def _reason(self) -> str:
-        out = [feed.exhausted for feed in self._feeds]
+        out = exhausted_sources(self._config, self._mixer.states(self._mixer.regime, self._given()))
         if all(out):
             return "every source is exhausted"
         names = ", ".join(source.name for source, gone in zip(self._config.sources, out, strict=True) if gone)

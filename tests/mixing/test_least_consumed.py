@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from tokenloom_server.config import RunConfig
+from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
 
 LENGTH = 8
@@ -33,7 +37,6 @@ def picks(config: RunConfig, count: int, capacity: Mapping[int, int] | None = No
         source = mixer.pick(lambda s: capacity is None or given[s] < capacity.get(s, count))
         if source == NOTHING:
             break
-        mixer.issue(LENGTH)
         given[source] += 1
         found.append(source)
     return found
@@ -97,6 +100,67 @@ def test_random_weights_keep_tijdemans_bound(weights: list[float], seed: int) ->
     bound = 1 - 1 / max(1, 2 * len(weights) - 2)
     # Deadlines are kept in 2^-20 tokens, hence the hair.
     assert worst_distance(picks(weighted(weights, seed), 400), weights) <= bound + 1e-4
+
+
+def by_the_rule(weights: Sequence[int], length: int, seed: int, count: int) -> list[int]:
+    """Tijdeman's rule as it is written, one sample after the other, in fractions."""
+    total, n = sum(weights), len(weights)
+    given, found = [0] * n, []
+    for issued in range(count):
+        best: tuple[int, int, int] | None = None
+        for child, weight in enumerate(weights):
+            share = Fraction(weight, total)
+            credit = (share * issued - given[child]) * length
+            deadline = issued * length + (length * (1 - Fraction(1, 2 * n - 2)) - credit) / share
+            tie = draw(seed, Purpose.TIE, 2 * child, given[child])
+            if credit + share * length >= Fraction(length, 2 * n - 2):
+                key = (math.floor(deadline * 2**20), tie, child)
+                best = min(best or key, key)
+        assert best is not None
+        given[best[2]] += 1
+        found.append(best[2])
+    return found
+
+
+@given(
+    st.one_of(
+        st.lists(st.integers(1, 12), min_size=2, max_size=9),
+        st.lists(st.sampled_from([1, 2**20, 2**27 + 1, 2**27 - 1]), min_size=2, max_size=2),
+        st.lists(st.sampled_from([1, 3, 10**4, 10**7]), min_size=2, max_size=6),
+    ),
+    st.sampled_from([1, 8, 2048, 10**6, 2**24]),
+    st.integers(0, 2**63 - 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_choices_are_those_of_the_rule_as_it_is_written(weights: list[int], length: int, seed: int) -> None:
+    shape = NodeShape(
+        node_id=0,
+        seed=seed,
+        sample_tokens=length,
+        weights=tuple(weights),
+        child_ids=tuple(range(0, 2 * len(weights), 2)),
+    )
+    children = Children([0] * len(weights), [0] * len(weights), [False] * len(weights))
+    policy = LeastConsumed(shape, children, (0,) * len(weights))
+    assert policy.upcoming(300).tolist() == by_the_rule(weights, length, seed, 300)
+
+
+def test_two_children_whose_credits_sum_to_a_hair_below_zero_go_on_in_turn() -> None:
+    # What rounding leaves behind an exhaustion: neither child is due, and the rule has no answer.
+    shape = NodeShape(node_id=0, seed=1, sample_tokens=8, weights=(1, 1), child_ids=(0, 2))
+    children = Children([0, 0], [0, 0], [False, False])
+    found = LeastConsumed(shape, children, (0, -1)).upcoming(1000).tolist()
+    pieces = LeastConsumed(shape, children, (0, -1))
+    again = []
+    for _ in range(1000):
+        child = pieces.choose(0)
+        children.samples[child] += 1
+        children.tokens[child] += 8
+        # Built anew from its credits each time, as after a restart.
+        pieces = LeastConsumed(shape, children, pieces.credits(pieces.mark(), children.tokens))
+        again.append(child)
+    assert found == again
+    assert worst_distance(found, [1, 1]) < 1
 
 
 def test_ties_go_by_a_seeded_hash_and_not_by_position() -> None:

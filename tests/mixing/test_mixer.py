@@ -29,10 +29,6 @@ def tree(rng: random.Random) -> RunConfig:
     return parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
 
 
-def present(mixer: Mixer) -> Nodes:
-    return mixer.states(mixer.marks())
-
-
 class Walk:
     """Picks from a mixer whose sources hold so many samples each."""
 
@@ -41,17 +37,40 @@ class Walk:
         self.capacity = capacity
         self.given = [0] * len(capacity)
         self.mixer = Mixer(config, initial_nodes(config))
+        self.before = list(self.given)
 
     def step(self) -> int:
         source = self.mixer.pick(lambda s: self.given[s] < self.capacity[s])
         if source != NOTHING:
-            self.mixer.issue(LENGTH)
             self.given[source] += 1
         return source
 
+    def leap(self, count: int) -> list[int]:
+        """The next ``count`` picks, planned as far as the sources last, as the pipeline does it."""
+        found: list[int] = []
+        while len(found) < count:
+            plan = self.mixer.plan(count - len(found)).tolist()
+            assert len(plan) == count - len(found)
+            ready = 0
+            while ready < len(plan) and plan[ready] != NOTHING and self.given[plan[ready]] < self.capacity[plan[ready]]:
+                self.given[plan[ready]] += 1
+                ready += 1
+            if ready:
+                self.mixer.issue(ready)
+                found += plan[:ready]
+            if ready < len(plan):
+                found.append(self.step())
+                if found[-1] == NOTHING:
+                    break
+        return found
+
+    def present(self) -> Nodes:
+        given = [now - then for now, then in zip(self.given, self.before, strict=True)]
+        return self.mixer.states(self.mixer.regime, given)
+
     def restore(self) -> None:
         """Builds the mixer anew from its state, as a restart does."""
-        self.mixer = Mixer(self.config, present(self.mixer))
+        self.mixer, self.before = Mixer(self.config, self.present()), list(self.given)
 
 
 @given(st.integers(0, 2**32))
@@ -66,16 +85,16 @@ def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> No
     for _ in range(160):
         expected, found = whole.step(), broken.step()
         assert found == expected
-        assert present(broken.mixer) == present(whole.mixer)
-        out = exhausted_sources(config, present(whole.mixer))
+        assert broken.present() == whole.present()
+        out = exhausted_sources(config, whole.present())
         # Also right behind an exhaustion, where credits were just spread anew.
         if out != known or rng.random() < often:
             broken.restore()
-            assert present(broken.mixer) == present(whole.mixer)
+            assert broken.present() == whole.present()
         known = out
         if expected == NOTHING:
             assert broken.step() == whole.step() == NOTHING
-            assert present(broken.mixer) == present(whole.mixer)
+            assert broken.present() == whole.present()
             break
 
 
@@ -87,11 +106,37 @@ def test_states_at_earlier_marks_are_those_that_were_there_then(seed: int) -> No
     walk = Walk(config, [rng.choice([0, 3, 20]) for _ in config.sources])
     marks, states = [], []
     for _ in range(60):
-        marks.append(walk.mixer.marks())
-        states.append(present(walk.mixer))
+        marks.append((walk.mixer.regime, list(walk.given)))
+        states.append(walk.present())
         if walk.step() == NOTHING:
             break
-    assert [walk.mixer.states(mark) for mark in marks] == states
+    assert [walk.mixer.states(*mark) for mark in marks] == states
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_samples_that_are_planned_ahead_are_those_that_are_picked_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    capacity = [rng.choice([0, 1, 3, 20, 300]) for _ in config.sources]
+    single, many = Walk(config, capacity), Walk(config, capacity)
+    for _ in range(12):
+        found = many.leap(rng.choice([1, 2, 7, 60, 100]))
+        assert found == [single.step() for _ in found]
+        assert many.present() == single.present()
+        if found[-1] == NOTHING:
+            break
+        if rng.random() < 0.3:
+            many.restore()
+
+
+@pytest.mark.parametrize("policy", ["least_consumed", "weighted"])
+def test_plans_longer_than_what_is_worked_out_ahead_are_the_same_order(policy: str) -> None:
+    document = flat([f"txt:{i}:text" for i in range(5)], policy)
+    for child, weight in zip(document["mixture"]["children"], (0.5, 0.25, 0.2, 0.049, 0.001), strict=True):
+        child["weight"] = weight
+    first, second = (Walk(parsed(document), [10**6] * 5) for _ in range(2))
+    assert first.leap(20_000) == [source for count in (1, 4_095, 4_097, 11_807) for source in second.leap(count)]
 
 
 @given(st.integers(0, 2**32))
@@ -103,7 +148,7 @@ def test_counters_of_every_node_add_up(seed: int) -> None:
     count = 0
     while count < 120 and walk.step() != NOTHING:
         count += 1
-    states = present(walk.mixer)
+    states = walk.present()
     assert sum(child.samples for child in states[0]) == count
     for (_, _, ids), children in zip(node_shapes(config), states, strict=True):
         for child_id, child in zip(ids, children, strict=True):
@@ -126,7 +171,7 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
     while walk.step() != NOTHING:
         pass
     assert walk.given == capacity
-    assert exhausted_sources(config, present(walk.mixer)) == (True,) * len(capacity)
+    assert exhausted_sources(config, walk.present()) == (True,) * len(capacity)
 
 
 def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
@@ -137,7 +182,7 @@ def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
     frozen = set()
     for _ in range(60):
         walk.step()
-        child = present(walk.mixer)[0][1]
+        child = walk.present()[0][1]
         if child.exhausted:
             frozen.add(child.credit)
     assert len(frozen) == 1
@@ -152,7 +197,7 @@ def test_credits_of_the_rest_are_what_their_new_shares_of_all_they_had_leave_ope
     seen = set()
     for _ in range(90):
         walk.step()
-        (children,) = present(walk.mixer)
+        (children,) = walk.present()
         live = [i for i, child in enumerate(children) if not child.exhausted]
         total, issued = sum(weights[i] for i in live), sum(children[i].tokens for i in live)
         for i in live:
@@ -171,7 +216,7 @@ def test_a_node_that_stops_ends_with_its_first_child(policy: str) -> None:
     while (source := walk.step()) != NOTHING:
         picks.append(source)
     assert walk.given[1] == 5
-    assert [child.exhausted for child in present(walk.mixer)[0]] == [False, True, False]
+    assert [child.exhausted for child in walk.present()[0]] == [False, True, False]
     # It ended at the pick that failed, not at the last sample of the child.
     assert picks[-1] != 1 or picks.count(1) == 5
     assert walk.step() == NOTHING
@@ -191,7 +236,7 @@ def test_an_inner_node_that_stops_is_dropped_by_its_parent() -> None:
         pass
     assert walk.given[:2] == [50, 4]
     assert walk.given[2] in (4, 5)
-    root, inner = present(walk.mixer)
+    root, inner = walk.present()
     assert [child.exhausted for child in root] == [True, True]
     # The third source has samples left; its node ended all the same.
     assert [child.exhausted for child in inner] == [True, False]
@@ -202,17 +247,17 @@ def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
     while walk.given[0] < 3:
         walk.step()
     # The source has nothing left, but nobody has asked it.
-    assert not present(walk.mixer)[0][0].exhausted
-    while not present(walk.mixer)[0][0].exhausted:
+    assert not walk.present()[0][0].exhausted
+    while not walk.present()[0][0].exhausted:
         assert walk.step() == 1
     assert walk.given[0] == 3
 
 
-def test_a_pick_that_is_not_issued_changes_no_count() -> None:
+def test_a_plan_that_is_not_issued_changes_no_count() -> None:
     walk = Walk(parsed(flat(["txt:0:text", "txt:1:text"])), [9, 9])
-    before = present(walk.mixer)
-    assert {walk.mixer.pick(lambda _: True) for _ in range(5)} <= {0, 1}
-    assert present(walk.mixer) == before
+    before = walk.present()
+    assert walk.mixer.plan(5).tolist() == walk.mixer.plan(5).tolist()
+    assert walk.present() == before
 
 
 NESTED: dict[str, Any] = {

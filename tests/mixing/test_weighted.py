@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 from support.corpora import flat, parsed
 from tokenloom_server.config import RunConfig
-from tokenloom_server.hashing import Purpose, draw, slice_rotation
+from tokenloom_server.hashing import Purpose, draw, draws, slice_rotation
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.weighted import Weighted
@@ -25,11 +26,7 @@ def config(weights: list[float], seed: int) -> RunConfig:
 def picks(weights: list[float], seed: int, count: int, out: frozenset[int] = frozenset()) -> list[int]:
     made = config(weights, seed)
     mixer = Mixer(made, initial_nodes(made))
-    found = []
-    for _ in range(count):
-        found.append(mixer.pick(lambda source: source not in out))
-        mixer.issue(8)
-    return found
+    return [mixer.pick(lambda source: source not in out) for _ in range(count)]
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [0.1, 0.9], [1, 2, 3, 4], [0.001, 0.999]])
@@ -65,7 +62,9 @@ def test_the_bounds_of_a_draw_fall_to_the_right_child(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.mixing.weighted.draw", lambda *_: drawn)
     shape = NodeShape(node_id=0, seed=0, sample_tokens=8, weights=integer_weights([1, 1, 2]), child_ids=(0, 2, 4))
-    assert Weighted(shape, Children([0] * 3, [0] * 3, [False] * 3), (0, 0, 0)).choose(0) == expected
+    monkeypatch.setattr("tokenloom_server.mixing.weighted.draws", lambda *_: [drawn])
+    policy = Weighted(shape, Children([0] * 3, [0] * 3, [False] * 3), (0, 0, 0))
+    assert policy.choose(0) == policy.upcoming(1)[0] == expected
 
 
 def test_draws_of_different_purpose_node_index_and_retry_are_different() -> None:
@@ -78,6 +77,12 @@ def test_draws_of_different_purpose_node_index_and_retry_are_different() -> None
         for retry in (0, 1)
     }
     assert len(found) == 3 * len(Purpose) * 2 * 3 * 2
+
+
+def test_many_draws_are_those_drawn_one_by_one() -> None:
+    seed, ids, indices = 2**63 + 5, [0, 7, 2**40, 3], [0, 2**53, 1, 9]
+    found = draws(seed, Purpose.TIE, np.array(ids, np.uint64), np.array(indices, np.uint64))
+    assert found == [draw(seed, Purpose.TIE, i, index) for i, index in zip(ids, indices, strict=True)]
 
 
 def test_the_hash_is_what_it_was() -> None:

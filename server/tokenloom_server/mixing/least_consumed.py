@@ -7,9 +7,9 @@ would be at least L / (2n − 2) is due, and its deadline is when its credit rea
 Every child then stays within 1 − 1 / (2n − 2) samples of its share. With equal weights this is the
 child with the fewest tokens. Ties go by a seeded hash.
 
-Due times and deadlines do not move while a child is not picked, so two heaps (waiting by due time,
-due by deadline) make a choice O(log n). They are integers, and shift with the node's token count as a
-whole, so that a policy built from credits alone, at any time, continues identically.
+Seen from now, the due time and the deadline of a child's k-th next sample depend on its own credit and
+k alone. So thousands of choices are one sort of all these samples and one pass over a heap (earliest
+deadline first), and a policy built from credits alone, at any time, continues identically.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenloom_server.hashing import Purpose, draw
-from tokenloom_server.mixing.policy import Children, NodeShape
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.hashing import Purpose, draws
+from tokenloom_server.mixing.policy import Children, Choices, NodeShape
 
 #: Deadlines are kept in 2^-20 tokens.
 _DEADLINE_BITS = 20
+#: Choices that are worked out ahead; fewer at first, so that a new mixer answers at once.
+_FIRST_AHEAD, _AHEAD = 64, 4096
+
+_Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +48,22 @@ class LeastConsumed:
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
         self._shape = shape
         self._children = children
-        self._issued = 0
-        self._only: int | None = None
-        # (due at, deadline, tie, child) by due time; (deadline, tie, child) by deadline.
-        self._waiting: list[tuple[int, int, int, int]] = []
-        self._due: list[tuple[int, int, int]] = []
+        self._ahead = _FIRST_AHEAD
+        self._planned: Choices = np.empty(0, np.intp)
+        self._at = 0
         self._rebuild(tuple(owed))
 
-    def choose(self, retry: int) -> int:
-        if self._only is not None:
-            return self._only
-        waiting, due = self._waiting, self._due
-        while waiting and waiting[0][0] <= self._issued:
-            _, deadline, tie, child = heapq.heappop(waiting)
-            heapq.heappush(due, (deadline, tie, child))
-        if due:
-            return due[0][2]
-        # Only when rounding left the credits' sum a hair below zero: nobody is due, the next one goes.
-        return min(entry[1:] for entry in waiting)[2]
+    def upcoming(self, count: int) -> Choices:
+        if len(self._planned) - self._at < count:
+            self._planned, self._at = self._plan(max(count, self._ahead)), 0
+            self._ahead = min(2 * self._ahead, _AHEAD)
+        return self._planned[self._at : self._at + count]
 
-    def issued(self, child: int, tokens: int) -> None:
-        self._issued += tokens
-        if self._only is not None:
-            return
-        if self._due and self._due[0][2] == child:
-            heapq.heappop(self._due)
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[3] != child]
-            heapq.heapify(self._waiting)
-        self._enqueue(child)
+    def choose(self, retry: int) -> int:
+        return int(self.upcoming(1)[0])
+
+    def issued(self, count: int) -> None:
+        self._at += count
 
     def exhausted(self, child: int) -> None:
         """Leaves the remaining children in their proportions: credits are rescaled to the new sum of
@@ -101,25 +95,95 @@ class LeastConsumed:
         # An exhausted child's weight is 0 here, which freezes its credit.
         weights = tuple(0 if out[i] else weight for i, weight in enumerate(self._shape.weights))
         self._anchor = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights))
-        self._issued = 0
-        self._waiting, self._due = [], []
-        live = [i for i, weight in enumerate(weights) if weight]
-        self._only = live[0] if len(live) == 1 else None
-        self._pairs = 2 * len(live) - 2
-        if self._only is None:
-            for child in live:
-                self._enqueue(child)
+        self._live = [i for i, weight in enumerate(weights) if weight]
+        self._planned, self._at = self._planned[:0], 0
 
-    def _enqueue(self, child: int) -> None:
-        anchor, issued, pairs = self._anchor, self._issued, self._pairs
-        weight = anchor.weights[child]
-        given = self._children.tokens[child] - anchor.tokens[child]
-        credit = anchor.credits[child] + weight * issued - anchor.live_weight * given
-        sample = anchor.live_weight * self._shape.sample_tokens
-        # Smallest token count t with pairs × (credit + weight × (t − issued + L)) ≥ sample, rounded up.
-        due_at = issued - self._shape.sample_tokens - (pairs * credit - sample) // (pairs * weight)
-        numerator = (pairs - 1) * sample - pairs * credit
-        deadline = (issued << _DEADLINE_BITS) + (numerator << _DEADLINE_BITS) // (pairs * weight)
-        shape = self._shape
-        tie = draw(shape.seed, Purpose.TIE, shape.child_ids[child], self._children.samples[child])
-        heapq.heappush(self._waiting, (due_at, deadline, tie, child))
+    def _plan(self, count: int) -> Choices:
+        """The next ``count`` choices from the present counters."""
+        live = np.array(self._live, np.intp)
+        if len(live) == 1:
+            return np.full(count, live[0])
+        jobs = _Jobs(self, count)
+        slots, ranks = jobs.slots.tolist(), jobs.ranks.tolist()
+        slots.append(count)
+        released: list[int] = []
+        chosen: list[int] = []
+        at = 0
+        for now in range(count):
+            while slots[at] <= now:
+                heapq.heappush(released, ranks[at])
+                at += 1
+            if released:
+                chosen.append(heapq.heappop(released))
+                continue
+            # Only when rounding left the credits' sum a hair below zero: nobody is due, the next one goes.
+            first = jobs.first_of_each_child(ranks[at:])
+            soonest = min(first, key=first.__getitem__)
+            chosen.append(first[soonest])
+            del slots[at + soonest], ranks[at + soonest]
+        return live[jobs.child_of_rank[chosen]]
+
+
+class _Jobs:
+    """The next samples of each live child, as many as may come up within ``count`` slots of one sample.
+
+    In the order in which they are released: ``slots``, the first slot in which a job is due; ``ranks``,
+    its place among all by deadline, tie and child; ``child_of_rank``, whose it is (among the live ones).
+    """
+
+    def __init__(self, policy: LeastConsumed, count: int) -> None:
+        anchor, counters, shape, live = policy._anchor, policy._children, policy._shape, policy._live
+        length, pairs = shape.sample_tokens, 2 * len(live) - 2
+        sample = anchor.live_weight * length
+        credit = policy.credits(anchor, counters.tokens)
+        # In units of 1 / (pairs × weight) tokens from now, exactly: job k of a child is due a sample before
+        # begin + k × period, and its deadline is end + k × period. Quotient and remainder stay within 64 bits.
+        period = pairs * sample
+        units = [pairs * anchor.weights[i] for i in live]
+        begins = [sample - pairs * credit[i] for i in live]
+        horizon = count * length
+        counts = [max(0, (horizon * unit - begin) // period + 1) + 1 for unit, begin in zip(units, begins, strict=True)]
+        if len(live) == 2:
+            # Where a job is taken before it is due (see _plan; that needs two children), more may be needed.
+            counts = [count + 1] * 2
+        begin_q, begin_r = _quotients(begins, units)
+        end_q, end_r = _quotients([(pairs - 1) * sample - pairs * credit[i] for i in live], units)
+        period_q, period_r = _quotients([period] * len(live), units)
+
+        child = np.repeat(np.arange(len(live)), counts)
+        k = np.arange(len(child)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+        unit = np.array(units, np.int64)[child]
+        whole, rest = k * period_q[child], k * period_r[child]
+        due = begin_q[child] + whole + (begin_r[child] + rest + unit - 1) // unit - length
+        ends, fractions = np.divmod(end_r[child] + rest, unit)
+        ends += end_q[child] + whole
+        fractions = (fractions << _DEADLINE_BITS) // unit
+
+        ties = np.zeros(len(child), np.uint64)
+        by_deadline = np.lexsort((fractions, ends))
+        same = (np.diff(ends[by_deadline]) == 0) & (np.diff(fractions[by_deadline]) == 0)
+        if same.any():
+            tied = by_deadline[np.append(same, False) | np.insert(same, 0, False)]
+            ids = np.array([shape.child_ids[i] for i in live], np.uint64)[child[tied]]
+            samples = np.array([counters.samples[i] for i in live], np.int64)[child[tied]] + k[tied]
+            ties[tied] = draws(shape.seed, Purpose.TIE, ids, samples.astype(np.uint64))
+            by_deadline = np.lexsort((child, ties, fractions, ends))
+        ranks = np.empty(len(child), np.int64)
+        ranks[by_deadline] = np.arange(len(child))
+        slots = np.maximum(-(-due // length), 0)
+        by_release = np.argsort(slots, kind="stable")
+        self.slots: _Int64s = slots[by_release]
+        self.ranks: _Int64s = ranks[by_release]
+        self.child_of_rank: Choices = child[by_deadline]
+
+    def first_of_each_child(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Of jobs in order of release, the position and rank of each child's first."""
+        found: dict[int, tuple[int, int]] = {}
+        for at, rank in enumerate(ranks):
+            found.setdefault(int(self.child_of_rank[rank]), (at, rank))
+        return dict(found.values())
+
+
+def _quotients(numerators: Sequence[int], units: Sequence[int]) -> tuple[_Int64s, _Int64s]:
+    pairs = [divmod(numerator, unit) for numerator, unit in zip(numerators, units, strict=True)]
+    return np.array([q for q, _ in pairs], np.int64), np.array([r for _, r in pairs], np.int64)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape, Policy
@@ -20,19 +23,24 @@ from tokenloom_server.state import ChildState
 #: Returned in place of a source id when a node has nothing more to give.
 NOTHING = -1
 
+#: Source ids of consecutive samples.
+Picks = npt.NDArray[np.int32]
+
 _POLICIES: dict[str, Callable[[NodeShape, Children, Sequence[int]], Policy]] = {
     "least_consumed": LeastConsumed,
     "weighted": Weighted,
 }
 
 
-class NodeMark(NamedTuple):
-    """A node's counters at a step: immutable, cheap to take; ``Mixer.states`` reads it."""
+class NodeRegime(NamedTuple):
+    """What of a node changes only when a child turns out to be out: immutable, shared by many marks."""
 
-    samples: tuple[int, ...]
-    tokens: tuple[int, ...]
     exhausted: tuple[bool, ...]
     credits: object
+
+
+#: Of every node, in node-id order.
+Regime = tuple[NodeRegime, ...]
 
 
 class _Node:
@@ -46,37 +54,79 @@ class _Node:
         states: Sequence[ChildState],
     ) -> None:
         self.children = children
-        self.stop_on_exhausted = config.on_exhausted == "stop"
-        self.counters = Children(
+        self._sample_tokens = shape.sample_tokens
+        self._leaves = np.array([NOTHING if isinstance(child, _Node) else child for child in children], np.int32)
+        self._inner = [(i, child) for i, child in enumerate(children) if isinstance(child, _Node)]
+        self._stop_on_exhausted = config.on_exhausted == "stop"
+        self._counters = Children(
             [child.samples for child in states],
             [child.tokens for child in states],
             [child.exhausted for child in states],
         )
-        self.live = self.counters.exhausted.count(False)
-        self.policy = _POLICIES[config.policy](shape, self.counters, [child.credit for child in states])
+        self._live = self._counters.exhausted.count(False)
+        self._policy = _POLICIES[config.policy](shape, self._counters, [child.credit for child in states])
+        #: The counters when this node was built.
+        self.states = tuple(states)
 
-    def pick(self, has_sample: Callable[[int], bool], path: list[tuple[_Node, int]]) -> int:
+    def plan(self, count: int) -> Picks:
+        """The sources of the node's next ``count`` samples while no child is out; NOTHING behind one that is."""
+        if self._is_over():
+            return np.full(count, NOTHING, np.int32)
+        choices = self._policy.upcoming(count)
+        picks: Picks = self._leaves[choices]
+        for position, child in self._inner:
+            at = np.flatnonzero(choices == position)
+            if len(at):
+                picks[at] = child.plan(len(at))
+        return picks
+
+    def issue(self, count: int) -> None:
+        """Counts the first ``count`` samples of the plan, here and below."""
+        counts = np.bincount(self._policy.upcoming(count), minlength=len(self.children))
+        for position, child in self._inner:
+            if counts[position]:
+                child.issue(int(counts[position]))
+        for position in np.flatnonzero(counts).tolist():
+            self._count(position, int(counts[position]))
+        self._policy.issued(count)
+
+    def pick(self, has_sample: Callable[[int], bool]) -> int:
+        """Decides one sample and counts it; children that turn out to be out are marked so."""
         retry = 0
-        while self.live and not (self.stop_on_exhausted and self.live < len(self.children)):
-            position = self.policy.choose(retry)
-            child = self.children[position]
+        while not self._is_over():
+            position = self._policy.choose(retry)
+            child, source = self.children[position], NOTHING
             if isinstance(child, _Node):
-                source = child.pick(has_sample, path)
-            else:
-                source = child if has_sample(child) else NOTHING
+                source = child.pick(has_sample)
+            elif has_sample(child):
+                source = child
             if source != NOTHING:
-                path.append((self, position))
+                self._count(position, 1)
+                self._policy.issued(1)
                 return source
-            self.counters.exhausted[position] = True
-            self.live -= 1
+            self._counters.exhausted[position] = True
+            self._live -= 1
             retry += 1
-            if self.live:
-                self.policy.exhausted(position)
+            if self._live:
+                self._policy.exhausted(position)
         return NOTHING
 
-    def mark(self) -> NodeMark:
-        counters = self.counters
-        return NodeMark(tuple(counters.samples), tuple(counters.tokens), tuple(counters.exhausted), self.policy.mark())
+    def regime(self) -> NodeRegime:
+        return NodeRegime(tuple(self._counters.exhausted), self._policy.mark())
+
+    def states_at(self, regime: NodeRegime, given: Sequence[int]) -> tuple[ChildState, ...]:
+        """The children's states under a regime; ``given`` is how many samples each gave since the node was built."""
+        samples = [was.samples + more for was, more in zip(self.states, given, strict=True)]
+        tokens = [was.tokens + more * self._sample_tokens for was, more in zip(self.states, given, strict=True)]
+        owed = self._policy.credits(regime.credits, tokens)
+        return tuple(ChildState(*child) for child in zip(samples, tokens, owed, regime.exhausted, strict=True))
+
+    def _is_over(self) -> bool:
+        return not self._live or (self._stop_on_exhausted and self._live < len(self.children))
+
+    def _count(self, position: int, samples: int) -> None:
+        self._counters.samples[position] += samples
+        self._counters.tokens[position] += samples * self._sample_tokens
 
 
 class Mixer:
@@ -84,7 +134,6 @@ class Mixer:
 
     def __init__(self, config: RunConfig, states: Sequence[Sequence[ChildState]]) -> None:
         """``states`` are the nodes' in node-id order, as in ``State.nodes``."""
-        self._nodes: list[_Node] = []
         shapes = list(node_shapes(config))
         built: dict[int, _Node] = {}
         # Children before parents, so that a parent can hold them; ids are depth first, parents first.
@@ -93,42 +142,38 @@ class Mixer:
             children = tuple(child // 2 if child % 2 == 0 else built[child // 2] for child in child_ids)
             built[number] = _Node(shape, node, children, states[number])
         self._nodes = [built[number] for number in range(len(shapes))]
-        self._path: list[tuple[_Node, int]] = []
+        #: What a state has beside the counters, now.
+        self.regime: Regime = self._regime()
+
+    def plan(self, count: int) -> Picks:
+        """The source ids of the next ``count`` samples if each source has them (int32, [count]; NOTHING where
+        none can be named). Decides nothing: ``issue`` as many as there are, then ``pick``."""
+        return self._nodes[0].plan(count)
+
+    def issue(self, count: int) -> None:
+        """Decides and counts the first ``count`` samples of the plan: their sources have them."""
+        self._nodes[0].issue(count)
 
     def pick(self, has_sample: Callable[[int], bool]) -> int:
-        """The next sample's source id, or ``NOTHING`` at the end of data.
+        """Decides and counts the next sample where a source of the plan may be out: its source id, or ``NOTHING``
+        at the end of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
+        source = self._nodes[0].pick(has_sample)
+        self.regime = self._regime()
+        return source
 
-        ``has_sample(source)`` says whether a pick from a source succeeds. Follow with ``issue``.
-        """
-        self._path.clear()
-        return self._nodes[0].pick(has_sample, self._path)
+    def states(self, regime: Regime, given: Sequence[int]) -> tuple[tuple[ChildState, ...], ...]:
+        """The nodes' states under an earlier regime of this mixer, once each source gave so many samples since
+        the mixer was made (by source id)."""
+        below: dict[_Node, int] = {}
+        found = []
+        for node, now in zip(reversed(self._nodes), reversed(regime), strict=True):
+            counts = [below[child] if isinstance(child, _Node) else given[child] for child in node.children]
+            below[node] = sum(counts)
+            found.append(node.states_at(now, counts))
+        return tuple(reversed(found))
 
-    def issue(self, tokens: int) -> None:
-        """Counts the sample that was picked last, in every node on its path."""
-        for node, position in self._path:
-            node.counters.samples[position] += 1
-            node.counters.tokens[position] += tokens
-            node.policy.issued(position, tokens)
-
-    def marks(self) -> tuple[NodeMark, ...]:
-        """Every node's counters now."""
-        return tuple(node.mark() for node in self._nodes)
-
-    def states(self, marks: Sequence[NodeMark]) -> tuple[tuple[ChildState, ...], ...]:
-        """The nodes' states at earlier marks of this mixer."""
-        return tuple(
-            tuple(
-                ChildState(*child)
-                for child in zip(
-                    mark.samples,
-                    mark.tokens,
-                    node.policy.credits(mark.credits, mark.tokens),
-                    mark.exhausted,
-                    strict=True,
-                )
-            )
-            for node, mark in zip(self._nodes, marks, strict=True)
-        )
+    def _regime(self) -> Regime:
+        return tuple(node.regime() for node in self._nodes)
 
 
 def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape, tuple[int, ...]]]:

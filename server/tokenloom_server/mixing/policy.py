@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+#: Positions of children within their node, one for each of a node's next samples.
+Choices = npt.NDArray[np.intp]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShape:
@@ -29,22 +35,27 @@ class Children:
 
 class Policy(Protocol):
     """Chooses among a node's live children. Its choices are a function of its shape, the children's
-    counters and its credits alone, so that a policy built anew from a state goes on identically."""
+    counters and its credits alone, so that a policy built anew from a state goes on identically.
+
+    Choices are asked for by the thousand, because Python spent on each sample is what a fast source waits
+    for: a policy works them out ahead, in arrays, and throws them away where a child turns out to be out.
+    """
+
+    def upcoming(self, count: int) -> Choices:
+        """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
+        that a state would show; the caller does not write into the array."""
 
     def choose(self, retry: int) -> int:
-        """Position of the next child; ``retry`` counts the children that failed within this decision.
+        """The next choice, where ``retry`` children were found to be out within this decision."""
 
-        At least one child is live. Changes nothing that a state would show.
-        """
-
-    def issued(self, child: int, tokens: int) -> None:
-        """The child gave a sample of ``tokens`` tokens. Called after the counters moved."""
+    def issued(self, count: int) -> None:
+        """The next ``count`` choices succeeded. Called after the counters moved."""
 
     def exhausted(self, child: int) -> None:
         """The child is out. Called after it was marked."""
 
     def mark(self) -> object:
-        """A small immutable note of the credits now; cheap, taken at every step."""
+        """An immutable note of the credits, the same until a child is exhausted."""
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The credits at a mark, given the children's tokens there."""
+        """The credits under a mark, given the children's tokens."""

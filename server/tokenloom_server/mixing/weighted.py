@@ -6,8 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from tokenloom_server.hashing import Purpose, draw
-from tokenloom_server.mixing.policy import Children, NodeShape
+import numpy as np
+
+from tokenloom_server.hashing import Purpose, draw, draws
+from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+
+#: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.
+_FIRST_AHEAD, _AHEAD = 64, 4096
 
 
 class Weighted:
@@ -18,14 +23,30 @@ class Weighted:
         self._shape = shape
         self._children = children
         self._picks = sum(children.samples)
+        self._ahead = _FIRST_AHEAD
+        self._drawn: Choices = np.empty(0, np.intp)
+        self._at = 0
         self._rebuild()
+
+    def upcoming(self, count: int) -> Choices:
+        if len(self._drawn) - self._at < count:
+            size = max(count, self._ahead)
+            self._ahead = min(2 * self._ahead, _AHEAD)
+            indices = np.arange(self._picks, self._picks + size, dtype=np.uint64)
+            ids = np.full(size, self._shape.node_id, np.uint64)
+            total = self._cumulative[-1]
+            found = draws(self._shape.seed, Purpose.CHOICE, ids, indices)
+            self._drawn = np.array([self._child_at(drawn * total >> 64) for drawn in found], np.intp)
+            self._at = 0
+        return self._drawn[self._at : self._at + count]
 
     def choose(self, retry: int) -> int:
         drawn = draw(self._shape.seed, Purpose.CHOICE, self._shape.node_id, self._picks, retry)
-        return self._live[bisect_right(self._cumulative, drawn * self._cumulative[-1] >> 64)]
+        return self._child_at(drawn * self._cumulative[-1] >> 64)
 
-    def issued(self, child: int, tokens: int) -> None:
-        self._picks += 1
+    def issued(self, count: int) -> None:
+        self._picks += count
+        self._at += count
 
     def exhausted(self, child: int) -> None:
         self._rebuild()
@@ -36,6 +57,10 @@ class Weighted:
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
         return (0,) * len(tokens)
 
+    def _child_at(self, point: int) -> int:
+        return self._live[bisect_right(self._cumulative, point)]
+
     def _rebuild(self) -> None:
         self._live = [i for i, out in enumerate(self._children.exhausted) if not out]
         self._cumulative = list(accumulate(self._shape.weights[i] for i in self._live))
+        self._drawn, self._at = self._drawn[:0], 0
