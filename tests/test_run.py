@@ -375,7 +375,7 @@ def test_a_commit_is_due_when_the_slowest_rank_acknowledged() -> None:
         received(generation, rank, session)
     generation.progress(0, sessions[0], 24, 1, 0.0)
     assert generation.commit_due() is None
-    assert [slot.rank for slot in generation.laggards()] == [1]
+    assert [slot.rank for slot in generation.slots.laggards()] == [1]
     generation.progress(1, sessions[1], 18, 1, 0.0)
     assert generation.commit_due() == 3
     generation.set_committed(3)

@@ -39,8 +39,10 @@ MESSAGE_BYTES = 512 * 1024
 #: Steps between two state boundaries take at most this much memory, and are at most this many.
 GROUP_BYTES = 64 * 2**20
 GROUP_STEPS = 64
-#: The default window, in groups.
-WINDOW_GROUPS = 4
+#: The default window: groups of this much together, but so few and so many at least and at most. A fast
+#: trainer acknowledges hundreds of steps while a commit is under way, and must not wait for it.
+WINDOW_BYTES = 64 * 2**20
+WINDOW_GROUPS = (4, 16)
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
 
@@ -140,6 +142,12 @@ class Host:
         step = batch_size * self.order.sample_bytes
         return max(1, min(MESSAGE_BYTES // step, GROUP_BYTES // (step * world_size), GROUP_STEPS))
 
+    def window_steps(self, plan: BatchPlan) -> int:
+        """Steps that are produced ahead of the committed one where the mixture file says nothing."""
+        fewest, most = WINDOW_GROUPS
+        groups = WINDOW_BYTES // (plan.group_samples * self.order.sample_bytes)
+        return min(max(groups, fewest), most) * plan.group_steps
+
     def recover(self, stored: StoredRun) -> None:
         """Takes up the generation that the ledger has (the caller holds the lock)."""
         if stored.opening is None or stored.committed is None:
@@ -152,7 +160,7 @@ class Host:
         """Makes a generation the present one (the caller holds the lock). ``resumed``: after a restart
         of the server, where production has to meet the committed digest again."""
         plan = self.plan(opening)
-        window = self.order.config.window_steps or WINDOW_GROUPS * plan.group_steps
+        window = self.order.config.window_steps or self.window_steps(plan)
         steps, rest = divmod(committed.sample_index - plan.start_index, plan.step_samples)
         generation = Generation(
             opening.generation,
@@ -191,7 +199,7 @@ class Host:
             live = self._live_of(uid, generation)
             number = live.generation.attach(rank, nonce, received_through, committed_through, self.clock())
             live.slots[rank].notify_all()
-            self.producer_wakes.notify()
+            self._wake_producer()
             return Session(live.generation, rank, number)
 
     def detach(self, session: Session) -> None:
@@ -206,8 +214,8 @@ class Host:
             generation = live.generation
             generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock())
             self._wake_committer()
-            live.slots[session.rank].notify_all()
-            self.producer_wakes.notify()
+            self._wake_stream(live, session.rank)
+            self._wake_producer()
 
     def next_for(
         self, session: Session, timeout_s: float, interrupted: Callable[[], bool]
@@ -228,7 +236,7 @@ class Host:
                 # Behind an error nothing more is produced: what is there goes out as it is, then the error.
                 found = live.generation.next_for(session.rank, session.number, flush=self.error is not None)
                 if found is not None:
-                    self.producer_wakes.notify()
+                    self._wake_producer()
                     return found
                 # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
                 if self.error is not None and live.generation.consumed_all(session.rank):
@@ -278,7 +286,7 @@ class Host:
         if absent:
             named = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")
             return f"rank {named} to connect"
-        slot = next(generation.laggards())
+        slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
 
     # --- what the producer and the committer ask and tell (the caller holds the lock) ----------------
@@ -305,12 +313,21 @@ class Host:
             live.expected_digest = None
         if ended is not None:
             _log.info("%s: end of data at sample %d: %s", self.name, group.end, ended)
-        for slot in live.slots:
-            slot.notify_all()
+        for rank in range(len(live.slots)):
+            self._wake_stream(live, rank)
         self._wake_committer()
 
+    # A thread is only woken where it would act: waking it costs more than what most events bring it.
+
+    def _wake_stream(self, live: Live, rank: int) -> None:
+        if live.generation.has_for(rank) or self.error is not None:
+            live.slots[rank].notify_all()
+
+    def _wake_producer(self) -> None:
+        if self.steps_wanted():
+            self.producer_wakes.notify()
+
     def _wake_committer(self) -> None:
-        """Only where it would act: a notification at every step would cost more than the commits."""
         if (self.committer_idle and self.commit_due_steps()) or self.backlog():
             self.committer_wakes.notify()
 
@@ -350,7 +367,7 @@ class Host:
         if now - self.recent[-1][0] >= RECENT_EVERY_S:
             self.recent.append((now, commit))
         self.changed.notify_all()
-        self.producer_wakes.notify()
+        self._wake_producer()
 
     # -----------------------------------------------------------------------------------------------
 

@@ -9,30 +9,13 @@ time in, and does the slow things outside. Steps are counted from the generation
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.slots import Slot, Slots
 from tokenloom_server.state import digest_hex
-
-
-@dataclass(slots=True)
-class Slot:
-    """One rank's place. ``session`` tells the present stream from an earlier one of the same process."""
-
-    rank: int
-    nonce: str | None = None
-    session: int = 0
-    connected: bool = False
-    sent: int = 0
-    consumed: int = 0
-    credit_steps: int = 1
-    last_heard: float | None = None
-    #: Begin of the group whose base the present stream has.
-    base_index: int | None = None
-    ended: bool = False
 
 
 class Delivery(NamedTuple):
@@ -63,12 +46,12 @@ class Generation:
     committed: int = 0
     produced: int = 0
     groups: deque[Group] = field(default_factory=deque)
-    slots: list[Slot] = field(default_factory=list)
+    slots: Slots = field(init=False)
     end: EndOfData | None = None
     _ramp: int = 1
 
     def __post_init__(self) -> None:
-        self.slots = [Slot(rank, sent=self.committed, consumed=self.committed) for rank in range(self.plan.world_size)]
+        self.slots = Slots(self.plan.world_size, self.committed)
         # After a restart of the server, production begins again at the boundary before the committed step.
         self.produced = self.first_needed
 
@@ -103,9 +86,9 @@ class Generation:
     def group_of(self, step: int) -> Group:
         """The group that holds a step (0-based)."""
         begin = self.plan.start_index + step // self.plan.group_steps * self.plan.group_samples
-        for group in self.groups:
-            if group.begin == begin:
-                return group
+        at = (begin - self.groups[0].begin) // self.plan.group_samples if self.groups else -1
+        if 0 <= at < len(self.groups):
+            return self.groups[at]
         raise BeyondHorizon(f"step {step} of generation {self.number} is not held; steps {self.committed} on are")
 
     def digest_behind(self, steps: int) -> str:
@@ -128,11 +111,11 @@ class Generation:
         # After a restart, a rank may come back only to acknowledge what it had, and be gone before it is
         # produced again; without that it could not be committed.
         owed = self.acknowledged() > self.produced
-        if self.end is not None or not (owed or any(slot.connected for slot in self.slots)):
+        if self.end is not None or not (owed or self.slots.connected):
             return 0
         room = max(self.committed, self.first_needed) + self.window_steps - self.produced
         rest = self.plan.group_steps - self.produced % self.plan.group_steps
-        starving = owed or any(slot.connected and slot.sent >= self.produced for slot in self.slots)
+        starving = owed or self.slots.sent_to_one >= self.produced
         if room <= 0 or (room < min(rest, self.window_steps // 2) and not starving):
             return 0
         return min(room, rest, self._ramp)
@@ -176,20 +159,14 @@ class Generation:
                 f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {committed_index}; "
                 "restart the training job from its checkpoint"
             )
-        slot.session += 1
-        slot.connected = True
-        slot.sent = step
-        slot.consumed = min(slot.consumed, step)
-        slot.base_index = None
-        slot.ended = False
-        slot.last_heard = now
+        self.slots.attach(slot, step, now)
         return slot.session
 
     def detach(self, rank: int, session: int) -> None:
         """The stream ended; a newer one of the slot is left alone."""
         slot = self.slots[rank]
         if slot.session == session:
-            slot.connected = False
+            self.slots.detach(slot)
 
     def progress(self, rank: int, session: int, consumed_through: int, credit_steps: int, now: float) -> None:
         """A rank consumed up to a sample index. An older report changes nothing."""
@@ -201,8 +178,15 @@ class Generation:
                 f"{self.index_of(slot.sent)}"
             )
         slot.last_heard = now
-        slot.consumed = max(slot.consumed, step)
         slot.credit_steps = max(1, credit_steps)
+        self.slots.consume(slot, step)
+
+    def has_for(self, rank: int) -> bool:
+        """Whether ``next_for`` has something for a slot."""
+        slot = self.slots[rank]
+        if slot.sent >= self.produced:
+            return self.end is not None and not slot.ended
+        return self._sendable(slot) > slot.sent
 
     def next_for(self, rank: int, session: int, flush: bool = False) -> Delivery | EndOfData | None:
         """What to send to a slot now; marks it as sent. None: nothing yet.
@@ -215,38 +199,26 @@ class Generation:
                 return None
             slot.ended = True
             return self.end
-        group_end = slot.sent - slot.sent % self.plan.group_steps + self.plan.group_steps
-        credit_end = slot.consumed + slot.credit_steps
-        last = min(self.produced, group_end, credit_end)
-        ready = last - slot.sent
-        if ready <= 0:
-            return None
-        whole = last == group_end or (self.end is not None and last == self.produced)
-        halfway = last == credit_end and 2 * ready >= slot.credit_steps
-        draining = 4 * (slot.sent - slot.consumed) <= self.plan.group_steps
-        if not (whole or halfway or draining or flush):
+        last = self._sendable(slot, flush)
+        if last <= slot.sent:
             return None
         group = self.group_of(slot.sent)
         first = slot.sent % self.plan.group_steps
         with_base = slot.base_index != group.begin
         slot.base_index = group.begin
-        slot.sent = last
-        return Delivery(group, first, first + ready, with_base)
+        delivery = Delivery(group, first, first + last - slot.sent, with_base)
+        self.slots.send(slot, last)
+        return delivery
 
     def consumed_all(self, rank: int) -> bool:
         """Whether a slot consumed all that was produced."""
         return self.slots[rank].consumed >= self.produced
 
-    def laggards(self) -> Iterator[Slot]:
-        """The slots that hold the others back."""
-        least = min(slot.consumed for slot in self.slots)
-        return (slot for slot in self.slots if slot.consumed == least)
-
     # --- commits -----------------------------------------------------------------------------------
 
     def acknowledged(self) -> int:
         """Steps that every rank has consumed."""
-        return min(slot.consumed for slot in self.slots)
+        return self.slots.consumed_by_all
 
     def commit_due(self) -> int | None:
         """The step count to commit next; None while there is nothing new."""
@@ -286,6 +258,17 @@ class Generation:
     def _boundary_step(self, steps: int) -> int:
         """The group begin of the last of the first ``steps`` steps."""
         return (steps - 1) // self.plan.group_steps * self.plan.group_steps if steps else 0
+
+    def _sendable(self, slot: Slot, flush: bool = False) -> int:
+        """The step up to which a message for the slot would go now; what it was sent already for none."""
+        group_end = slot.sent - slot.sent % self.plan.group_steps + self.plan.group_steps
+        credit_end = slot.consumed + slot.credit_steps
+        last = min(self.produced, group_end, credit_end)
+        ready = last - slot.sent
+        whole = last == group_end or (self.end is not None and last == self.produced)
+        halfway = last == credit_end and 2 * ready >= slot.credit_steps
+        draining = 4 * (slot.sent - slot.consumed) <= self.plan.group_steps
+        return last if ready > 0 and (whole or halfway or draining or flush) else slot.sent
 
     def _slot(self, rank: int, nonce: str) -> Slot:
         if rank >= self.plan.world_size:

@@ -16,7 +16,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 #: neighbours in a row do not know each other. A name stands for a module or for a whole folder.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
-        ("__init__", "errors", "state", "hashing"),
+        ("__init__", "errors", "state", "hashing", "slots"),
         ("spec",),
         ("config", "stats"),
         ("sources",),
@@ -56,10 +56,11 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.errors": frozenset(),
     f"{SERVER}.state": frozenset(),
     f"{SERVER}.hashing": frozenset(),
+    f"{SERVER}.slots": frozenset(),
     f"{SERVER}.spec": frozenset({"errors"}),
     f"{SERVER}.config": frozenset({"errors", "spec"}),
     f"{SERVER}.ledger": frozenset({"errors", "state"}),
-    f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "state"}),
+    f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "slots", "state"}),
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
@@ -82,7 +83,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
 #: and no other process, and the order is exact because none of them draws a random number of its own.
-PURE = ("tokenizer", "packing", "mixing", "pipeline", "run")
+PURE = ("tokenizer", "packing", "mixing", "pipeline", "run", "slots")
 IMPURE = (
     *("asyncio", "concurrent", "datetime", "multiprocessing", "queue", "select", "selectors", "signal", "socket"),
     *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),

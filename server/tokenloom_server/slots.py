@@ -1,0 +1,99 @@
+"""The ranks' places in a generation, and what is true of all of them. The sole owner of both.
+
+What every step asks about all ranks (how far the slowest is, whether one has nothing left) is kept
+here as they move, so that a step costs the same with 1,000 ranks as with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Slot:
+    """One rank's place; positions are steps from the generation's start. Changed by ``Slots`` alone.
+
+    ``session`` tells the present stream from an earlier one of the same process.
+    """
+
+    rank: int
+    nonce: str | None = None
+    session: int = 0
+    connected: bool = False
+    sent: int = 0
+    consumed: int = 0
+    credit_steps: int = 1
+    last_heard: float | None = None
+    #: Begin of the group whose base the present stream has.
+    base_index: int | None = None
+    ended: bool = False
+
+
+class Slots:
+    """The slots by rank."""
+
+    def __init__(self, world_size: int, position: int) -> None:
+        """``position``: the step that every rank is at."""
+        self._slots = [Slot(rank, sent=position, consumed=position) for rank in range(world_size)]
+        #: How many ranks have a stream.
+        self.connected = 0
+        #: Steps that every rank has consumed.
+        self.consumed_by_all = position
+        #: Of the ranks with a stream, how far the one that was sent most is; −1 without any.
+        self.sent_to_one = -1
+        self._ranks_at_least = world_size
+
+    def __getitem__(self, rank: int) -> Slot:
+        return self._slots[rank]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def attach(self, slot: Slot, step: int, now: float) -> None:
+        """A new stream of the slot begins behind a step."""
+        slot.session += 1
+        slot.connected = True
+        slot.sent = step
+        slot.consumed = min(slot.consumed, step)
+        slot.base_index = None
+        slot.ended = False
+        slot.last_heard = now
+        self._look()
+
+    def detach(self, slot: Slot) -> None:
+        """The slot's stream is over."""
+        slot.connected = False
+        self._look()
+
+    def send(self, slot: Slot, step: int) -> None:
+        """The slot was sent everything up to a step."""
+        slot.sent = step
+        self.sent_to_one = max(self.sent_to_one, step)
+
+    def consume(self, slot: Slot, step: int) -> None:
+        """The slot has consumed everything up to a step, if that is news."""
+        if step <= slot.consumed:
+            return
+        was_last = slot.consumed == self.consumed_by_all
+        slot.consumed = step
+        if was_last:
+            self._ranks_at_least -= 1
+            if not self._ranks_at_least:
+                self._look()
+
+    def laggards(self) -> Iterator[Slot]:
+        """The slots that hold the others back."""
+        return (slot for slot in self._slots if slot.consumed == self.consumed_by_all)
+
+    def _look(self) -> None:
+        """Looks at every slot; each rank brings that about at most once a step."""
+        positions = [slot.consumed for slot in self._slots]
+        self.consumed_by_all = min(positions)
+        self._ranks_at_least = positions.count(self.consumed_by_all)
+        streams = [slot.sent for slot in self._slots if slot.connected]
+        self.connected = len(streams)
+        self.sent_to_one = max(streams, default=-1)
