@@ -41,7 +41,7 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) tokenloom-demo
+	rm -rf $(VENV) .cache tokenloom-demo

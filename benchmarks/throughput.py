@@ -1,201 +1,119 @@
 """Throughput of the whole service: tokens per CPU-second, user and system of every process, both ends.
 
-    make bench                                     # all workloads, a few minutes
-    .venv/bin/python benchmarks/throughput.py --workload arrow --seconds 5 --runs 5
+    python -m benchmarks.throughput --workload arrow --seconds 5 --runs 5
+    python -m benchmarks.throughput --workload text --pace 20e6        # a trainer that takes 20 M tokens/s
 
-Two ranks read from one server over loopback: sequence length 2,048, batch 8 per rank, three sources mixed
-by weights 0.7 / 0.25 / 0.05, page cache warm. Workloads: ``parquet`` (int32 ids, packed while reading),
-``arrow`` (uint16 ids, memory-mapped), ``text`` (parquet, tokenised by a byte-level BPE while reading).
-Judge ratios between runs on one machine, not single figures.
+Two ranks read from one server over loopback: batch 8 per rank, sequence length 2,048 unless the workload says
+otherwise, page cache warm. Without ``--pace`` the ranks take all that comes (saturation); with it each takes its
+share at a steady pace, and its waits in ``next()`` are those of a trainer whose data are ready.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import statistics
-import subprocess
+import contextlib
 import sys
-import tempfile
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
-from rich.console import Console
-from rich.table import Table
 
-#: Documents, mean length in tokens and spread (log-normal) of the three sources.
-SOURCES = ((60_000, 480, 0.9), (15_000, 800, 1.2), (1_500, 3_000, 0.7))
-WEIGHTS = (0.7, 0.25, 0.05)
-VOCABULARY = 32_000
-SEQUENCE_LENGTH, BATCH_SIZE, RANKS = 2_048, 8, 2
-WARM_UP_STEPS = 64
-WORKLOADS = ("parquet", "arrow", "text")
+from benchmarks import corpora, prototype
+from benchmarks.processes import Processes, Window, redis, serve
+from benchmarks.results import Figures, Result, Row, show
+from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, WORKLOADS, Workload
 
-CLIENT = """
-import json, resource, sys, time, torch
-from tokenloom import RemoteDataset
-torch.set_num_threads(1)
-url, rank, world_size, attempt, batch_size, warm_up, seconds = sys.argv[1:]
-def cpu():
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-dataset = RemoteDataset(url, int(batch_size), rank=int(rank), world_size=int(world_size), attempt=attempt)
-batches = iter(dataset)
-for _ in range(int(warm_up)):
-    next(batches)
-began, used, tokens, waits = time.monotonic(), cpu(), 0, []
-while time.monotonic() - began < float(seconds):
-    asked = time.perf_counter()
-    batch = next(batches)
-    waits.append(time.perf_counter() - asked)
-    tokens += batch["input_ids"].numel()
-wall = time.monotonic() - began
-p99 = sorted(waits)[int(len(waits) * 0.99)]
-print(json.dumps({"tokens_per_s": tokens / wall, "cpu": (cpu() - used) / wall, "wait_p99": p99}), flush=True)
-for batch in batches:  # the other rank may still measure; whoever started us ends us
-    pass
-"""
+#: Tokens per rank until buffers are full and code is warm.
+WARM_UP_TOKENS = 4_000_000
+COLUMNS = {
+    "M tok/CPU-s": "M tokens/CPU-s",
+    "of the floor": "of the prototype",
+    "server ns/tok": "server ns/token",
+    "client ns/tok": "client ns/token",
+    "M tok/s": "M tokens/s",
+    "wait p50 ms": "wait p50 ms",
+    "p99": "wait p99 ms",
+    "p99.9": "wait p99.9 ms",
+    "PSS MB": "server PSS MB",
+    "anon. MB": "server anonymous MB",
+}
 
 
-def make_ids(folder: Path) -> None:
-    """The two workloads of ids: the same documents as Parquet and as mapped Arrow files."""
-    rng = np.random.default_rng(0)
-    for source, (count, mean, spread) in enumerate(SOURCES):
-        lengths = np.maximum(4, rng.lognormal(np.log(mean) - spread**2 / 2, spread, count)).astype(np.int64)
-        offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
-        ids = np.exp(rng.uniform(0, np.log(VOCABULARY), int(lengths.sum()))).astype(np.int32)
-        table = pa.table({"ids": pa.ListArray.from_arrays(offsets, pa.array(ids))})
-        pq.write_table(table, folder / f"{source}.parquet", row_group_size=1_000)
-        narrow = pa.table({"ids": pa.ListArray.from_arrays(offsets, pa.array(ids.astype(np.uint16)))})
-        (folder / f"arrow-{source}").mkdir()
-        with (
-            pa.OSFile(str(folder / f"arrow-{source}" / "data.arrow"), "wb") as out,
-            pa.ipc.new_file(out, narrow.schema) as writer,
-        ):
-            writer.write_table(narrow, max_chunksize=1_000)
-
-
-def make_text(folder: Path) -> None:
-    """The workload of text: this Python's own library, split over three sources, and a tokeniser for it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    library = Path(os.__file__).parent
-    files = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
-    texts = [text for path in files if (text := path.read_text(encoding="utf-8", errors="ignore"))]
-    for source, (first, last) in enumerate(((0.0, 0.6), (0.6, 0.9), (0.9, 1.0))):
-        part = texts[int(first * len(texts)) : int(last * len(texts))]
-        pq.write_table(pa.table({"text": part}), folder / f"text-{source}.parquet", row_group_size=100)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(texts[::8], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def write_mixture(folder: Path, workload: str) -> Path:
-    forms = {"parquet": "parquet:{}.parquet:ids", "arrow": "arrow:arrow-{}:ids", "text": "parquet:text-{}.parquet:text"}
-    children = [
-        {"source": forms[workload].format(source), "weight": weight, "epochs": float("inf")}
-        for source, weight in enumerate(WEIGHTS)
-    ]
-    document = {
-        "run": workload,
-        "sequence_length": SEQUENCE_LENGTH,
-        "mixture": {"policy": "least_consumed", "children": children},
-    }
-    document |= (
-        {"tokenizer": "tokenizer.json"} if workload == "text" else {"vocab_size": VOCABULARY, "end_of_text_id": 0}
-    )
-    path = folder / f"{workload}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    return path
-
-
-def measure(folder: Path, workload: str, run: int, seconds: float) -> dict[str, float]:
-    """One run: a server, two ranks; the figures of their steady state."""
-    ready = folder / f"{workload}-{run}.ready"
-    command = [sys.executable, "-m", "tokenloom_server", "serve", str(write_mixture(folder, workload))]
-    command += ["--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", "--ready-file", str(ready)]
-    command += ["--ledger", f"sqlite:///{workload}-{run}.db", "--log-level", "warning"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    clients: list[subprocess.Popen[str]] = []
-    try:
-        deadline = time.monotonic() + 120
-        while not ready.exists():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not become ready (status {server.poll()}); see its messages above")
-            time.sleep(0.05)
-        url = f"grpc://{json.loads(ready.read_text())['grpc']}/{workload}"
-        rest = [str(RANKS), f"bench-{run}", str(BATCH_SIZE), str(WARM_UP_STEPS), str(seconds)]
+def measure(workload: Workload, seconds: float, pace: float = 0.0) -> Figures:
+    """One run: a new server, two new ranks, their steady state. ``pace``: tokens/s of both ranks, 0 for all."""
+    step_tokens = BATCH_SIZE * workload.sequence_length
+    with Processes(RANKS) as processes, _ledger(workload, processes) as ledger:
+        served = serve(processes, workload.write(processes.folder), ledger)
+        waits = [processes.folder / f"waits-{rank}.npy" for rank in range(RANKS)]
         for rank in range(RANKS):
-            arguments = [sys.executable, "-c", CLIENT, url, str(rank), *rest]
-            clients.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
-        process = psutil.Process(server.pid)
-        # The middle of the clients' own time: they start, and end, together.
-        time.sleep(3.0 + seconds * 0.25)
-        before, began = process.cpu_times(), time.monotonic()
-        time.sleep(seconds * 0.5)
-        after, wall = process.cpu_times(), time.monotonic() - began
-        memory = process.memory_full_info().pss
-        found = [json.loads(client.stdout.readline()) for client in clients if client.stdout is not None]
-    finally:
-        for child in (*clients, server):
-            if child.poll() is None:
-                child.send_signal(signal.SIGKILL if child is not server else signal.SIGTERM)
-            child.wait(timeout=20)
-    tokens = sum(figures["tokens_per_s"] for figures in found)
-    server_cpu = (after.user - before.user + after.system - before.system) / wall
-    client_cpu = sum(figures["cpu"] for figures in found)
-    return {
-        "M tokens/CPU-s": tokens / (server_cpu + client_cpu) / 1e6,
-        "M tokens/s": tokens / 1e6,
-        "server ns/token": server_cpu / tokens * 1e9,
-        "client ns/token": client_cpu / tokens * 1e9,
-        "server PSS MB": memory / 2**20,
-        "next() p99 ms": max(figures["wait_p99"] for figures in found) * 1e3,
-    }
+            command = [sys.executable, "-m", "benchmarks.trainer", "--url", f"grpc://{served.grpc}/{workload.name}"]
+            command += ["--rank", str(rank), "--world-size", str(RANKS), "--attempt", "bench"]
+            command += ["--batch-size", str(BATCH_SIZE), "--pace", str(pace / RANKS)]
+            command += ["--board", str(processes.board.path), "--waits", str(waits[rank])]
+            processes.start("client", command)
+        window = processes.window(WARM_UP_TOKENS // step_tokens, seconds)
+        processes.end("client")
+        return prototype.figures(window) | _waits(waits, window)
+
+
+def run(
+    workloads: Sequence[Workload], runs: int, seconds: float, *, pace: float = 0.0, floor: bool = False
+) -> list[Row]:
+    """Rounds in which each workload, and the prototype if wanted, has a run: all share the machine's moods."""
+    for workload in workloads:
+        corpora.folder_of(workload.corpus)
+    rows = [Row(name=workload.name) for workload in workloads]
+    forms = {workload.form for workload in workloads if not workload.reads_once} if floor else set()
+    floors = [Row(name=f"prototype, {form}") for form in sorted(forms)]
+    for _ in range(runs):
+        best: Figures = {}
+        for form, row in zip(sorted(forms), floors, strict=True):
+            row.runs.append(prototype.measure(form, seconds))
+            best[form] = row.runs[-1]["M tokens/CPU-s"]
+        for workload, row in zip(workloads, rows, strict=True):
+            figures = measure(workload, seconds, pace)
+            if workload.form in best and not workload.reads_once:
+                figures["of the prototype"] = figures["M tokens/CPU-s"] / best[workload.form]
+            row.runs.append(figures)
+    return rows + floors
+
+
+def _waits(files: list[Path], window: Window) -> Figures:
+    """Percentiles of all ranks' waits in ``next()`` within the window, ms."""
+    found = []
+    for path in files:
+        asked, waited = np.load(path, allow_pickle=False)
+        found.append(waited[(asked >= window.first.at_s) & (asked < window.last.at_s)])
+    waits = np.concatenate(found) * 1e3
+    names = {"wait p50 ms": 50, "wait p99 ms": 99, "wait p99.9 ms": 99.9, "wait max ms": 100}
+    return {name: float(np.percentile(waits, q)) for name, q in names.items()}
+
+
+@contextlib.contextmanager
+def _ledger(workload: Workload, processes: Processes) -> Iterator[str | None]:
+    if workload.ledger == "redis":
+        with redis(processes) as url:
+            yield url
+    else:
+        yield None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="one or more; all if not given")
+    names = ", ".join(WORKLOADS)
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", metavar="NAME", help=f"of {names}")
     parser.add_argument("--runs", type=int, default=3, help="runs of each workload; medians are shown (default 3)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="steady state per run (default 6)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="steady state per run (default 3)")
+    parser.add_argument("--pace", type=float, default=0.0, help="tokens/s that both ranks together take; 0: all")
+    parser.add_argument("--floor", action="store_true", help="also measure the prototype, for the ratio to it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
-    console = Console()
-    table = Table(title=f"medians of {options.runs} runs, {os.cpu_count()} cores")
-    table.add_column("workload")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with console.status("making the data"):
-            make_ids(folder)
-            make_text(folder)
-        for number, workload in enumerate(options.workload or WORKLOADS):
-            runs = []
-            for run in range(options.runs):
-                with console.status(f"{workload}: run {run + 1} of {options.runs}"):
-                    runs.append(measure(folder, workload, run, options.seconds))
-            if not number:
-                for heading in runs[0]:
-                    table.add_column(heading, justify="right")
-            medians = {key: statistics.median(figures[key] for figures in runs) for key in runs[0]}
-            table.add_row(
-                workload, *(f"{value:,.2f}" if value < 100 else f"{value:,.0f}" for value in medians.values())
-            )
-    console.print(table)
+    result = Result.begin("throughput", f"{RANKS} ranks, batch {BATCH_SIZE}")
+    workloads = [WORKLOADS[name] for name in options.workload] if options.workload else HEADLINES
+    result.rows += run(workloads, options.runs, options.seconds, pace=options.pace, floor=options.floor)
+    show(result, COLUMNS)
+    if options.json:
+        result.save(options.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What Tokenloom costs, measured: ``python -m benchmarks --help``."""

@@ -1,0 +1,138 @@
+"""`make bench`: what Tokenloom costs on this machine, in under ten minutes on two cores.
+
+    python -m benchmarks                            # everything; results go to benchmarks/results/
+    python -m benchmarks throughput ranks           # some of it
+    python -m benchmarks --quick                    # one short run of each: does it work at all?
+
+The first call also makes the data, which takes a minute or two more. Judge CPU-seconds and ratios between runs on one
+machine and in one hour: every result of ids has the bare prototype's figures of the same minutes beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import mixer, ranks, throughput
+from benchmarks.results import FOLDER, Result, show
+from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, VARIANTS, WORKLOADS
+
+#: What both ranks together take per second where they are paced: what the ids' path, and the text's, have ready.
+PACES = {"parquet": 20e6, "arrow": 20e6, "text": 20e6}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How often and how long."""
+
+    headline_runs: int
+    runs: int
+    seconds: float
+    folder: Path
+
+
+def headlines(effort: Effort) -> None:
+    """Tokens per CPU-second, waits and memory of the three main workloads, with the prototype's."""
+    result = Result.begin("throughput", f"{RANKS} ranks, batch {BATCH_SIZE}, saturated")
+    result.rows += throughput.run(HEADLINES, effort.headline_runs, effort.seconds, floor=True)
+    _keep(result, effort, throughput.COLUMNS)
+
+
+def variants(effort: Effort) -> None:
+    """The same for short sequences, 200 sources, a vocabulary of 128k, and the ledger in Redis."""
+    result = Result.begin("variants", f"{RANKS} ranks, batch {BATCH_SIZE}, saturated")
+    result.rows += throughput.run(VARIANTS, effort.runs, effort.seconds)
+    _keep(result, effort, throughput.COLUMNS)
+
+
+def paced(effort: Effort) -> None:
+    """Waits in ``next()`` of a trainer that takes 20 M tokens/s: its data are ready."""
+    result = Result.begin("paced", "a trainer that takes 20 M tokens/s on two ranks")
+    for name, pace in PACES.items():
+        result.rows += throughput.run([WORKLOADS[name]], effort.runs, effort.seconds, pace=pace)
+    _keep(result, effort, throughput.COLUMNS)
+
+
+def rank_scaling(effort: Effort) -> None:
+    """The server under 2 to 256 simulated ranks."""
+    result = Result.begin("ranks", "the server under simulated ranks")
+    result.rows += ranks.run(ranks.WORLD_SIZES, WORKLOADS["arrow"], 1, effort.seconds)
+    _keep(result, effort, ranks.COLUMNS)
+
+
+def mixing(effort: Effort) -> None:
+    """Nanoseconds per sample of the mixer, by number of sources and nesting."""
+    result = Result.begin("mixer", f"the mixer, {mixer.BURST} samples at a time")
+    result.rows += mixer.run(effort.runs, 0.2)
+    _keep(result, effort, None)
+
+
+def latencies(effort: Effort) -> None:
+    """Start to first batch, restore to first batch against the offset, snapshots while streaming."""
+    _module("latency", effort, "--part", "start", "--part", "restore", "--part", "snapshot")
+
+
+def client(effort: Effort) -> None:
+    """The trainer's side alone: CPU per token, waits, and how long the interpreter lock is held."""
+    _module("client_path", effort, "--seconds", str(effort.seconds))
+
+
+SECTIONS: dict[str, Callable[[Effort], None]] = {
+    "throughput": headlines,
+    "variants": variants,
+    "paced": paced,
+    "ranks": rank_scaling,
+    "mixer": mixing,
+    "latency": latencies,
+    "client": client,
+}
+
+
+def _keep(result: Result, effort: Effort, columns: dict[str, str] | None) -> None:
+    path = effort.folder / f"{result.date[:10]}-{result.what}.json"
+    show(result, columns)
+    print(f"written to {result.save(path)}\n", flush=True)
+
+
+def _module(name: str, effort: Effort, *options: str) -> None:
+    """A benchmark that is a program of its own: it prints its table and writes its result."""
+    path = effort.folder / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name.replace('_', '-')}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--runs", str(effort.runs), "--json", str(path), *options]
+    subprocess.run(command, check=True)
+    print(f"written to {path}\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if not given")
+    parser.add_argument("--quick", action="store_true", help="one run of a second each; results go to /tmp")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where results go (default {FOLDER})")
+    options = parser.parse_args()
+    unknown = set(options.sections) - set(SECTIONS)
+    if unknown:
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    effort = Effort(5, 2, 3.0, options.folder)
+    if options.quick:
+        effort = Effort(1, 1, 1.0, Path("/tmp/tokenloom-bench"))
+    began = time.monotonic()
+    failed = []
+    for name in options.sections or SECTIONS:
+        print(f"--- {name}: {SECTIONS[name].__doc__}", flush=True)
+        try:
+            SECTIONS[name](effort)
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            # The other figures are still worth having.
+            failed.append(name)
+            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - began:.0f} s in all")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

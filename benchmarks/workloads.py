@@ -1,0 +1,97 @@
+"""The workloads: which corpus in which form, and the mixture file that serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from benchmarks import corpora
+from benchmarks.corpora import END_OF_TEXT, W1, W1_128K, W1_200, W2, WEIGHTS, Corpus, TextCorpus
+
+#: As in the comparison with other loaders.
+SEQUENCE_LENGTH, BATCH_SIZE, RANKS = 2_048, 8, 2
+
+Form = Literal["parquet", "arrow"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run to serve. ``form`` is how ids lie on disk: int32 Parquet, or mapped Arrow of the narrowest type."""
+
+    name: str
+    about: str
+    corpus: Corpus
+    form: Form = "parquet"
+    sequence_length: int = SEQUENCE_LENGTH
+    ledger: Literal["sqlite", "redis"] = "sqlite"
+
+    @property
+    def reads_once(self) -> bool:
+        """Text that was seen before is encoded faster than new text: such a run ends with its data."""
+        return isinstance(self.corpus, TextCorpus)
+
+    def document(self) -> dict[str, Any]:
+        """The mixture, its sources' paths absolute. Many sources get weights from 1 to 20, from a fixed seed."""
+        folder = corpora.folder_of(self.corpus)
+        if isinstance(self.corpus, TextCorpus):
+            column, weights = "text", list(WEIGHTS)
+            fields: dict[str, Any] = {"tokenizer": str(folder / "tokenizer.json")}
+        else:
+            column, count = "ids", len(self.corpus.sources)
+            spread = np.exp(np.random.default_rng(3).uniform(0, np.log(20), count)).round(2).tolist()
+            weights = list(WEIGHTS) if count == len(WEIGHTS) else spread
+            fields = {"vocab_size": self.corpus.vocabulary, "end_of_text_id": END_OF_TEXT}
+        place = f"{folder}/{self.form}/{{}}" + ("/*.parquet" if self.form == "parquet" else "")
+        children = [
+            {
+                "source": f"{self.form}:{place.format(source)}:{column}",
+                "alias": f"source-{source}",
+                "weight": weight,
+                "epochs": 1 if self.reads_once else float("inf"),
+            }
+            for source, weight in enumerate(weights)
+        ]
+        return {
+            "run": self.name,
+            "sequence_length": self.sequence_length,
+            "mixture": {
+                "policy": "least_consumed",
+                "on_exhausted": "stop" if self.reads_once else "drop",
+                "children": children,
+            },
+            **fields,
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Writes the mixture file into a folder, and returns its path."""
+        path = folder / f"{self.name}.yaml"
+        path.write_text(yaml.safe_dump(self.document()), encoding="utf-8")
+        return path
+
+
+def _ids(name: str, about: str, **options: Any) -> tuple[Workload, Workload]:
+    """A workload of ids in both forms."""
+    corpus = options.pop("corpus", W1)
+    return (
+        Workload(name=f"parquet{name}", about=f"W1, int32 ids in Parquet{about}", corpus=corpus, **options),
+        Workload(name=f"arrow{name}", about=f"W1, narrow ids in Arrow{about}", corpus=corpus, form="arrow", **options),
+    )
+
+
+#: The three that the targets are about.
+HEADLINES: tuple[Workload, ...] = (
+    *_ids("", ""),
+    Workload(name="text", about="W2, raw text, never seen before", corpus=W2),
+)
+VARIANTS: tuple[Workload, ...] = (
+    *_ids("-512", ", sequences of 512", sequence_length=512),
+    Workload(name="text-512", about="W2, sequences of 512", corpus=W2, sequence_length=512),
+    *_ids("-200", ", 200 sources", corpus=W1_200),
+    *_ids("-128k", ", vocabulary of 128k", corpus=W1_128K),
+    *_ids("-redis", ", ledger in Redis", ledger="redis"),
+)
+WORKLOADS = {workload.name: workload for workload in (*HEADLINES, *VARIANTS)}

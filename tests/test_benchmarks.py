@@ -1,0 +1,203 @@
+"""The benchmarks do not rot: their modules import, their data are what they say, their results can be read again.
+
+Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenloom_server import config
+from tokenloom_server.order import Order
+
+from benchmarks import corpora, mixer, prototype
+from benchmarks.corpora import Documents, IdCorpus, TextCorpus
+from benchmarks.processes import Board, Processes, cpu_s, memory_mb
+from benchmarks.results import Result, Row, newest
+from benchmarks.workloads import WORKLOADS, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = IdCorpus(
+    name="small",
+    sources=(Documents(count=300, files=3), Documents(count=40, mean=800, sigma=1.2), Documents(count=5, mean=3_000)),
+    vocabulary=1_000,
+)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_every_benchmark_imports(name: str) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert module.__doc__
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(corpora.folder_of, "__defaults__", (tmp_path,))
+    return tmp_path
+
+
+def test_a_corpus_of_ids_has_the_documents_that_it_says(cache: Path) -> None:
+    folder = corpora.folder_of(SMALL)
+    for source, documents in enumerate(SMALL.sources):
+        files = sorted((folder / "parquet" / str(source)).iterdir())
+        assert len(files) == documents.files
+        wide = pa.concat_tables([pq.read_table(file) for file in files])["ids"].combine_chunks()
+        assert len(wide) == documents.count
+        assert wide.type == pa.list_(pa.int32())
+        ids = np.asarray(wide.flatten())
+        assert ids.min() >= 1
+        assert ids.max() < SMALL.vocabulary
+        narrow = [pa.ipc.open_file(pa.memory_map(str(file))).read_all() for file in _arrow_files(folder, source)]
+        mapped = pa.concat_tables(narrow)["ids"].combine_chunks()
+        assert mapped.type == pa.list_(pa.uint16())
+        assert mapped.cast(wide.type).equals(wide)
+    lengths = np.diff(np.asarray(wide.offsets))
+    assert lengths.min() >= 4
+
+
+def _arrow_files(folder: Path, source: int) -> list[Path]:
+    return sorted((folder / "arrow" / str(source)).iterdir())
+
+
+def test_document_lengths_have_the_mean_that_they_are_asked_for() -> None:
+    rng = np.random.default_rng(0)
+    lengths = corpora.document_lengths(rng, 50_000, Documents(count=1, mean=480, sigma=0.9))
+    assert lengths.mean() == pytest.approx(480, rel=0.03)
+
+
+def test_a_corpus_is_made_once_and_anew_when_it_changes(cache: Path) -> None:
+    first = corpora.folder_of(SMALL)
+    made = first.stat().st_mtime_ns
+    assert corpora.folder_of(SMALL) == first
+    assert first.stat().st_mtime_ns == made
+    other = IdCorpus(name="small", sources=SMALL.sources, vocabulary=2_000)
+    assert corpora.folder_of(other) != first
+
+
+def test_links_multiply_rows_and_not_bytes(cache: Path) -> None:
+    corpus = IdCorpus(name="links", sources=(Documents(count=20, files=2),), links=5)
+    files = sorted((corpora.folder_of(corpus) / "parquet" / "0").iterdir())
+    assert len(files) == 10
+    assert sum(pq.read_metadata(file).num_rows for file in files) == 100
+    assert len({file.stat().st_ino for file in files}) == 2
+
+
+def test_a_corpus_of_text_has_each_text_once_and_a_tokeniser(cache: Path) -> None:
+    root = cache / "own"
+    root.mkdir()
+    for number in range(60):
+        ending = (".py", ".md", ".js")[number % 3]
+        (root / f"{number}{ending}").write_text(f"number {number} of many lines\n" * 20)
+    (root / "copy.py").write_text((root / "0.py").read_text())
+    (root / "binary.py").write_bytes(bytes(range(256)))
+    corpus = TextCorpus(name="small-text", megabytes=1, roots=(root,), files=(2, 1, 1), learn_every=2)
+    folder = corpora.folder_of(corpus)
+    texts = [
+        text for file in sorted(folder.glob("parquet/*/*.parquet")) for text in pq.read_table(file)["text"].to_pylist()
+    ]
+    assert texts
+    assert len(texts) == len(set(texts))
+    sizes = [
+        sum(len(t) for f in folder.glob(f"parquet/{s}/*") for t in pq.read_table(f)["text"].to_pylist()) for s in "02"
+    ]
+    assert sizes[0] > sizes[1], "the sources are cut to their weights"
+    found = Order.create(config.load(_written(corpus, cache)), cache, None)
+    assert found.vocab_size > 256
+
+
+def _written(corpus: IdCorpus | TextCorpus, folder: Path, form: str = "parquet") -> Path:
+    workload = Workload(name="small", about="", corpus=corpus, form="arrow" if form == "arrow" else "parquet")
+    return workload.write(folder)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_workload_is_a_mixture_that_the_server_takes(form: str, cache: Path) -> None:
+    order = Order.create(config.load(_written(SMALL, cache, form)), cache, None)
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(64)
+    assert pipeline.ended is None
+    assert pipeline.state().sample_index == 64
+    assert order.dtype == np.uint16
+
+
+def test_workloads_have_names_of_their_own() -> None:
+    assert all(name == workload.name for name, workload in WORKLOADS.items())
+    assert {"parquet", "arrow", "text"} <= set(WORKLOADS)
+
+
+def test_the_prototype_packs_all_documents_of_a_source_in_order(cache: Path) -> None:
+    folder = corpora.folder_of(SMALL)
+    for form in ("parquet", "arrow"):
+        columns = prototype.columns(folder, form, 0)  # type: ignore[arg-type]
+        samples = prototype.samples(columns)
+        got = np.concatenate([next(samples) for _ in range(20)])
+        files = sorted((folder / "parquet" / "0").iterdir())
+        documents = [document for file in files for document in pq.read_table(file)["ids"].to_pylist()]
+        wanted = [value for document in documents for value in (*document, corpora.END_OF_TEXT)]
+        assert got.tolist() == wanted[: len(got)]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_mixers_mixtures_have_so_many_sources(nested: bool) -> None:
+    assert len(mixer.mixture("least_consumed", 20, nested).sources) == 20
+
+
+def test_a_result_can_be_read_again(tmp_path: Path) -> None:
+    result = Result.begin("some", "a title")
+    result.rows.append(Row(name="one", runs=[{"ns": 1.0}, {"ns": 5.0}, {"ns": 2.0}], at={"ranks": 2}))
+    result.save(tmp_path / f"{result.date[:10]}-some.json")
+    again = newest("some", tmp_path)
+    assert again.row("one").median == {"ns": 2.0}
+    assert again.row("one").spread("ns") == 2.0
+    assert again.machine["cores"] == os.cpu_count()
+    assert again.commit
+    with pytest.raises(KeyError, match="no row 'two'"):
+        again.row("two")
+    with pytest.raises(FileNotFoundError, match="no result of 'other'"):
+        newest("other", tmp_path)
+
+
+def test_a_window_counts_what_happened_in_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, numpy as np\n"
+        "cells = np.memmap(sys.argv[1], np.int64, 'r+')\n"
+        "while True:\n"
+        "    cells[0] += 1000; cells[1] += 1; time.sleep(0.001)\n"
+    )
+    with Processes(1) as processes:
+        child = processes.start("client", [sys.executable, "-c", program, str(processes.board.path)])
+        window = processes.window(warm_up_steps=5, seconds=0.3)
+        assert window.tokens >= 1000
+        assert window.first.tokens >= 5000
+        assert window.ns_per_token("client") > 0
+        assert memory_mb(child.pid)[0] > 1
+    assert child.poll() is not None
+
+
+def test_a_process_that_fails_is_told_with_what_it_printed() -> None:
+    with Processes(1) as processes:
+        processes.start("client", [sys.executable, "-c", "raise SystemExit('no such thing')"])
+        with pytest.raises(RuntimeError, match="no such thing"):
+            processes.window(warm_up_steps=1, seconds=1)
+
+
+def test_cpu_time_is_that_of_the_whole_tree() -> None:
+    before = cpu_s(os.getpid())
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    assert cpu_s(os.getpid()) - before >= 0.05
+
+
+def test_a_board_knows_its_slowest_taker(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 2)
+    board.cells[:] = [[10, 3, 0], [20, 1, 1]]
+    assert (board.tokens, board.slowest_steps, board.ended) == (30, 1, True)
