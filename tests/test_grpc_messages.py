@@ -57,7 +57,7 @@ def test_the_bytes_are_the_message_field_by_field(
                 )
                 for step in (1, 2, 3)
             ],
-            ids=group.ids[1, 1:4].astype("<u2").tobytes(),
+            ids=b"".join(group.ids(1, 1, 4)),
             source_ids=[0] * 9,
             document_counts=counts,
             document_starts=starts.tolist(),

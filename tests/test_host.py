@@ -119,7 +119,7 @@ class Rank:
             assert begin == self.received
             at = begin + group.slice_of(step, rank) * batch
             samples = {
-                at + i: Sample(int(group.source_ids[rank, step, i]), group.ids[rank, step, i].tobytes())
+                at + i: Sample(int(group.source_ids[rank, step, i]), group.ids(rank, step, step + 1)[i].tobytes())
                 for i in range(batch)
                 if group.source_ids[rank, step, i] >= 0
             }
@@ -267,7 +267,8 @@ def sequence(served: ServedRun) -> list[Sample]:
     pipeline.fill(group, 1000)
     assert pipeline.ended is not None
     return [
-        Sample(int(group.source_ids[0, step, 0]), group.ids[0, step, 0].tobytes()) for step in range(len(group.marks))
+        Sample(int(group.source_ids[0, step, 0]), group.ids(0, step, step + 1)[0].tobytes())
+        for step in range(len(group.marks))
     ]
 
 

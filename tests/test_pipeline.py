@@ -73,7 +73,7 @@ def steps(order: Order, state: State, **plan: int) -> Iterator[Step]:
                     done += counts[place]
                     source = int(group.source_ids[rank, step, place])
                     assert places[at + place] is None
-                    places[at + place] = Sample(source, group.ids[rank, step, place].tobytes(), mine)
+                    places[at + place] = Sample(source, group.ids(rank, step, step + 1)[place].tobytes(), mine)
             assert None not in places
             yield Step(tuple(sample for sample in places if sample is not None), group.state_behind(step))
 
@@ -275,8 +275,10 @@ def test_the_last_step_is_dropped_or_padded(folder: Path, last_step: str, world_
     padding = int((group.source_ids[:, : len(group.marks)] == PADDING).sum())
     assert padding == len(group.marks) * step_samples - kept
     if padding:
-        filled = np.s_[:, : len(group.marks)]
-        assert not group.ids[filled][group.source_ids[filled] == PADDING].any()
+        for rank in range(world_size):
+            ids = group.ids(rank, 0, len(group.marks))
+            sources = group.source_ids[rank, : len(group.marks)].ravel().tolist()
+            assert not any(any(one) for one, source in zip(ids, sources, strict=True) if source == PADDING)
         assert group.state_behind(len(group.marks) - 1).sample_index == total
         counts, starts = group.document_starts(0, len(group.marks) - 1, len(group.marks))
         assert sum(counts) == len(starts)

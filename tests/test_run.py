@@ -28,6 +28,11 @@ class FakeGroup:
 
     base: Point
     marks: list[Point] = field(default_factory=list)
+    released: bool = False
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
 
     @property
     def begin(self) -> int:
@@ -151,10 +156,10 @@ def test_the_first_steps_go_out_one_by_one() -> None:
 
 
 def test_a_burst_never_crosses_a_state_boundary() -> None:
-    generation = generation_of(window=50, group_steps=5)
+    generation = generation_of(window=20, group_steps=5)
     attached(generation)
     produced(generation)
-    assert [len(group.marks) for group in generation.groups] == [5] * 10
+    assert [len(group.marks) for group in generation.groups] == [5] * 4
 
 
 def test_a_small_gap_is_not_filled_while_every_rank_has_something_to_go_on_with() -> None:
@@ -367,6 +372,23 @@ def test_a_lost_message_is_sent_again_to_the_new_stream() -> None:
 # --- commits ---------------------------------------------------------------------------------------
 
 
+def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_committed() -> None:
+    generation = generation_of(window=16, group_steps=4)
+    sessions = attached(generation)
+    produced(generation)
+    for rank, session in enumerate(sessions):
+        received(generation, rank, session)
+    generation.progress(0, sessions[0], generation.index_of(12), 16, 0.0)
+    generation.progress(1, sessions[1], generation.index_of(9), 16, 0.0)
+    assert [cast("FakeGroup", group).released for group in generation.groups] == [True, True, False, False]
+    # The marks are still there, for the commit.
+    assert generation.digest_behind(5) == digest_hex(generation.groups[1].marks[0].digest)
+    # What was let go cannot be sent again: nobody may go on in it.
+    with pytest.raises(JoinRefused, match=f"goes on at sample {generation.index_of(7)}, but all ranks acknowledged"):
+        generation.attach(0, "nonce-0", generation.index_of(7), 0, 0.0)
+    assert generation.attach(1, "nonce-1", generation.index_of(9), 0, 0.0) == sessions[1] + 1
+
+
 def test_a_commit_is_due_when_the_slowest_rank_acknowledged() -> None:
     generation = generation_of()
     sessions = attached(generation)
@@ -538,6 +560,7 @@ class World:
         if message is not None:
             slot = self.generation.slots[rank.rank]
             assert slot.sent <= slot.consumed + slot.credit_steps or isinstance(message, EndOfData)
+            assert isinstance(message, EndOfData) or not cast("FakeGroup", message.group).released
             rank.wire.append(message)
 
     def receive(self, rank: Rank) -> None:
@@ -597,6 +620,10 @@ class World:
             assert slot.consumed <= slot.sent
             assert slot.sent <= generation.produced or restarted
         assert generation.produced <= generation.committed + generation.window_steps
+        for group in (cast("FakeGroup", group) for group in generation.groups):
+            steps = (group.begin - self.plan.start_index) // self.plan.step_samples + self.plan.group_steps
+            consumed = steps <= min(generation.acknowledged(), generation.produced)
+            assert group.released == consumed, "ids are held too long, or were let go too early"
         held = sum(len(group.marks) for group in generation.groups)
         assert held <= generation.window_steps + 2 * self.plan.group_steps
 

@@ -7,7 +7,7 @@ No clock, thread, socket or ledger is known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import CounterOverflow, TokenloomError
 from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, exhausted_sources, initial_nodes
-from tokenloom_server.packing.base import Block, Packer, PackerFactory
+from tokenloom_server.packing.base import Packer, PackerFactory, Places, Sample
 from tokenloom_server.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
@@ -27,8 +27,6 @@ from tokenloom_server.state import (
     SourceState,
     State,
 )
-
-Ids = npt.NDArray[np.unsignedinteger]
 
 #: What a padding sample's source is called.
 PADDING = -1
@@ -84,22 +82,21 @@ class BatchPlan:
 class Group:
     """The steps between two state boundaries, filled one burst after the other.
 
-    ``ids`` [world_size, group_steps, batch_size, width] holds each rank's samples in one piece, so that
-    a message of several steps is one contiguous range. ``source_ids`` int32 and ``origins`` int64 (the
-    sample's number within its source) are [world_size, group_steps, batch_size]. ``marks[g]`` is the
-    mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``blocks`` are those that the
-    samples came from, by source. ``given`` is how many samples each source gave before the group, since the
-    mixer was made.
+    ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
+    and place in the batch; empty once released. ``source_ids`` int32 and ``origins`` int64 (the sample's number
+    within its source) are [world_size, group_steps, batch_size]. ``marks[g]`` is the mark *behind* step g,
+    ``rotations[g]`` the rotation of its slices. ``places`` are those of the blocks that the samples came from,
+    by source. ``given`` is how many samples each source gave before the group, since the mixer was made.
     """
 
     config: RunConfig
     mixer: Mixer
     plan: BatchPlan
     base: State
-    ids: Ids
+    samples: list[memoryview]
     source_ids: npt.NDArray[np.int32]
     origins: npt.NDArray[np.int64]
-    blocks: list[list[Block]]
+    places: list[list[Places]]
     given: tuple[int, ...]
     dropped_tokens: list[int]
     marks: list[Mark] = field(default_factory=list)
@@ -126,12 +123,24 @@ class Group:
         """Drops what lies behind the first ``steps`` steps: a burst that failed half-way."""
         del self.marks[steps:], self.rotations[steps:]
 
+    def ids(self, rank: int, first: int, last: int) -> list[memoryview]:
+        """The ids of a rank's steps [first, last), one sample after the other, as they travel; empty once released."""
+        plan = self.plan
+        at = rank * plan.group_steps
+        return self.samples[(at + first) * plan.batch_size : (at + last) * plan.batch_size]
+
+    def release(self) -> None:
+        """Lets the ids go: every rank has consumed them. States can still be made."""
+        self.samples = []
+
     def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
         """(how many documents begin in each sample, their positions in it) of a rank's steps [first, last)."""
         found = []
         sources = self.source_ids[rank, first:last].ravel().tolist()
         for source, sample in zip(sources, self.origins[rank, first:last].ravel().tolist(), strict=True):
-            found.append(np.empty(0, np.uint32) if source == PADDING else self._block(source, sample).starts_of(sample))
+            found.append(
+                np.empty(0, np.uint32) if source == PADDING else self._places(source, sample).starts_of(sample)
+            )
         return [len(starts) for starts in found], np.concatenate(found)
 
     def state_behind(self, step: int) -> State:
@@ -139,7 +148,7 @@ class Group:
         before = self.source_ids[:, : step + 1]
         counts = np.bincount(before[before != PADDING], minlength=len(self.given)).tolist()
         places = [
-            self._block(i, known.samples + count - 1).cursor_behind(known.samples + count - 1)
+            self._places(i, known.samples + count - 1).cursor_behind(known.samples + count - 1)
             if count
             else (known.cursor, known.rows)
             for i, (count, known) in enumerate(zip(counts, self.base.sources, strict=True))
@@ -148,8 +157,8 @@ class Group:
         samples = [known.samples + count for known, count in zip(self.base.sources, counts, strict=True)]
         return _state_at(self.marks[step], self.config, self.mixer, samples, given, places, self.dropped_tokens)
 
-    def _block(self, source: int, sample: int) -> Block:
-        return next(block for block in reversed(self.blocks[source]) if block.first_sample <= sample)
+    def _places(self, source: int, sample: int) -> Places:
+        return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
 
 
 def _state_at(
@@ -186,20 +195,20 @@ def _state_at(
 
 
 class _Feed:
-    """One source's blocks: loaded and picked ahead, then taken in runs."""
+    """One source's samples: loaded ahead, then picked one after the other."""
 
     def __init__(self, packer: Packer, state: SourceState) -> None:
         self._packer = packer
         self._blocks = packer.blocks()
-        self._held: deque[Block] = deque()
+        self._held: deque[Places] = deque()
         self._loaded = state.samples
         self._error: TokenloomError | None = None
-        #: Samples picked, and taken, since the run began.
+        #: Samples picked, and settled, since the run began.
         self.picked = state.samples
-        self.taken = state.samples
-        #: Of the samples that are loaded and not picked.
-        self.hashes: deque[int] = deque()
-        # Behind the last sample taken.
+        self.settled = state.samples
+        #: Of the samples that are loaded and not yet given out.
+        self.samples: deque[Sample] = deque()
+        # Behind the last sample that was settled.
         self.cursor = state.cursor
         self.rows = state.rows
         self.exhausted = state.exhausted
@@ -220,10 +229,10 @@ class _Feed:
                 self.exhausted = True
                 self.dropped_tokens = self._packer.dropped_tokens
                 break
-            assert block.first_sample == self._loaded, "a packer skipped or repeated samples"
-            self._loaded += len(block)
-            self._held.append(block)
-            self.hashes.extend(block.hashes)
+            assert block.places.first_sample == self._loaded, "a packer skipped or repeated samples"
+            self._loaded += len(block.samples)
+            self._held.append(block.places)
+            self.samples.extend(block.samples)
         return min(count, self._loaded - self.picked)
 
     def has_sample(self) -> bool:
@@ -234,19 +243,16 @@ class _Feed:
             raise self._error
         return False
 
-    def take(self, count: int) -> Iterator[tuple[Block, int, int]]:
-        """The next ``count`` picked samples as (block, first, last) ranges; settles the cursor behind them."""
-        while count:
-            block = self._held[0]
-            first = self.taken - block.first_sample
-            last = min(first + count, len(block))
-            yield block, first, last
-            self.taken += last - first
-            count -= last - first
-            if not count:
-                self.cursor, self.rows = block.cursor_behind(self.taken - 1)
-            if last == len(block):
-                self._held.popleft()
+    def settle(self, count: int) -> list[Places]:
+        """Moves the cursor behind the next ``count`` picked samples; returns the places they have."""
+        self.settled += count
+        last = self.settled - 1
+        found = [self._held[0]]
+        while last - self._held[0].first_sample >= len(self._held[0].cursors):
+            self._held.popleft()
+            found.append(self._held[0])
+        self.cursor, self.rows = found[-1].cursor_behind(last)
+        return found
 
 
 class Pipeline:
@@ -257,11 +263,10 @@ class Pipeline:
     ) -> None:
         """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type."""
         self._config = config
-        self._width = width
-        self._dtype = np.dtype(dtype)
+        self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
         self._mixer = Mixer(config, state.nodes)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
-        self._next_hash = [feed.hashes.popleft for feed in self._feeds]
+        self._next_sample = [feed.samples.popleft for feed in self._feeds]
         self._origin = [source.samples for source in state.sources]
         self._index = state.sample_index
         self._tokens = state.total_tokens
@@ -279,10 +284,10 @@ class Pipeline:
             mixer=self._mixer,
             plan=plan,
             base=self.state(),
-            ids=np.empty((*shape, self._width), self._dtype),
+            samples=[self._padding] * plan.group_samples,
             source_ids=np.full(shape, PADDING, np.int32),
             origins=np.zeros(shape, np.int64),
-            blocks=[[] for _ in self._feeds],
+            places=[[] for _ in self._feeds],
             given=self._given(),
             dropped_tokens=[0] * len(self._feeds),
         )
@@ -301,26 +306,33 @@ class Pipeline:
         if rest and self._config.last_step == "drop":
             self.dropped_samples, rest = rest, 0
         count = whole * size + rest
+        if not count:
+            return
+        ends = [*range(size, whole * size + 1, size), *([count] if rest else [])]
+        group.rotations += [
+            slice_rotation(self._config.seed, begin + at * size, plan.world_size) for at in range(len(ends))
+        ]
+        where = _places_of(plan, group.rotations[first:], first)[:count]
+        at = where.tolist()
         done = 0
-        for end in (*range(size, whole * size + 1, size), *([count] if rest else [])):
-            self._digest_through(picks[done:end])
+        for end in ends:
+            self._take(picks[done:end], group.samples, at[done:end])
             # A change found behind the step's last sample is the next decision's; but none follows a padded step.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
             group.marks.append(Mark(begin + end, tokens + end * length, self._digest, changes[0][1]))
-            group.rotations.append(slice_rotation(self._config.seed, begin + done, plan.world_size))
             done = end
-        self._gather(group, first, picks[:count])
+        self._settle(group, picks[:count], where)
 
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
         while samples and self.ended is None:
             picks, _ = self._decide(min(samples, 4096))
             samples -= len(picks)
-            self._digest_through(picks)
+            self._take(picks, [self._padding], [0] * len(picks))
             for source, count in enumerate(np.bincount(picks).tolist()):
-                for _ in self._feeds[source].take(count):
-                    pass
+                if count:
+                    self._feeds[source].settle(count)
 
     def state(self) -> State:
         """The state at the present sample index."""
@@ -380,46 +392,27 @@ class Pipeline:
         for source, count in enumerate(np.bincount(picks).tolist()):
             self._feeds[source].picked += count
 
-    def _digest_through(self, picks: Picks) -> None:
+    def _take(self, picks: Picks, into: list[memoryview], places: list[int]) -> None:
+        """Moves the picked samples to their places, and the digest behind them."""
         digest = self._digest
-        next_hash = self._next_hash
-        for source in picks.tolist():
-            digest = (digest * DIGEST_MULTIPLIER + next_hash[source]()) % DIGEST_MODULUS
+        next_sample = self._next_sample
+        for source, place in zip(picks.tolist(), places, strict=True):
+            into[place], hashed = next_sample[source]()
+            digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
         self._digest = digest
 
-    def _gather(self, group: Group, first: int, picks: Picks) -> None:
-        """Copies the picked samples to their places: one vectorised copy per source and block."""
-        plan = group.plan
-        steps = len(group.marks) - first
-        if not steps:
-            return
-        # Where sample k of these steps lies among [rank, step, place]: slice j of step g is rank j − rotation's.
-        rotations = np.array(group.rotations[first:], np.int64)
-        ranks = (np.arange(plan.world_size) - rotations[:, None]) % plan.world_size
-        rows = ranks * plan.group_steps + np.arange(first, first + steps)[:, None]
-        places = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
-        ids = group.ids.reshape(-1, self._width)
-        ids[places[len(picks) :]] = 0
-        places = places[: len(picks)]
-        group.source_ids.reshape(-1)[places] = picks
+    def _settle(self, group: Group, picks: Picks, where: npt.NDArray[np.int64]) -> None:
+        """Notes in the group where its samples came from, and moves the cursors behind them."""
+        group.source_ids.reshape(-1)[where] = picks
         # Sorted by source, so that each source's samples are one range of it.
-        by_source = places[np.argsort(picks, kind="stable")]
+        by_source = where[np.argsort(picks, kind="stable")]
         counts = np.bincount(picks)
         sources = np.flatnonzero(counts).tolist()
-        group.origins.reshape(-1)[by_source] = np.arange(len(picks)) + np.repeat(
-            [self._feeds[source].taken for source in sources] - np.cumsum([0, *counts[sources[:-1]]]), counts[sources]
-        )
-        done = 0
+        first = [self._feeds[source].settled for source in sources] - np.cumsum([0, *counts[sources[:-1]]])
+        group.origins.reshape(-1)[by_source] = np.arange(len(picks)) + np.repeat(first, counts[sources])
         for source in sources:
-            blocks = group.blocks[source]
-            for block, lo, hi in self._feeds[source].take(int(counts[source])):
-                if hi - lo == 1:
-                    ids[by_source[done]] = block.ids[lo]
-                else:
-                    ids[by_source[done : done + hi - lo]] = block.ids[lo:hi]
-                done += hi - lo
-                if not blocks or blocks[-1] is not block:
-                    blocks.append(block)
+            known, found = group.places[source], self._feeds[source].settle(int(counts[source]))
+            known += found[1:] if known and known[-1] is found[0] else found
         for source, feed in enumerate(self._feeds):
             group.dropped_tokens[source] = feed.dropped_tokens
 
@@ -429,3 +422,13 @@ class Pipeline:
             return "every source is exhausted"
         names = ", ".join(source.name for source, gone in zip(self._config.sources, out, strict=True) if gone)
         return f"exhausted, and its node stops: {names}"
+
+
+def _places_of(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:
+    """Where each sample of consecutive steps, the ``first`` and following of a group, lies among
+    [rank, step, place]: slice j of a step is rank j − rotation's."""
+    turned = np.array(rotations, np.int64)[:, None]
+    ranks = (np.arange(plan.world_size) - turned) % plan.world_size
+    rows = ranks * plan.group_steps + np.arange(first, first + len(rotations))[:, None]
+    found: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
+    return found

@@ -33,6 +33,10 @@ class EndOfData(NamedTuple):
     dropped_samples: int
 
 
+#: Groups that are made ready beyond what any rank was sent.
+LEAD_GROUPS = 4
+
+
 @dataclass(slots=True)
 class Generation:
     """See the module. ``number`` and ``attempt`` identify it; ``committed`` is where the ledger stands."""
@@ -48,12 +52,14 @@ class Generation:
     groups: deque[Group] = field(default_factory=deque)
     slots: Slots = field(init=False)
     end: EndOfData | None = None
+    #: Steps whose ids are let go, because every rank has consumed them.
+    released: int = 0
     _ramp: int = 1
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.plan.world_size, self.committed)
         # After a restart of the server, production begins again at the boundary before the committed step.
-        self.produced = self.first_needed
+        self.produced = self.released = self.first_needed
 
     @property
     def first_needed(self) -> int:
@@ -106,7 +112,8 @@ class Generation:
         """How many steps to produce now: 0 to wait. They never cross a state boundary.
 
         Waits for room for half a window (or the rest of the group), so that bursts and messages stay
-        large, unless a rank has nothing left.
+        large, unless a rank has nothing left. Stops a few groups ahead of the rank that was sent most: what
+        waits longer only leaves the processor's cache.
         """
         # After a restart, a rank may come back only to acknowledge what it had, and be gone before it is
         # produced again; without that it could not be committed.
@@ -115,7 +122,10 @@ class Generation:
             return 0
         room = max(self.committed, self.first_needed) + self.window_steps - self.produced
         rest = self.plan.group_steps - self.produced % self.plan.group_steps
-        starving = owed or self.slots.sent_to_one >= self.produced
+        ahead = self.produced - self.slots.sent_to_one
+        if ahead >= LEAD_GROUPS * self.plan.group_steps and not owed:
+            return 0
+        starving = owed or ahead <= 0
         if room <= 0 or (room < min(rest, self.window_steps // 2) and not starving):
             return 0
         return min(room, rest, self._ramp)
@@ -132,6 +142,7 @@ class Generation:
         group = self.groups[-1]
         begin = (group.begin - self.plan.start_index) // self.plan.step_samples
         self.produced = begin + len(group.marks)
+        self._release()
         # The first steps of a generation go out one by one: somebody is waiting.
         self._ramp = min(2 * self._ramp, self.plan.group_steps)
         if ended is not None:
@@ -154,9 +165,10 @@ class Generation:
                 "lost data; restore the ledger, or restart the training job from its checkpoint"
             )
         step = self.step_at(received_through, f"rank {rank}'s received_through")
-        if step < self.committed:
+        if step < max(self.committed, self.released):
+            behind = self.index_of(max(self.committed, self.released))
             raise JoinRefused(
-                f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {committed_index}; "
+                f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {behind}; "
                 "restart the training job from its checkpoint"
             )
         self.slots.attach(slot, step, now)
@@ -180,6 +192,7 @@ class Generation:
         slot.last_heard = now
         slot.credit_steps = max(1, credit_steps)
         self.slots.consume(slot, step)
+        self._release()
 
     def has_for(self, rank: int) -> bool:
         """Whether ``next_for`` has something for a slot."""
@@ -258,6 +271,13 @@ class Generation:
     def _boundary_step(self, steps: int) -> int:
         """The group begin of the last of the first ``steps`` steps."""
         return (steps - 1) // self.plan.group_steps * self.plan.group_steps if steps else 0
+
+    def _release(self) -> None:
+        """Lets the ids of groups go that every rank has consumed; their marks stay until they are committed."""
+        steps = self.plan.group_steps
+        while self.released + steps <= min(self.acknowledged(), self.produced):
+            self.group_of(self.released).release()
+            self.released += steps
 
     def _sendable(self, slot: Slot, flush: bool = False) -> int:
         """The step up to which a message for the slot would go now; what it was sent already for none."""

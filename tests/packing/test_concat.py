@@ -84,12 +84,13 @@ def taken(packer: ConcatPacker, limit: int) -> list[Sample]:
     """The packer's first samples."""
     found: list[Sample] = []
     for block in packer.blocks():
-        assert block.ids.dtype == np.uint8
-        assert len(block) == len(block.hashes) == len(block.cursors) == len(block.bounds) - 1 > 0
-        for i in range(len(block)):
-            cursor, rows = block.cursor_behind(block.first_sample + i)
-            starts = tuple(block.starts_of(block.first_sample + i).tolist())
-            found.append(Sample(tuple(block.ids[i].tolist()), cursor, rows, starts, block.hashes[i]))
+        places = block.places
+        assert len(block.samples) == len(places.cursors) == len(places.bounds) - 1 > 0
+        for number, (ids, hashed) in enumerate(block.samples, start=places.first_sample):
+            assert ids.readonly
+            cursor, rows = places.cursor_behind(number)
+            starts = tuple(places.starts_of(number).tolist())
+            found.append(Sample(tuple(ids.tolist()), cursor, rows, starts, hashed))
         if len(found) >= limit:
             break
     return found[:limit]
@@ -254,4 +255,6 @@ def test_wide_ids_are_hashed_as_they_travel() -> None:
     )
     (block,) = packer.blocks()
     wire = b"".join(token.to_bytes(4, "little") for token in ids)
-    assert block.hashes == [xxhash.xxh3_128_intdigest(wire[at : at + 64], 9) for at in range(0, 256, 64)]
+    assert [(bytes(sample.ids), sample.hash) for sample in block.samples] == [
+        (wire[at : at + 64], xxhash.xxh3_128_intdigest(wire[at : at + 64], 9)) for at in range(0, 256, 64)
+    ]

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
 
+from tokenloom_server.errors import Fenced
 from tokenloom_server.host import Host
 from tokenloom_server.run import Delivery
 from tokenloom_server.state import digest_hex
@@ -43,14 +44,14 @@ def encode_delivery(
         document_starts=starts.tolist(),
         base=wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode()) if with_base else None,
     ).SerializeToString()
-    ids = group.ids[rank, first:last]
-    # One contiguous range of the group, in the order of the wire.
-    ids = np.ascontiguousarray(ids.astype(ids.dtype.newbyteorder("<"), copy=False)).reshape(-1)
-    ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(ids.nbytes)
-    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER)
-    batches_key += _varint(len(batches) + len(ids_key) + ids.nbytes)
+    ids = group.ids(rank, first, last)
+    if not ids:
+        raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
+    size = len(ids) * len(ids[0])
+    ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
+    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through).SerializeToString()
-    return b"".join((batches_key, batches, ids_key, ids.view(np.uint8).data, rest))
+    return b"".join((batches_key, batches, ids_key, *ids, rest))
 
 
 def _key(field: int) -> bytes:

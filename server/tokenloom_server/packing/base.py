@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +13,20 @@ from tokenloom_server.state import Cursor, SourceState
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Consecutive samples of one source.
+class Places:
+    """Where a block's samples lie in their source: what is kept of a block once its ids are sent.
 
-    ``ids`` [n, width] in the run's narrow dtype (rows may overlap in memory; read only). ``length``:
-    tokens that a sample advances by; the width may be one more. ``cursors`` [n, 5] int64: epoch, shard,
-    row, offset and the source's rows counter *behind* each sample. ``hashes``: XXH3-128 of each sample's
-    ids, little-endian, seeded with the source id. ``starts`` uint32: the positions, in tokens from the
-    block's first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``.
-    ``bounds`` [n + 1] int64.
+    ``length``: tokens that a sample advances by. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
+    source's rows counter *behind* each sample. ``starts`` uint32: the positions, in tokens from the block's
+    first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
+    [n + 1] int64.
     """
 
-    ids: npt.NDArray[np.unsignedinteger]
     length: int
     first_sample: int
     cursors: npt.NDArray[np.int64]
-    hashes: list[int]
     starts: npt.NDArray[np.uint32]
     bounds: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     def cursor_behind(self, sample: int) -> tuple[Cursor, int]:
         """The cursor and the rows counter behind a sample (its number within the source)."""
@@ -44,6 +37,22 @@ class Block:
         """Where documents begin in a sample (its number within the source), from the sample's first id."""
         at = sample - self.first_sample
         return self.starts[self.bounds[at] : self.bounds[at + 1]] - np.uint32(at * self.length)
+
+
+class Sample(NamedTuple):
+    """A sample as it travels: its ids in the run's narrow dtype, little-endian (views of the block's memory,
+    which may overlap; read only), and their XXH3-128, seeded with the source id."""
+
+    ids: memoryview
+    hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive samples of one source."""
+
+    samples: list[Sample]
+    places: Places
 
 
 class Packer(Protocol):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tokenloom_server.packing.base import Block
+from tokenloom_server.packing.base import Block, Places, Sample
 from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.state import SourceState
 
@@ -71,25 +71,24 @@ class ConcatPacker:
         self.dropped_tokens = total
 
     def _cut(self, tokens: npt.NDArray[np.unsignedinteger], count: int, position: int, held: _Held) -> Block:
-        length, width = self._length, self._width
-        tokens = np.ascontiguousarray(tokens)
-        ids = np.lib.stride_tricks.as_strided(
-            tokens, (count, width), (length * tokens.itemsize, tokens.itemsize), writeable=False
-        )
+        length = self._length
         edges = np.arange(count + 1, dtype=np.int64) * length
         starts = held.starts(position, int(edges[-1]))
         # The hash is of the ids as they travel; little-endian everywhere.
-        wire = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
-        advance, reach, seed = length * tokens.itemsize, width * tokens.itemsize, self._source_id
+        tokens = np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<"))
+        wire = tokens.view(np.uint8).data.toreadonly()
+        advance, reach, seed = length * tokens.itemsize, self._width * tokens.itemsize, self._source_id
         digest = xxhash.xxh3_128_intdigest
+        ids = [wire[at : at + reach] for at in range(0, count * advance, advance)]
         return Block(
-            ids=ids,
-            length=length,
-            first_sample=position // length,
-            cursors=held.cursors(edges[1:] + position),
-            hashes=[digest(wire[at : at + reach], seed) for at in range(0, count * advance, advance)],
-            starts=starts.astype(np.uint32),
-            bounds=np.searchsorted(starts, edges),
+            [Sample(sample, digest(sample, seed)) for sample in ids],
+            Places(
+                length=length,
+                first_sample=position // length,
+                cursors=held.cursors(edges[1:] + position),
+                starts=starts.astype(np.uint32),
+                bounds=np.searchsorted(starts, edges),
+            ),
         )
 
 
