@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer import DocumentEncoder, Documents, TokenizerDefinition
+from tokenloom_server.tokenizer import DocumentEncoder, Documents, TokenizerDefinition, id_dtype
 from tokenloom_server.tokenizer.engine import BytesEngine, Encoded, TokenizersEngine
 
 BOS, EOT = 98, 99
@@ -41,10 +41,11 @@ def _expected(rows: list[list[int] | None], add_bos: bool, add_eot: bool | str) 
     return out
 
 
+@pytest.mark.parametrize("vocab_size", [100, 32_000, 128_000])
 @pytest.mark.parametrize("add_bos", [False, True])
 @pytest.mark.parametrize("add_eot", [False, True, "auto"])
-def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str) -> None:
-    encoder = _encoder(add_bos=add_bos, add_eot=add_eot)
+def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str, vocab_size: int) -> None:
+    encoder = _encoder(add_bos=add_bos, add_eot=add_eot, vocab_size=vocab_size)
 
     @settings(max_examples=60, deadline=None)
     @given(LISTS, st.data())
@@ -54,7 +55,7 @@ def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str) ->
         length = data.draw(st.integers(0, len(rows) - begin))
         documents = encoder.encode(pa.array(rows, kind).slice(begin, length))
         assert _rows(documents) == _expected(rows[begin : begin + length], add_bos, add_eot)
-        assert documents.values.dtype == np.uint8
+        assert documents.values.dtype == id_dtype(vocab_size)
         assert documents.ends.dtype == np.int64
 
     equal()
