@@ -37,10 +37,10 @@ def saved(folder: Path, shards: int = 1) -> list[list[int]]:
     return ids
 
 
-def stream(path: Path, table: pa.Table, rows: int = 3, **options: Any) -> None:
+def stream(path: Path, table: pa.Table, rows: int = 3, new: Any = pa.ipc.new_stream, **options: Any) -> None:
     with (
         pa.OSFile(str(path), "wb") as file,
-        pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer,
+        new(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer,
     ):
         writer.write_table(table, max_chunksize=rows)
 
@@ -93,27 +93,36 @@ def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_told_apart(tmp_path:
         open_source(Spec.parse("arrow:saved/cache-1.arrow:text"), tmp_path, None, None)
 
 
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
 @pytest.mark.parametrize("options", [{}, {"compression": "lz4"}, {"use_legacy_format": True}], ids=str)
 @pytest.mark.parametrize("text", [pa.string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
 def test_row_counts_come_from_the_headers_whatever_a_batch_is_like(
-    tmp_path: Path, options: dict[str, Any], text: pa.DataType
+    tmp_path: Path, options: dict[str, Any], text: pa.DataType, new: Any
 ) -> None:
     (tmp_path / "saved").mkdir()
     rows = ["a", None, "b" * 100, "", "c", "d", "a"]
     table = pa.table({"other": [[i] for i in range(7)], "text": pa.array(rows, text), "last": range(7)})
-    stream(tmp_path / "saved" / "a.arrow", table, 2, **options)
+    stream(tmp_path / "saved" / "a.arrow", table, 2, new, **options)
     source = open_source(Spec.parse("arrow:saved:text"), tmp_path, None, None)
     assert source.row_count(0) == 7
     for row in range(8):
         assert read(source, 0, row) == [r or "" for r in rows[row:]]
 
 
-def test_ids_are_not_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_format", [False, True])
+@pytest.mark.parametrize("row", [0, 7])
+def test_ids_are_not_copied(tmp_path: Path, file_format: bool, row: int) -> None:
     saved(tmp_path / "saved")
+    if file_format:
+        (data,) = (tmp_path / "saved").glob("*.arrow")
+        with pa.OSFile(str(data), "rb") as file:
+            table = pa.ipc.open_stream(file).read_all()
+        with pa.OSFile(str(data), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
     before = pa.total_allocated_bytes()
-    kept = list(open_source(SPEC, tmp_path, None, None).read(0, 0))
+    kept = list(open_source(SPEC, tmp_path, None, None).read(0, row))
     assert pa.total_allocated_bytes() - before < 64
-    assert sum(len(rows.column) for rows in kept) == 20
+    assert sum(len(rows.column) for rows in kept) == 20 - row
 
 
 def test_a_file_that_is_cut_anywhere_never_gives_wrong_rows(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ from tokenloom_server.sources.arrow_headers import Batches
 from tokenloom_server.sources.base import Rows, Shard
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
+
+_Out = TypeVar("_Out")
 
 
 class ArrowSource(ShardedSource):
@@ -39,9 +42,9 @@ class ArrowSource(ShardedSource):
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
-            mapped, schema = self._open(shard)
+            _, schema = self._open(shard)
             self._check(shard, schema)
-            self._scan(shard, mapped)
+            self._scan(shard)
         return int(self._batches[shard].ends[-1])
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
@@ -50,7 +53,7 @@ class ArrowSource(ShardedSource):
         self._check(shard, schema)
         first_batch, first_row = 0, 0
         if row > 0:
-            ends = self._scan(shard, mapped).ends
+            ends = self._scan(shard).ends
             if row > ends[-1]:
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
             first_batch = int(np.searchsorted(ends, row, "right")) - 1
@@ -72,13 +75,15 @@ class ArrowSource(ShardedSource):
     def _read_batches(self, shard: int, mapped: Any, field: int, first: int) -> Iterator[Any]:
         """The column of each record batch from the ``first`` on."""
         options = pa.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
-        batches = self._batches.get(shard)
-        mapped.seek(0)
-        if arrow_headers.is_file_format(memoryview(mapped.read_buffer(8))):
-            reader = pa.ipc.open_file(mapped, options=options)
+        if _is_file_format(mapped):
+            # Arrow copies the fields that it is told to include of a file, though not those of a stream;
+            # that only pays where it spares decompressing the others.
+            whole = not self._is_compressed(shard)
+            reader = pa.ipc.open_file(mapped, options=None if whole else options)
             for i in range(first, reader.num_record_batches):
-                yield reader.get_batch(i).column(0)
+                yield reader.get_batch(i).column(field if whole else 0)
             return
+        batches = self._batches.get(shard)
         mapped.seek(0)
         if first and batches is not None and batches.plain:
             schema = pa.ipc.read_schema(mapped)
@@ -105,21 +110,30 @@ class ArrowSource(ShardedSource):
         path = self._shards[shard].path
         columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
 
-    def _scan(self, shard: int, mapped: Any) -> Batches:
+    def _scan(self, shard: int) -> Batches:
         if shard not in self._batches:
-            mapped.seek(0)
-            try:
-                self._batches[shard] = arrow_headers.scan(memoryview(mapped.read_buffer()))
-            except ValueError as error:
-                raise self._damaged(shard, str(error)) from None
+            self._batches[shard] = self._headers(shard, arrow_headers.scan)
         return self._batches[shard]
+
+    def _is_compressed(self, shard: int) -> bool:
+        return self._headers(shard, arrow_headers.is_compressed)
+
+    def _headers(self, shard: int, read: Callable[[memoryview], _Out]) -> _Out:
+        """What the headers of a file say. A mapping of its own: Arrow's has the kernel fetch all that is looked at."""
+        local = files.present(self._spec, self._shards[shard], self._base_dir)
+        try:
+            with local.open("rb") as file:
+                # Unmapped with its last view, which an error may hold a little longer.
+                return read(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+        except (ValueError, OSError) as error:
+            raise self._damaged(shard, str(error)) from None
 
     def _open(self, shard: int) -> tuple[Any, Any]:
         """The mapped file and its schema."""
         local = files.present(self._spec, self._shards[shard], self._base_dir)
         try:
             mapped = pa.memory_map(str(local))
-            if arrow_headers.is_file_format(memoryview(mapped.read_buffer(8))):
+            if _is_file_format(mapped):
                 return mapped, pa.ipc.open_file(mapped).schema
             mapped.seek(0)
             return mapped, pa.ipc.open_stream(mapped).schema
@@ -131,3 +145,8 @@ class ArrowSource(ShardedSource):
             f"{self._where(self._shards[shard])} is not a readable Arrow file ({reason}); "
             "it is truncated or damaged: write or copy it again"
         )
+
+
+def _is_file_format(mapped: Any) -> bool:
+    mapped.seek(0)
+    return arrow_headers.is_file_format(memoryview(mapped.read_buffer(8)))

@@ -34,6 +34,11 @@ def is_file_format(data: memoryview) -> bool:
     return bytes(data[: len(FILE_MAGIC)]) == FILE_MAGIC
 
 
+def is_compressed(data: memoryview) -> bool:
+    """Whether the first record batch of a file is. Raises ``ValueError`` when it cannot be reached."""
+    return next((header.compressed for _, header in _messages(data) if header.kind == _RECORD_BATCH), False)
+
+
 def scan(data: memoryview) -> Batches:
     """Walks the messages of a mapped file. Raises ``ValueError`` when the chain is broken or cut off."""
     counts, offsets, plain = [0], [], True
