@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,8 @@ import numpy.typing as npt
 from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import CounterOverflow, TokenloomError
 from tokenloom_server.hashing import slice_rotation
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, exhausted_sources, initial_nodes
-from tokenloom_server.packing.base import Packer, PackerFactory, Places, Sample
+from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, initial_nodes
+from tokenloom_server.packing.base import Packer, PackerFactory, Places
 from tokenloom_server.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
@@ -30,6 +32,9 @@ from tokenloom_server.state import (
 
 #: What a padding sample's source is called.
 PADDING = -1
+
+#: Of the digest's multiplier, from the power of 0 on.
+_POWERS = tuple(accumulate(repeat(DIGEST_MULTIPLIER, 63), lambda power, by: power * by % DIGEST_MODULUS, initial=1))
 
 
 def initial_state(config: RunConfig) -> State:
@@ -83,19 +88,18 @@ class Group:
     """The steps between two state boundaries, filled one burst after the other.
 
     ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
-    and place in the batch; empty once released. ``source_ids`` int32 and ``origins`` int64 (the sample's number
-    within its source) are [world_size, group_steps, batch_size]. ``marks[g]`` is the mark *behind* step g,
-    ``rotations[g]`` the rotation of its slices. ``places`` are those of the blocks that the samples came from,
-    by source. ``given`` is how many samples each source gave before the group, since the mixer was made.
+    and place in the batch ([world_size, group_steps, batch_size], as ``source_ids``, int32); empty once released.
+    ``marks[g]`` is the mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
+    the blocks that the samples came from, by source. ``given`` is how many samples each source gave before the
+    group, since the mixer was made.
     """
 
     config: RunConfig
     mixer: Mixer
     plan: BatchPlan
     base: State
-    samples: list[memoryview]
+    samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
-    origins: npt.NDArray[np.int64]
     places: list[list[Places]]
     given: tuple[int, ...]
     dropped_tokens: list[int]
@@ -127,21 +131,34 @@ class Group:
         """The ids of a rank's steps [first, last), one sample after the other, as they travel; empty once released."""
         plan = self.plan
         at = rank * plan.group_steps
-        return self.samples[(at + first) * plan.batch_size : (at + last) * plan.batch_size]
+        found: list[memoryview] = self.samples[(at + first) * plan.batch_size : (at + last) * plan.batch_size].tolist()
+        return found
 
     def release(self) -> None:
         """Lets the ids go: every rank has consumed them. States can still be made."""
-        self.samples = []
+        self.samples = self.samples[:0].copy()
 
     def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
         """(how many documents begin in each sample, their positions in it) of a rank's steps [first, last)."""
         found = []
         sources = self.source_ids[rank, first:last].ravel().tolist()
-        for source, sample in zip(sources, self.origins[rank, first:last].ravel().tolist(), strict=True):
+        for source, sample in zip(sources, self._origins()[rank, first:last].ravel().tolist(), strict=True):
             found.append(
                 np.empty(0, np.uint32) if source == PADDING else self._places(source, sample).starts_of(sample)
             )
         return [len(starts) for starts in found], np.concatenate(found)
+
+    def _origins(self) -> npt.NDArray[np.int64]:
+        """Each sample's number within its source, arranged as ``source_ids``."""
+        where = _places_of(self.plan, self.rotations, 0)
+        picks = self.source_ids.reshape(-1)[where]
+        where, picks = where[picks != PADDING], picks[picks != PADDING]
+        counts = np.bincount(picks, minlength=len(self.base.sources))
+        first = np.array([source.samples for source in self.base.sources]) - np.cumsum([0, *counts[:-1]])
+        origins = np.zeros(self.source_ids.shape, np.int64)
+        # Sorted by source, each source's samples are one range of consecutive numbers.
+        origins.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
+        return origins
 
     def state_behind(self, step: int) -> State:
         """The state behind a step."""
@@ -173,7 +190,7 @@ def _state_at(
     """The state at a mark. By source: ``samples`` since the run began, ``given`` since the mixer was made,
     ``places`` the cursor and the rows counter."""
     nodes = mixer.states(mark.regime, given)
-    exhausted = exhausted_sources(config, nodes)
+    exhausted = mixer.exhausted(mark.regime)
     sources = [
         SourceState(
             cursor=cursor,
@@ -203,12 +220,13 @@ class _Feed:
         self._held: deque[Places] = deque()
         self._loaded = state.samples
         self._error: TokenloomError | None = None
-        #: Samples picked, and settled, since the run began.
+        self._taken = state.samples
+        #: Samples picked since the run began.
         self.picked = state.samples
-        self.settled = state.samples
-        #: Of the samples that are loaded and not yet given out.
-        self.samples: deque[Sample] = deque()
-        # Behind the last sample that was settled.
+        # Of the samples that are loaded and not yet taken.
+        self._ids: list[memoryview] = []
+        self._hashes: list[int] = []
+        # Behind the last sample that was taken.
         self.cursor = state.cursor
         self.rows = state.rows
         self.exhausted = state.exhausted
@@ -230,9 +248,10 @@ class _Feed:
                 self.dropped_tokens = self._packer.dropped_tokens
                 break
             assert block.places.first_sample == self._loaded, "a packer skipped or repeated samples"
-            self._loaded += len(block.samples)
+            self._loaded += len(block.ids)
             self._held.append(block.places)
-            self.samples.extend(block.samples)
+            self._ids += block.ids
+            self._hashes += block.hashes
         return min(count, self._loaded - self.picked)
 
     def has_sample(self) -> bool:
@@ -243,16 +262,19 @@ class _Feed:
             raise self._error
         return False
 
-    def settle(self, count: int) -> list[Places]:
-        """Moves the cursor behind the next ``count`` picked samples; returns the places they have."""
-        self.settled += count
-        last = self.settled - 1
-        found = [self._held[0]]
+    def take(self, count: int) -> tuple[list[memoryview], list[int], list[Places]]:
+        """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
+        behind them."""
+        ids, hashes = self._ids[:count], self._hashes[:count]
+        del self._ids[:count], self._hashes[:count]
+        self._taken += count
+        last = self._taken - 1
+        places = [self._held[0]]
         while last - self._held[0].first_sample >= len(self._held[0].cursors):
             self._held.popleft()
-            found.append(self._held[0])
-        self.cursor, self.rows = found[-1].cursor_behind(last)
-        return found
+            places.append(self._held[0])
+        self.cursor, self.rows = places[-1].cursor_behind(last)
+        return ids, hashes, places
 
 
 class Pipeline:
@@ -266,7 +288,6 @@ class Pipeline:
         self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
         self._mixer = Mixer(config, state.nodes)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
-        self._next_sample = [feed.samples.popleft for feed in self._feeds]
         self._origin = [source.samples for source in state.sources]
         self._index = state.sample_index
         self._tokens = state.total_tokens
@@ -284,9 +305,8 @@ class Pipeline:
             mixer=self._mixer,
             plan=plan,
             base=self.state(),
-            samples=[self._padding] * plan.group_samples,
+            samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
-            origins=np.zeros(shape, np.int64),
             places=[[] for _ in self._feeds],
             given=self._given(),
             dropped_tokens=[0] * len(self._feeds),
@@ -312,27 +332,22 @@ class Pipeline:
         group.rotations += [
             slice_rotation(self._config.seed, begin + at * size, plan.world_size) for at in range(len(ends))
         ]
-        where = _places_of(plan, group.rotations[first:], first)[:count]
-        at = where.tolist()
+        hashes = self._take(group, picks[:count], _places_of(plan, group.rotations[first:], first)[:count])
         done = 0
         for end in ends:
-            self._take(picks[done:end], group.samples, at[done:end])
+            self._digest = _digest_behind(self._digest, hashes[done:end])
             # A change found behind the step's last sample is the next decision's; but none follows a padded step.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
             group.marks.append(Mark(begin + end, tokens + end * length, self._digest, changes[0][1]))
             done = end
-        self._settle(group, picks[:count], where)
 
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
         while samples and self.ended is None:
             picks, _ = self._decide(min(samples, 4096))
             samples -= len(picks)
-            self._take(picks, [self._padding], [0] * len(picks))
-            for source, count in enumerate(np.bincount(picks).tolist()):
-                if count:
-                    self._feeds[source].settle(count)
+            self._digest = _digest_behind(self._digest, self._take(None, picks, picks))
 
     def state(self) -> State:
         """The state at the present sample index."""
@@ -392,32 +407,33 @@ class Pipeline:
         for source, count in enumerate(np.bincount(picks).tolist()):
             self._feeds[source].picked += count
 
-    def _take(self, picks: Picks, into: list[memoryview], places: list[int]) -> None:
-        """Moves the picked samples to their places, and the digest behind them."""
-        digest = self._digest
-        next_sample = self._next_sample
-        for source, place in zip(picks.tolist(), places, strict=True):
-            into[place], hashed = next_sample[source]()
-            digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
-        self._digest = digest
-
-    def _settle(self, group: Group, picks: Picks, where: npt.NDArray[np.int64]) -> None:
-        """Notes in the group where its samples came from, and moves the cursors behind them."""
-        group.source_ids.reshape(-1)[where] = picks
+    def _take(self, group: Group | None, picks: Picks, where: npt.NDArray[np.integer]) -> list[int]:
+        """Takes the picked samples, puts them where they belong in the group, and returns their hashes in order."""
         # Sorted by source, so that each source's samples are one range of it.
-        by_source = where[np.argsort(picks, kind="stable")]
-        counts = np.bincount(picks)
-        sources = np.flatnonzero(counts).tolist()
-        first = [self._feeds[source].settled for source in sources] - np.cumsum([0, *counts[sources[:-1]]])
-        group.origins.reshape(-1)[by_source] = np.arange(len(picks)) + np.repeat(first, counts[sources])
-        for source in sources:
-            known, found = group.places[source], self._feeds[source].settle(int(counts[source]))
-            known += found[1:] if known and known[-1] is found[0] else found
-        for source, feed in enumerate(self._feeds):
-            group.dropped_tokens[source] = feed.dropped_tokens
+        order = np.argsort(picks, kind="stable")
+        counts = np.bincount(picks).tolist()
+        ids: list[memoryview] = []
+        hashes: list[int] = []
+        for source, count in enumerate(counts):
+            if count:
+                some, hashed, places = self._feeds[source].take(count)
+                ids += some
+                hashes += hashed
+                if group is not None:
+                    known = group.places[source]
+                    known += places[1:] if known and known[-1] is places[0] else places
+        if group is not None:
+            group.source_ids.reshape(-1)[where] = picks
+            group.samples[where[order]] = _objects(ids)
+            for source, feed in enumerate(self._feeds):
+                group.dropped_tokens[source] = feed.dropped_tokens
+        in_order = np.empty(len(picks), np.object_)
+        in_order[order] = _objects(hashes)
+        found: list[int] = in_order.tolist()
+        return found
 
     def _reason(self) -> str:
-        out = exhausted_sources(self._config, self._mixer.states(self._mixer.regime, self._given()))
+        out = self._mixer.exhausted(self._mixer.regime)
         if all(out):
             return "every source is exhausted"
         names = ", ".join(source.name for source, gone in zip(self._config.sources, out, strict=True) if gone)
@@ -432,3 +448,20 @@ def _places_of(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDA
     rows = ranks * plan.group_steps + np.arange(first, first + len(rotations))[:, None]
     found: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
     return found
+
+
+def _digest_behind(digest: int, hashes: Sequence[int]) -> int:
+    """The rolling digest behind more samples: one reduction for many, where each one's would cost more than the
+    product (see ``state``)."""
+    for at in range(0, len(hashes), len(_POWERS)):
+        some = hashes[at : at + len(_POWERS)]
+        # The last sample's factor is the first power.
+        digest = (
+            digest * _POWERS[len(some) - 1] * DIGEST_MULTIPLIER + sum(map(mul, reversed(some), _POWERS))
+        ) % DIGEST_MODULUS
+    return digest
+
+
+def _objects(items: Sequence[object]) -> npt.NDArray[np.object_]:
+    """A list as an array of what it holds: numpy would look into memoryviews."""
+    return np.fromiter(items, np.object_, len(items))

@@ -14,7 +14,6 @@ from tokenloom_server.config import RunConfig
 from tokenloom_server.mixing.mixer import (
     NOTHING,
     Mixer,
-    exhausted_sources,
     initial_nodes,
     node_shapes,
 )
@@ -86,7 +85,7 @@ def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> No
         expected, found = whole.step(), broken.step()
         assert found == expected
         assert broken.present() == whole.present()
-        out = exhausted_sources(config, whole.present())
+        out = whole.mixer.exhausted(whole.mixer.regime)
         # Also right behind an exhaustion, where credits were just spread anew.
         if out != known or rng.random() < often:
             broken.restore()
@@ -171,7 +170,7 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
     while walk.step() != NOTHING:
         pass
     assert walk.given == capacity
-    assert exhausted_sources(config, walk.present()) == (True,) * len(capacity)
+    assert walk.mixer.exhausted(walk.mixer.regime) == (True,) * len(capacity)
 
 
 def test_the_credit_of_an_exhausted_child_is_frozen() -> None:

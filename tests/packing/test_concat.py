@@ -85,8 +85,8 @@ def taken(packer: ConcatPacker, limit: int) -> list[Sample]:
     found: list[Sample] = []
     for block in packer.blocks():
         places = block.places
-        assert len(block.samples) == len(places.cursors) == len(places.bounds) - 1 > 0
-        for number, (ids, hashed) in enumerate(block.samples, start=places.first_sample):
+        assert len(block.ids) == len(block.hashes) == len(places.cursors) == len(places.bounds) - 1 > 0
+        for number, (ids, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=places.first_sample):
             assert ids.readonly
             cursor, rows = places.cursor_behind(number)
             starts = tuple(places.starts_of(number).tolist())
@@ -255,6 +255,6 @@ def test_wide_ids_are_hashed_as_they_travel() -> None:
     )
     (block,) = packer.blocks()
     wire = b"".join(token.to_bytes(4, "little") for token in ids)
-    assert [(bytes(sample.ids), sample.hash) for sample in block.samples] == [
-        (wire[at : at + 64], xxhash.xxh3_128_intdigest(wire[at : at + 64], 9)) for at in range(0, 256, 64)
-    ]
+    expected_ids = [wire[at : at + 64] for at in range(0, 256, 64)]
+    assert [bytes(ids) for ids in block.ids] == expected_ids
+    assert block.hashes == [xxhash.xxh3_128_intdigest(ids, 9) for ids in expected_ids]

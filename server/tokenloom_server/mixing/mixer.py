@@ -172,6 +172,16 @@ class Mixer:
             found.append(node.states_at(now, counts))
         return tuple(reversed(found))
 
+    def exhausted(self, regime: Regime) -> tuple[bool, ...]:
+        """Which sources are out under a regime of this mixer, by source id, as their parents have it."""
+        found = {
+            child: out
+            for node, now in zip(self._nodes, regime, strict=True)
+            for child, out in zip(node.children, now.exhausted, strict=True)
+            if not isinstance(child, _Node)
+        }
+        return tuple(found[source] for source in range(len(found)))
+
     def _regime(self) -> Regime:
         return tuple(node.regime() for node in self._nodes)
 
@@ -226,14 +236,3 @@ def target_shares(config: RunConfig) -> tuple[float, ...]:
 
     visit(config.mixture, Fraction(1))
     return tuple(float(share) for share in shares)
-
-
-def exhausted_sources(config: RunConfig, nodes: Sequence[Sequence[ChildState]]) -> tuple[bool, ...]:
-    """Which sources are exhausted, by source id, as their parents have it."""
-    found = {
-        child_id // 2: child.exhausted
-        for (_, _, ids), children in zip(node_shapes(config), nodes, strict=True)
-        for child_id, child in zip(ids, children, strict=True)
-        if child_id % 2 == 0
-    }
-    return tuple(found[source] for source in range(len(found)))

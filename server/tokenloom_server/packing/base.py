@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,19 +39,16 @@ class Places:
         return self.starts[self.bounds[at] : self.bounds[at + 1]] - np.uint32(at * self.length)
 
 
-class Sample(NamedTuple):
-    """A sample as it travels: its ids in the run's narrow dtype, little-endian (views of the block's memory,
-    which may overlap; read only), and their XXH3-128, seeded with the source id."""
-
-    ids: memoryview
-    hash: int
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive samples of one source."""
+    """Consecutive samples of one source.
 
-    samples: list[Sample]
+    ``ids``: each sample as it travels, its ids in the run's narrow dtype, little-endian (views of the block's
+    memory, which may overlap; read only). ``hashes``: their XXH3-128, seeded with the source id.
+    """
+
+    ids: list[memoryview]
+    hashes: list[int]
     places: Places
 
 

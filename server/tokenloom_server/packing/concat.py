@@ -8,12 +8,13 @@ sample reads one token more than it advances.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tokenloom_server.packing.base import Block, Places, Sample
+from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.state import SourceState
 
@@ -78,10 +79,10 @@ class ConcatPacker:
         tokens = np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<"))
         wire = tokens.view(np.uint8).data.toreadonly()
         advance, reach, seed = length * tokens.itemsize, self._width * tokens.itemsize, self._source_id
-        digest = xxhash.xxh3_128_intdigest
         ids = [wire[at : at + reach] for at in range(0, count * advance, advance)]
         return Block(
-            [Sample(sample, digest(sample, seed)) for sample in ids],
+            ids,
+            list(map(xxhash.xxh3_128_intdigest, ids, repeat(seed))),
             Places(
                 length=length,
                 first_sample=position // length,
