@@ -256,7 +256,24 @@ def made(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Place]]:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every few steps, as they are with real sample sizes."""
-    monkeypatch.setattr("tokenloom_server.host.GROUP_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+
+
+def test_a_group_has_the_more_messages_the_more_its_state_costs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(folder, tmp_path, mixture())
+    try:
+        host = place.serve().host
+        message = host.message_steps(2)
+        assert host.group_steps(2, 2) == message
+        monkeypatch.setattr("tokenloom_server.host.SOURCES_PER_MESSAGE", 2)
+        assert host.group_steps(2, 2) == (1 + len(host.order.specs) // 2) * message
+        # Many ranks: less than one message for each, but a step at least.
+        monkeypatch.setattr("tokenloom_server.host.GROUP_BYTES", 3 * 64 * 2 * host.order.sample_bytes)
+        assert [host.group_steps(64, 2), host.group_steps(10_000, 2)] == [3, 1]
+    finally:
+        place.stop()
 
 
 def sequence(served: ServedRun) -> list[Sample]:

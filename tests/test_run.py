@@ -372,6 +372,16 @@ def test_a_lost_message_is_sent_again_to_the_new_stream() -> None:
 # --- commits ---------------------------------------------------------------------------------------
 
 
+def test_a_group_of_several_messages_goes_out_message_by_message() -> None:
+    generation = Generation(3, "attempt", plan_of(group_steps=10), 40, message_steps=4)
+    sessions = attached(generation)
+    produced(generation)
+    assert received(generation, 0, sessions[0])[:7] == [
+        *((0, 4), (4, 8), (8, 10)),
+        *((10, 14), (14, 18), (18, 20), (20, 24)),
+    ]
+
+
 def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_committed() -> None:
     generation = generation_of(window=16, group_steps=4)
     sessions = attached(generation)

@@ -36,9 +36,12 @@ _log = logging.getLogger(__name__)
 
 #: A message to a rank is about this large: that is where gRPC is cheap.
 MESSAGE_BYTES = 512 * 1024
-#: Steps between two state boundaries take at most this much memory, and are at most this many.
+#: Steps of a message are at most this many.
+MESSAGE_STEPS = 64
+#: Between two state boundaries lies a full message, and one more for so many sources: a state costs what its
+#: sources cost. The steps between them take at most this much memory.
+SOURCES_PER_MESSAGE = 64
 GROUP_BYTES = 64 * 2**20
-GROUP_STEPS = 64
 #: The default window: groups of this much together, but so few and so many at least and at most. A fast
 #: trainer acknowledges hundreds of steps while a commit is under way, and must not wait for it.
 WINDOW_BYTES = 64 * 2**20
@@ -137,10 +140,17 @@ class Host:
             group_steps=opening.group_steps,
         )
 
+    def message_steps(self, batch_size: int) -> int:
+        """Steps of a full message to a rank."""
+        return max(1, min(MESSAGE_BYTES // (batch_size * self.order.sample_bytes), MESSAGE_STEPS))
+
     def group_steps(self, world_size: int, batch_size: int) -> int:
-        """Steps between two state boundaries: a full message for each rank, within bounds."""
-        step = batch_size * self.order.sample_bytes
-        return max(1, min(MESSAGE_BYTES // step, GROUP_BYTES // (step * world_size), GROUP_STEPS))
+        """Steps between two state boundaries: full messages for each rank, or less than one where many ranks
+        would make that too large."""
+        message = self.message_steps(batch_size)
+        most = GROUP_BYTES // (batch_size * self.order.sample_bytes * world_size)
+        messages = min(1 + len(self.order.specs) // SOURCES_PER_MESSAGE, most // message)
+        return messages * message if messages else max(1, most)
 
     def window_steps(self, plan: BatchPlan) -> int:
         """Steps that are produced ahead of the committed one where the mixture file says nothing."""
@@ -167,6 +177,7 @@ class Host:
             opening.attempt,
             plan,
             window,
+            self.message_steps(plan.batch_size),
             pads_last_step=self.order.config.last_step == "pad",
             committed=steps + bool(rest),
         )

@@ -105,8 +105,9 @@ class Group:
     dropped_tokens: list[int]
     marks: list[Mark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
-    #: The base as canonical JSON, once somebody made it.
+    #: The base as canonical JSON, and steps as the wire has them, once somebody made them.
     resume_state: str | None = None
+    step_infos: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def begin(self) -> int:

@@ -45,6 +45,8 @@ class Generation:
     attempt: str
     plan: BatchPlan
     window_steps: int
+    #: Steps of a full message; a group ends one, too. 0: the group.
+    message_steps: int = 0
     #: Whether the last step may end elsewhere than all others.
     pads_last_step: bool = False
     committed: int = 0
@@ -59,6 +61,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.slots = Slots(self.plan.world_size, self.committed)
         # After a restart of the server, production begins again at the boundary before the committed step.
+        self.message_steps = self.message_steps or self.plan.group_steps
         self.produced = self.released = self.first_needed
 
     @property
@@ -281,13 +284,15 @@ class Generation:
 
     def _sendable(self, slot: Slot, flush: bool = False) -> int:
         """The step up to which a message for the slot would go now; what it was sent already for none."""
-        group_end = slot.sent - slot.sent % self.plan.group_steps + self.plan.group_steps
+        in_group = slot.sent % self.plan.group_steps
+        in_message = in_group % self.message_steps
+        message_end = slot.sent + min(self.message_steps - in_message, self.plan.group_steps - in_group)
         credit_end = slot.consumed + slot.credit_steps
-        last = min(self.produced, group_end, credit_end)
+        last = min(self.produced, message_end, credit_end)
         ready = last - slot.sent
-        whole = last == group_end or (self.end is not None and last == self.produced)
+        whole = last == message_end or (self.end is not None and last == self.produced)
         halfway = last == credit_end and 2 * ready >= slot.credit_steps
-        draining = 4 * (slot.sent - slot.consumed) <= self.plan.group_steps
+        draining = 4 * (slot.sent - slot.consumed) <= self.message_steps
         return last if ready > 0 and (whole or halfway or draining or flush) else slot.sent
 
     def _slot(self, rank: int, nonce: str) -> Slot:

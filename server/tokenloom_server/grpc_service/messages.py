@@ -8,10 +8,13 @@ from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.errors import Fenced
 from tokenloom_server.host import Host
+from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Delivery
 from tokenloom_server.state import digest_hex
 
 _LENGTH_DELIMITED = 2
+_STEPS_KEY = bytes((wire.Batches.STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
+_SLICE_KEY = bytes((wire.StepInfo.SLICE_FIELD_NUMBER << 3,))
 
 
 def encode_delivery(
@@ -30,20 +33,11 @@ def encode_delivery(
         counts, starts = group.document_starts(rank, first, last)
     batches = wire.Batches(
         begin_index=group.step_begin(first),
-        steps=[
-            wire.StepInfo(
-                end_index=group.marks[step].sample_index,
-                slice=group.slice_of(step, rank),
-                total_tokens=group.marks[step].total_tokens,
-                digest=digest_hex(group.marks[step].digest),
-            )
-            for step in range(first, last)
-        ],
         source_ids=group.source_ids[rank, first:last].ravel().tolist(),
         document_counts=counts,
         document_starts=starts.tolist(),
         base=wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode()) if with_base else None,
-    ).SerializeToString()
+    ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
     ids = group.ids(rank, first, last)
     if not ids:
         raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
@@ -52,6 +46,20 @@ def encode_delivery(
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
+
+
+def _step_info(group: Group, step: int, rank: int) -> bytes:
+    """``Batches.steps`` of one step. What is the same for all ranks is made once."""
+    common = group.step_infos.get(step)
+    if common is None:
+        mark = group.marks[step]
+        info = wire.StepInfo(
+            end_index=mark.sample_index, total_tokens=mark.total_tokens, digest=digest_hex(mark.digest)
+        )
+        common = group.step_infos[step] = info.SerializeToString()
+    place = group.slice_of(step, rank)
+    own = _SLICE_KEY + _varint(place) if place else b""
+    return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
 
 
 def _key(field: int) -> bytes:
