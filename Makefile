@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTO_OUT ?= proto
 
-.PHONY: install demo test check proto format bench clean
+.PHONY: install demo test check proto format bench bench-peers clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +42,10 @@ format: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+# The other loaders go into environments of their own under .cache, about 10 GB; the first call takes half an hour.
+bench-peers: install
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) .cache tokenloom-demo

@@ -146,7 +146,8 @@ class Processes:
                 stderr=log,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, **(env or {})},
+                # Installed packages have byte code; without it, starts would be measured with a compiler.
+                env={**os.environ, **(env or {}), "PYTHONDONTWRITEBYTECODE": ""},
             )
         self._by_role.setdefault(role, []).append(process)
         return process
@@ -170,8 +171,11 @@ class Processes:
                 raise RuntimeError(f"{what} did not come ({why}).\n{self.logs()}")
             time.sleep(0.005)
 
-    def window(self, warm_up_steps: int, seconds: float) -> Window:
-        """A steady state: from when every taker had its warm-up, for so long, or until the data end."""
+    def window(self, warm_up_steps: int, seconds: float, began: Reading | None = None) -> Window:
+        """A steady state: from when every taker had its warm-up, for so long, or until the data end.
+
+        What was used since ``began`` counts, too, if it is given.
+        """
         self.wait(lambda: self.board.slowest_steps >= warm_up_steps, "the steady state")
         first = last = self.read()
         memory = dict.fromkeys(self._by_role, (0.0, 0.0))
@@ -190,13 +194,16 @@ class Processes:
             last = now
         if last.tokens == first.tokens:
             raise RuntimeError(f"the data ended before a steady state, or nothing came.\n{self.logs()}")
-        return Window(first, last, memory)
+        return Window(began or first, last, memory)
 
     def end(self, role: str) -> None:
-        """Asks the processes of a role to end, and makes them."""
+        """Asks the processes of a role to end, and makes them, with all that they have started."""
         some = self._by_role.pop(role, [])
+        below: list[psutil.Process] = []
         for process in some:
             if process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    below += psutil.Process(process.pid).children(recursive=True)
                 process.send_signal(signal.SIGTERM)
         for process in some:
             try:
@@ -204,6 +211,9 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def logs(self) -> str:
         """The last lines of what every process printed."""

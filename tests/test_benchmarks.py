@@ -20,9 +20,12 @@ from tokenloom_server.order import Order
 
 from benchmarks import corpora, mixer, prototype
 from benchmarks.corpora import Documents, IdCorpus, TextCorpus
+from benchmarks.peers import loop
+from benchmarks.peers.environments import PACKAGES
+from benchmarks.peers.table import PEERS
 from benchmarks.processes import Board, Processes, cpu_s, memory_mb
 from benchmarks.results import Result, Row, newest
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import SEQUENCE_LENGTH, WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = IdCorpus(
@@ -201,3 +204,34 @@ def test_a_board_knows_its_slowest_taker(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 2)
     board.cells[:] = [[10, 3, 0], [20, 1, 1]]
     assert (board.tokens, board.slowest_steps, board.ended) == (30, 1, True)
+
+
+# --- the comparison with other loaders ---------------------------------------------------------------------------
+
+
+def test_every_peer_has_a_program_and_an_environment() -> None:
+    for peer in PEERS:
+        assert (ROOT / "benchmarks" / "peers" / f"{peer.module}.py").exists()
+        assert peer.environment in PACKAGES
+        assert set(peer.reads) <= {"ids", "text"}
+    assert len({peer.name for peer in PEERS}) == len(PEERS)
+    assert {peer.environment for peer in PEERS} == set(PACKAGES)
+
+
+def test_peers_that_pack_get_every_id_and_ends_between_documents() -> None:
+    lists = pa.array([[9, 8], [7], [6, 5, 4]], pa.list_(pa.int32())).slice(1)
+    assert loop.flat_ids(lists).tolist() == [7, 0, 6, 5, 4, 0]
+    whole, left = loop.pack(np.arange(5, dtype=np.int32), 3, np.array([9, 9], np.int32))
+    assert whole.tolist() == [[9, 9, 0], [1, 2, 3]]
+    assert left.tolist() == [4]
+
+
+def test_prepacked_peers_get_what_the_prototype_packs(cache: Path) -> None:
+    folder = corpora.folder_of(SMALL)
+    job = loop.Job(folder, cache, "", SEQUENCE_LENGTH, 8)
+    theirs = np.concatenate(list(loop.blocks(job, "0")))
+    samples = prototype.samples(prototype.columns(folder, "parquet", 0))
+    ours = np.concatenate([next(samples) for _ in range(len(theirs) // SEQUENCE_LENGTH)])
+    assert theirs.tolist() == ours.tolist()
+    found = np.concatenate([np.append(document, loop.END_OF_TEXT) for document in loop.documents(job, "0")])
+    assert found[: len(theirs)].tolist() == theirs.tolist()
