@@ -13,7 +13,7 @@ from tokenloom_server import config, errors
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
-from tokenloom_server.rest_api import create_app
+from tokenloom_server.rest_api.app import create_app
 from tokenloom_server.service import Runs
 from tokenloom_server.spec import SCHEMES
 from typer.main import get_command

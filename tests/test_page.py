@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from support.memory_service import MemoryService, rank_stats, run_stats, source_stats
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.page import FILES
-from tokenloom_server.rest_api import RestServer, create_app, serve_rest
+from tokenloom_server.rest_api.server import RestServer
 from tokenloom_server.stats import LedgerStats
 
 RUN = "wiki-and-code"
@@ -111,7 +111,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
-    server = serve_rest(create_app(service, version="1.2.3", grpc_address="127.0.0.1:50051"), "127.0.0.1", 0)
+    server = RestServer("127.0.0.1", 0)
+    server.start(service, grpc_address="127.0.0.1:50051")
     yield service, server
     server.stop(timeout=2)
 
@@ -200,7 +201,8 @@ def test_a_script_in_an_alias_is_shown_as_text(page: Page, service: MemoryServic
 def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(page: Page) -> None:
     service = MemoryService()
     service.put(run_stats(RUN))
-    server = serve_rest(create_app(service, version="1.2.3"), "127.0.0.1", 0)
+    server = RestServer("127.0.0.1", 0)
+    server.start(service)
     host, _, port = server.address.rpartition(":")
     page.goto(f"http://{server.address}/")
     expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
@@ -209,7 +211,8 @@ def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(page: Page) 
     expect(page.get_by_text("Next try in")).to_be_visible()
     expect(page.locator("article.run.stale")).to_be_visible()
     service.put(run_stats(RUN, generation=77))
-    again = serve_rest(create_app(service, version="1.2.3"), host, int(port))
+    again = RestServer(host, int(port))
+    again.start(service)
     try:
         page.get_by_role("button", name="Try now").click()
         expect(page.get_by_text("77", exact=True)).to_be_visible()

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -18,19 +19,25 @@ from support.memory_service import MemoryService, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.page import FILES
-from tokenloom_server.rest_api import RestServer, create_app, serve_rest
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.problems import HTTP_ERRORS, SECURITY_HEADERS
+from tokenloom_server.rest_api.server import RestServer
 
 RUN = "wiki-and-code"
 JSON = {"content-type": "application/json"}
 
 
+def serve_rest(service: MemoryService, host: str = "127.0.0.1", port: int = 0) -> RestServer:
+    server = RestServer(host, port)
+    server.start(service)
+    return server
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
-    app = create_app(service, version="1.2.3", grpc_address="127.0.0.1:50051", allowed_hosts=["loom.example"])
-    server = serve_rest(app, "127.0.0.1", 0)
+    server = RestServer("127.0.0.1", 0)
+    server.start(service, grpc_address="127.0.0.1:50051", allowed_hosts=["loom.example"])
     yield service, server
     assert server.stop()
 
@@ -83,7 +90,11 @@ def raw(server: RestServer, *parts: bytes, read_timeout_s: float = 5) -> bytes:
 
 
 def test_runs_are_listed_with_what_a_newcomer_needs_to_connect(http: httpx.Client) -> None:
-    assert http.get("/v1/runs").json() == {"runs": [RUN], "version": "1.2.3", "grpc_address": "127.0.0.1:50051"}
+    assert http.get("/v1/runs").json() == {
+        "runs": [RUN],
+        "version": version("tokenloom"),
+        "grpc_address": "127.0.0.1:50051",
+    }
 
 
 def test_stats_are_the_services_figures(http: httpx.Client, service: MemoryService) -> None:
@@ -427,7 +438,7 @@ def test_alive_and_ready_are_two_questions(http: httpx.Client, service: MemorySe
     answer = http.get("/readyz")
     assert problem(answer, 503, "NotReady") == service.reason
     assert answer.headers["retry-after"]
-    assert http.get("/healthz").json() == {"status": "alive", "version": "1.2.3"}
+    assert http.get("/healthz").json() == {"status": "alive", "version": version("tokenloom")}
 
 
 def test_alive_is_answered_while_every_worker_waits(shared: tuple[Any, RestServer], service: MemoryService) -> None:
@@ -522,7 +533,7 @@ def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(http: httpx.Clien
 def test_a_port_in_use_is_refused_with_the_address_and_the_remedy(shared: tuple[Any, RestServer]) -> None:
     host, _, port = shared[1].address.rpartition(":")
     with pytest.raises(errors.ConfigError) as caught:
-        serve_rest(create_app(MemoryService(), version="1"), host, int(port))
+        serve_rest(MemoryService(), host, int(port))
     assert shared[1].address in str(caught.value)
     assert "in use" in str(caught.value)
     assert "--rest HOST:PORT" in str(caught.value)
@@ -531,13 +542,13 @@ def test_a_port_in_use_is_refused_with_the_address_and_the_remedy(shared: tuple[
 @pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 65536)])
 def test_an_address_that_cannot_be_had_is_a_config_error(host: str, port: int) -> None:
     with pytest.raises(errors.ConfigError, match=f"the REST address {host}:{port} cannot be had"):
-        serve_rest(create_app(MemoryService(), version="1"), host, port)
+        serve_rest(MemoryService(), host, port)
 
 
 def test_a_stopped_server_frees_its_port_and_leaves_signals_and_threads_alone() -> None:
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     before = set(threading.enumerate())
-    server = serve_rest(create_app(MemoryService(), version="1"), "localhost", 0)
+    server = serve_rest(MemoryService(), "localhost")
     host, _, port = server.address.rpartition(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
     assert {s: signal.getsignal(s) for s in handlers} == handlers
@@ -548,12 +559,49 @@ def test_a_stopped_server_frees_its_port_and_leaves_signals_and_threads_alone() 
         assert time.monotonic() - began < 2
     assert server.stop()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "tokenloom-rest"]
-    serve_rest(create_app(MemoryService(), version="1"), host, int(port)).stop()
+    serve_rest(MemoryService(), host, int(port)).stop()
+
+
+def test_an_address_is_held_before_it_answers_and_who_comes_early_waits() -> None:
+    server = RestServer("127.0.0.1", 0)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=20))
+    )
+    asking.start()
+    with pytest.raises(errors.ConfigError, match="in use"):
+        serve_rest(MemoryService(), "127.0.0.1", int(server.address.rpartition(":")[2]))
+    server.start(MemoryService())
+    asking.join(20)
+    assert [answer.status_code for answer in answers] == [200]
+    assert server.stop()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_server_that_nobody_asked_stops_at_once_and_frees_its_port(started: bool) -> None:
+    server = RestServer("127.0.0.1", 0)
+    if started:
+        server.start(MemoryService())
+    began = time.monotonic()
+    assert server.stop()
+    assert time.monotonic() - began < 1
+    assert RestServer("127.0.0.1", int(server.address.rpartition(":")[2])).stop()
+
+
+def test_without_anybody_asking_it_gets_ready_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.rest_api.server.IMPORT_AFTER_S", 0.0)
+    service = MemoryService()
+    service.put(run_stats(RUN))
+    server = serve_rest(service)
+    try:
+        assert httpx.get(f"http://{server.address}/readyz", trust_env=False).status_code == 200
+    finally:
+        assert server.stop()
 
 
 def test_a_stop_is_bounded_also_while_a_request_hangs(caplog: pytest.LogCaptureFixture) -> None:
     service = MemoryService(gate=threading.Event())
-    server = serve_rest(create_app(service, version="1"), "127.0.0.1", 0)
+    server = serve_rest(service)
     outcome: list[object] = []
 
     def ask() -> None:
@@ -581,7 +629,7 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     try:
-        server = serve_rest(create_app(MemoryService(), version="1"), "::1", 0)
+        server = serve_rest(MemoryService(), "::1")
     except errors.ConfigError as error:
         pytest.skip(f"no IPv6 loopback here: {error}")
     try:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import sys
 import threading
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tokenloom_server.errors import TokenloomError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     name="tokenloom",
@@ -24,16 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Names come from mixture files: nothing in them is markup or an emoji code.
-_out = Console(markup=False, emoji=False)
-_err = Console(markup=False, emoji=False, stderr=True)
-
 _MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        _out.print(f"tokenloom {version('tokenloom')}")
+        from importlib.metadata import version
+
+        _console().print(f"tokenloom {version('tokenloom')}")
         raise typer.Exit
 
 
@@ -77,6 +77,9 @@ def serve(
 
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
     """
+    sys.meta_path.insert(0, _NoPandas())
+    # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tokenloom_server.server import ServeOptions, Server
 
     _set_up_logging(log_level)
@@ -108,14 +111,17 @@ def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
 
     Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
     """
+    from rich.table import Table
+
     from tokenloom_server import config
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import Order
 
     _set_up_logging("warning")
+    out = _console()
     try:
         found = config.load(mixture)
-        with _err.status("opening sources and tokeniser"):
+        with _console(stderr=True).status("opening sources and tokeniser"):
             order = Order.create(found, mixture.resolve().parent, None)
             samples = order.pipeline(order.initial())
             samples.advance(1)
@@ -127,14 +133,14 @@ def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
     for i, (source, shards, share) in enumerate(zip(found.sources, order.shards, target_shares(found), strict=True)):
         size = sum(shard.size for shard in shards) / 1e6
         table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{source.epochs:g}")
-    _out.print(table)
+    out.print(table)
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
-    _out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+    out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
     for warning in order.warnings():
-        _out.print(f"warning: {warning}", style="yellow")
+        out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
-        _out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
-    _out.print("valid", style="green")
+        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
+    out.print("valid", style="green")
 
 
 @app.command()
@@ -144,8 +150,11 @@ def stats(
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
 ) -> None:
     """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
+    from rich.table import Table
+
     from tokenloom_server.remote import read_stats
 
+    out = _console()
     try:
         found = read_stats(url, run)
     except TokenloomError as error:
@@ -154,7 +163,7 @@ def stats(
         if as_json:
             print(json.dumps(document.model_dump(), ensure_ascii=False))
             continue
-        _out.print(
+        out.print(
             f"{document.run}: sample {document.sample_index:,}, {document.total_tokens:,} tokens committed, "
             f"{document.tokens_per_s:,.0f} tokens/s; generation {document.generation}, "
             f"{document.world_size} ranks × {document.batch_size}; ledger {document.ledger.backend}"
@@ -175,14 +184,14 @@ def stats(
                 f"{source.epoch:.2f}",
                 "exhausted" if source.exhausted else left,
             )
-        _out.print(table)
+        out.print(table)
         for rank in document.ranks:
             heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
             state = "connected" if rank.connected else "away"
-            _out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
+            out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
         for note in (document.waiting_for and f"waiting for {document.waiting_for}", document.ended, document.error):
             if note:
-                _out.print(note)
+                out.print(note)
 
 
 @app.command()
@@ -207,7 +216,25 @@ def _set_up_logging(level: str) -> None:
     logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(message)s")
 
 
+class _NoPandas:
+    """Keeps pandas out of a server. pyarrow imports it, where it is installed, to ask whether it was handed a
+    DataFrame: 0.2 s of the start and 30 MB, for an answer that is always no."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("the server does without pandas", name=name)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    # Imports of rich stand in functions: a server needs none of it, and somebody waits for its start.
+    from rich.console import Console
+
+    # Names come from mixture files: nothing in them is markup or an emoji code.
+    return Console(markup=False, emoji=False, stderr=stderr)
+
+
 def _fail(error: TokenloomError) -> None:
-    _err.print(f"{error.name}: ", style="bold red", end="")
-    _err.print(str(error), highlight=False, soft_wrap=True)
+    err = _console(stderr=True)
+    err.print(f"{error.name}: ", style="bold red", end="")
+    err.print(str(error), highlight=False, soft_wrap=True)
     raise typer.Exit(2)

@@ -8,15 +8,17 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.grpc_service import GrpcServer
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.open import open_ledger
-from tokenloom_server.rest_api import RestServer, create_app, serve_rest
-from tokenloom_server.service import Runs
+from tokenloom_server.rest_api.server import RestServer
+
+if TYPE_CHECKING:
+    from tokenloom_server.service import Runs
 
 _log = logging.getLogger(__name__)
 
@@ -49,34 +51,39 @@ class Server:
                 _log.warning(
                     "%s %s: there is no authentication yet: whoever reaches this address can use it", option, host
                 )
-        self._ledger: Ledger = open_ledger(options.ledger, options.mixtures[0].resolve().parent)
-        self._runs = Runs(self._ledger)
-        self._grpc: GrpcServer | None = None
+        self._runs: Runs | None = None
+        self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
         self._ready_file: Path | None = None
+        # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
+        # this server connect while all that it needs is imported and opened.
+        self._grpc = GrpcServer(options.grpc)
         try:
-            self._ledger.check()
-            # The addresses first: a port that is taken is found before any file is read.
-            self._grpc = GrpcServer(self._runs, options.grpc)
-            app = create_app(self._runs, version=version("tokenloom"), grpc_address=self._grpc.address)
-            self._rest = serve_rest(app, *split_address("--rest", options.rest))
-            if options.ready_file is not None:
-                # What a killed server left there; with the ports in hand, it is not another's.
-                _remove_ready(options.ready_file)
-            for path in options.mixtures:
-                index_dir = options.index_dir or path.resolve().parent / INDEX_FOLDER
-                self._runs.add(path, index_dir)
-            self._grpc.start()
-            if options.ready_file is not None:
-                self._ready_file = options.ready_file
-                _write_ready(options.ready_file, self.grpc_address, self.rest_address)
+            self._bring_up(options)
         except BaseException:
             self.close()
             raise
 
+    def _bring_up(self, options: ServeOptions) -> None:
+        rest = self._rest = RestServer(*split_address("--rest", options.rest))
+        from tokenloom_server.service import Runs
+
+        ledger = self._ledger = open_ledger(options.ledger, options.mixtures[0].resolve().parent)
+        ledger.check()
+        runs = self._runs = Runs(ledger)
+        rest.start(runs, grpc_address=self.grpc_address)
+        if options.ready_file is not None:
+            # What a killed server left there; with the ports in hand, it is not another's.
+            _remove_ready(options.ready_file)
+        for path in options.mixtures:
+            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER)
+        self._grpc.start(runs)
+        if options.ready_file is not None:
+            self._ready_file = options.ready_file
+            _write_ready(options.ready_file, self.grpc_address, self.rest_address)
+
     @property
     def grpc_address(self) -> str:
-        assert self._grpc is not None
         return self._grpc.address
 
     @property
@@ -86,16 +93,18 @@ class Server:
 
     @property
     def run_names(self) -> list[str]:
+        assert self._runs is not None
         return self._runs.names()
 
     def close(self) -> None:
         """Commits what is acknowledged, ends streams with a reason that makes clients reconnect."""
-        self._runs.stop()
-        if self._grpc is not None:
-            self._grpc.stop(GRACE_S)
+        if self._runs is not None:
+            self._runs.stop()
+        self._grpc.stop(GRACE_S)
         if self._rest is not None:
             self._rest.stop(GRACE_S)
-        self._ledger.close()
+        if self._ledger is not None:
+            self._ledger.close()
         if self._ready_file is not None:
             _remove_ready(self._ready_file)
 

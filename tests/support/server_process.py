@@ -21,14 +21,20 @@ COMMAND_DEADLINE_S = 50
 
 
 class ServerProcess:
-    """``tokenloom serve`` on free ports, with warnings as errors. ``start`` again: on the same ports."""
+    """``tokenloom serve`` on free ports, with warnings as errors. ``start`` again: on the same ports.
 
-    def __init__(self, folder: Path, *mixtures: Path, ledger: str = "sqlite:///ledger.db") -> None:
+    ``options`` are the interpreter's.
+    """
+
+    def __init__(
+        self, folder: Path, *mixtures: Path, ledger: str = "sqlite:///ledger.db", options: Sequence[str] = ()
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
         self.ready_file = folder / "ready.json"
         self.grpc, self.rest = "127.0.0.1:0", "127.0.0.1:0"
         self._mixtures = mixtures
+        self._options = options
         # A relative SQLite file lies beside the mixture file; servers of one mixture must not share it.
         self.ledger = ledger.replace("sqlite:///", f"sqlite:///{folder}/") if ledger.startswith("sqlite:") else ledger
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,7 +58,8 @@ class ServerProcess:
     def start(self) -> ServerProcess:
         assert self._process is None, "it runs"
         self.ready_file.unlink(missing_ok=True)  # of one that was killed
-        command = [sys.executable, "-W", "error", "-m", "tokenloom_server", "serve", *map(str, self._mixtures)]
+        command = [sys.executable, "-W", "error", *self._options, "-m", "tokenloom_server", "serve"]
+        command += map(str, self._mixtures)
         command += ["--grpc", self.grpc, "--rest", self.rest, "--ledger", self.ledger]
         command += ["--ready-file", str(self.ready_file), "--index-dir", str(self.log_path.parent / "index")]
         with self.log_path.open("ab") as log:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.grpc_service.servicer import SERVICE, DataLoader
-from tokenloom_server.service import Runs
+
+if TYPE_CHECKING:
+    from grpc_health.v1.health import HealthServicer
+
+    from tokenloom_server.service import Runs
 
 #: Streams and calls that are served at a time: one thread each. Ranks beyond it would wait for a place.
 MAX_THREADS = 4096
@@ -20,9 +22,9 @@ _MAX_REQUEST_BYTES = 17 * 2**20
 
 
 class GrpcServer:
-    """The gRPC endpoint: the data loader, health and reflection."""
+    """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
 
-    def __init__(self, runs: Runs, address: str) -> None:
+    def __init__(self, address: str) -> None:
         """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
@@ -36,12 +38,7 @@ class GrpcServer:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        self._server.add_generic_rpc_handlers((DataLoader(runs).handlers(),))
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        name = SERVICE.full_name
-        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self._services = (name, "")
+        self._health: HealthServicer | None = None
         host = address.rpartition(":")[0]
         try:
             _try_to_listen(address)
@@ -57,14 +54,27 @@ class GrpcServer:
         #: Where clients connect, ``host:port``.
         self.address = f"{host}:{port}"
 
-    def start(self) -> None:
+    def start(self, runs: Runs) -> None:
+        """Serves ``runs``. Calls that came since the address was bound have waited, and are answered now."""
+        # Not at the top: the address is bound, and trainers that wait connect, while these are still to be imported.
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_reflection.v1alpha import reflection
+
+        from tokenloom_server.grpc_service.servicer import SERVICE, DataLoader
+
+        self._server.add_generic_rpc_handlers((DataLoader(runs).handlers(),))
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        name = SERVICE.full_name
+        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
-        for service in self._services:
+        for service in (name, ""):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
-        self._health.enter_graceful_shutdown()
+        if self._health is not None:
+            self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
 
 

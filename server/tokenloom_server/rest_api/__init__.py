@@ -7,12 +7,5 @@ A request passes, in this order:
 3. the service   ``stats.RunService``; it may block, so routes that call it run in worker threads
 4. ``problems``  every error leaves as ``{"error": name, "message": …}`` with its status, never as a trace
 
-``server`` runs all of it on a socket, in a thread of this process.
+``server`` holds the socket and imports the rest when somebody asks; ``http`` is uvicorn on that socket.
 """
-
-from __future__ import annotations
-
-from tokenloom_server.rest_api.app import create_app
-from tokenloom_server.rest_api.server import RestServer, serve_rest
-
-__all__ = ["RestServer", "create_app", "serve_rest"]

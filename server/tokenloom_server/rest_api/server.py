@@ -1,111 +1,105 @@
-"""A socket, and uvicorn on it in a thread of this process."""
+"""A socket, and a thread of this process that answers on it."""
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
-
-import uvicorn
-from fastapi import FastAPI
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from tokenloom_server.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tokenloom_server.rest_api.http import Http
+    from tokenloom_server.stats import RunService
+
 logger = logging.getLogger(__name__)
 
-#: Connections at once; above it uvicorn answers 503. Times MAX_BODY_BYTES, it bounds the memory for bodies.
-MAX_CONNECTIONS = 128
-#: From the thread's start to the first accepted connection; far above what it takes.
-START_TIMEOUT_S = 10.0
+#: The packages behind REST take as long to import as all else that a start needs. So they are imported when
+#: somebody asks, or this long behind the start, seconds: a trainer that waits then has its first batch.
+IMPORT_AFTER_S = 2.0
+#: How often the thread looks whether it is to end before that, seconds.
+_TICK_S = 0.1
+#: Connections that may wait to be accepted.
+_BACKLOG = 128
 
 
 class RestServer:
-    """A running REST server: uvicorn in a thread of this process."""
+    """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
+    def __init__(self, host: str, port: int) -> None:
+        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
+        self._listener = _listen(host, port)
+        host, port = self._listener.getsockname()[:2]
+        #: Where it listens, ``host:port``.
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        """Where it listens, as ``host:port``, with the port that was picked for 0."""
-        self._listener = listener
-        self._started = threading.Event()
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app,
-                loop="asyncio",
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=MAX_CONNECTIONS,
-            ),
-            self._started,
-        )
-        # A daemon, so that a request that never ends cannot keep the process.
-        self._thread = threading.Thread(target=self._run, name="tokenloom-rest", daemon=True)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._http: Http | None = None
 
-    def start(self) -> None:
+    def start(
+        self, service: RunService, *, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()
+    ) -> None:
+        """Answers with the figures of ``service`` (see ``app.create_app``), from a thread. Requests wait until the
+        packages are imported."""
+        # A daemon, so that a request that never ends cannot keep the process.
+        self._thread = threading.Thread(
+            target=self._run, args=(service, grpc_address, allowed_hosts), name="tokenloom-rest", daemon=True
+        )
         self._thread.start()
-        if not self._started.wait(START_TIMEOUT_S) or not self._server.started:
-            raise RuntimeError(f"the REST server did not start at {self.address}; the log has the reason")
 
     def stop(self, timeout: float = 5.0) -> bool:
         """Refuses new connections, lets requests end, and drops them after ``timeout`` seconds.
 
         Returns whether every request had ended by itself. Further calls do nothing.
         """
-        # uvicorn takes whole seconds by its type and any number in fact; it needs some of the time to close.
-        self._server.config.timeout_graceful_shutdown = timeout * 0.7  # type: ignore[assignment]
-        self._server.should_exit = True
+        self._stopping = True
+        if self._thread is None:
+            self._listener.close()
+            return True
+        http = self._http
+        if http is not None:
+            http.end(timeout * 0.7)  # it needs some of the time to close
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._server.force_exit = True
+            if http is not None:
+                http.force_exit = True
             self._listener.close()
-        elif self._server.dropped == 0:
+        elif http is None or http.dropped == 0:
             return True
         logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
         return False
 
-    def _run(self) -> None:
+    def _run(self, service: RunService, grpc_address: str | None, allowed_hosts: Collection[str]) -> None:
         try:
-            # No signal handlers: uvicorn installs them in the main thread only.
-            self._server.run(sockets=[self._listener])
+            self._await_somebody()
+            if self._stopping:
+                return
+            from importlib.metadata import version
+
+            from tokenloom_server.rest_api.app import create_app
+            from tokenloom_server.rest_api.http import Http
+
+            app = create_app(
+                service, version=version("tokenloom"), grpc_address=grpc_address, allowed_hosts=allowed_hosts
+            )
+            http = self._http = Http(app)
+            # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
+            if not self._stopping:
+                http.run(sockets=[self._listener])
         except Exception:
             logger.exception("REST: the server at %s ended", self.address)
         finally:
             self._listener.close()
-            self._started.set()
 
-
-class _Uvicorn(uvicorn.Server):
-    """Says when it accepts connections, and how many requests it dropped at its end."""
-
-    def __init__(self, config: uvicorn.Config, ready: threading.Event) -> None:
-        super().__init__(config)
-        self._ready = ready
-        self.dropped = 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready.set()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        # Those that are left were cancelled because the time was up.
-        self.dropped = len(self.server_state.tasks)
-
-
-def serve_rest(app: FastAPI, host: str, port: int) -> RestServer:
-    """Listens at ``host:port`` (port 0 picks a free one) and serves ``app`` from a thread.
-
-    Raises ``ConfigError`` when that address cannot be had.
-    """
-    server = RestServer(app, _listen(host, port))
-    server.start()
-    return server
+    def _await_somebody(self) -> None:
+        until = time.monotonic() + IMPORT_AFTER_S
+        asked: list[socket.socket] = []
+        while not asked and not self._stopping and time.monotonic() < until:
+            asked, _, _ = select.select([self._listener], [], [], _TICK_S)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -116,7 +110,7 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # Where a name has both, IPv4 first: it is what people type and what the line at start shows.
         family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-        listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
