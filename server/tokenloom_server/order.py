@@ -235,7 +235,6 @@ class Order:
                 source_id=source_id,
                 length=self.config.sequence_length,
                 lookahead=self.width - self.config.sequence_length,
-                dtype=self.dtype,
             )
 
         return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype)

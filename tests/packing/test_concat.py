@@ -67,7 +67,6 @@ class Case:
             source_id=SOURCE_ID,
             length=self.length,
             lookahead=self.lookahead,
-            dtype=np.uint8,
         )
 
 
@@ -250,9 +249,7 @@ def test_wide_ids_are_hashed_as_they_travel() -> None:
     ids = numbers(64, 1, 0, 2**20)
     source = MemorySource([[list(ids)]], 1)
     encoder = DocumentEncoder(None, vocab_size=2**20 + 1, eot_id=2**20)
-    packer = ConcatPacker(
-        Documents("memory", source, encoder, 1.0), SourceState(), source_id=9, length=16, lookahead=0, dtype=np.uint32
-    )
+    packer = ConcatPacker(Documents("memory", source, encoder, 1.0), SourceState(), source_id=9, length=16, lookahead=0)
     (block,) = packer.blocks()
     wire = b"".join(token.to_bytes(4, "little") for token in ids)
     expected_ids = [wire[at : at + 64] for at in range(0, 256, 64)]

@@ -19,6 +19,7 @@ from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.state import SourceState
 
 _Int64s = npt.NDArray[np.int64]
+_Ids = npt.NDArray[np.unsignedinteger]
 
 
 class ConcatPacker:
@@ -32,7 +33,6 @@ class ConcatPacker:
         source_id: int,
         length: int,
         lookahead: int,
-        dtype: npt.DTypeLike,
     ) -> None:
         """``lookahead``: how many tokens a sample reads beyond ``length`` (1 for shifted labels)."""
         self._documents = documents
@@ -40,7 +40,6 @@ class ConcatPacker:
         self._source_id = source_id
         self._length = length
         self._width = length + lookahead
-        self._dtype = np.dtype(dtype)
         self.dropped_tokens = 0
 
     def blocks(self) -> Iterator[Block]:
@@ -48,9 +47,9 @@ class ConcatPacker:
         # Positions count the source's tokens since the run began, so that position = samples × length.
         position = self._state.samples * self._length
         held = _Held(position - cursor.offset, self._state.rows)
-        # Joined only when they are enough for a sample: a sample may take many small pieces.
-        waiting: list[npt.NDArray[np.unsignedinteger]] = []
-        total = 0
+        # Tokens that wait for the rest of their sample, which may take many small pieces; at most one sample's.
+        waiting: list[_Ids] = []
+        kept = 0
         skip = cursor.offset
         for piece in self._documents.read(cursor):
             held.add(piece)
@@ -58,39 +57,48 @@ class ConcatPacker:
             if skip:
                 self._documents.check_offset(piece, skip)
                 ids, skip = ids[skip:], 0
-            waiting.append(ids)
-            total += len(ids)
-            count = (total - (self._width - self._length)) // self._length
+            count = (kept + len(ids) - (self._width - self._length)) // self._length
             if count <= 0:
+                waiting.append(ids)
+                kept += len(ids)
                 continue
-            tokens = np.concatenate(waiting) if len(waiting) > 1 else ids
-            yield self._cut(tokens, count, position, held)
+            yield self._cut(waiting, kept, ids, count, position, held)
             position += count * self._length
-            waiting = [tokens[count * self._length :].copy()]
-            total = len(waiting[0])
+            waiting = [ids[count * self._length - kept :].copy()]
+            kept = len(waiting[0])
             held.forget(position)
-        self.dropped_tokens = total
+        self.dropped_tokens = kept
 
-    def _cut(self, tokens: npt.NDArray[np.unsignedinteger], count: int, position: int, held: _Held) -> Block:
-        length = self._length
-        edges = np.arange(count + 1, dtype=np.int64) * length
+    def _cut(self, waiting: list[_Ids], kept: int, ids: _Ids, count: int, position: int, held: _Held) -> Block:
+        """The ``count`` samples that begin with the ``kept`` tokens that waited and go on in ``ids``.
+
+        Only the one that begins with those is joined; all others are where the piece has them.
+        """
+        samples = []
+        if kept:
+            samples.append(_wire(np.concatenate([*waiting, ids[: self._width - kept]])))
+        wire, size = _wire(ids), ids.itemsize
+        begin = (self._length - kept) * size if kept else 0
+        advance, reach = self._length * size, self._width * size
+        samples += [wire[at : at + reach] for at in range(begin, begin + (count - len(samples)) * advance, advance)]
+        edges = np.arange(count + 1, dtype=np.int64) * self._length
         starts = held.starts(position, int(edges[-1]))
-        # The hash is of the ids as they travel; little-endian everywhere.
-        tokens = np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<"))
-        wire = tokens.view(np.uint8).data.toreadonly()
-        advance, reach, seed = length * tokens.itemsize, self._width * tokens.itemsize, self._source_id
-        ids = [wire[at : at + reach] for at in range(0, count * advance, advance)]
         return Block(
-            ids,
-            list(map(xxhash.xxh3_128_intdigest, ids, repeat(seed))),
+            samples,
+            list(map(xxhash.xxh3_128_intdigest, samples, repeat(self._source_id))),
             Places(
-                length=length,
-                first_sample=position // length,
+                length=self._length,
+                first_sample=position // self._length,
                 cursors=held.cursors(edges[1:] + position),
                 starts=starts.astype(np.uint32),
                 bounds=np.searchsorted(starts, edges),
             ),
         )
+
+
+def _wire(ids: _Ids) -> memoryview:
+    """Ids as they travel, and are hashed: little-endian everywhere."""
+    return np.ascontiguousarray(ids, ids.dtype.newbyteorder("<")).view(np.uint8).data.toreadonly()
 
 
 class _Held:
