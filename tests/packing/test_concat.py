@@ -9,7 +9,6 @@ from fractions import Fraction
 from itertools import chain, count, islice
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
