@@ -2,6 +2,7 @@
 
     python -m benchmarks                            # everything; results go to benchmarks/results/
     python -m benchmarks throughput ranks           # some of it
+    python -m benchmarks sizes many-ranks           # the curves of docs/performance.md; twenty minutes
     python -m benchmarks --quick                    # one short run of each: does it work at all?
 
 The first call also makes the data, which takes a minute or two more. Judge CPU-seconds and ratios between runs on one
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import mixer, ranks, throughput
+from benchmarks import mixer, ranks, scale, throughput
 from benchmarks.results import FOLDER, Result, show
 from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, VARIANTS, WORKLOADS
 
@@ -65,6 +66,22 @@ def rank_scaling(effort: Effort) -> None:
     _keep(result, effort, ranks.COLUMNS)
 
 
+def many_ranks(effort: Effort) -> None:
+    """The same up to 2,000 ranks, and more runs: the curve of the documentation."""
+    result = Result.begin("many-ranks", "the server under simulated ranks")
+    result.rows += ranks.run((*ranks.WORLD_SIZES, 2_000), WORKLOADS["arrow"], effort.runs, 2 * effort.seconds)
+    _keep(result, effort, ranks.COLUMNS)
+
+
+def sizes(effort: Effort) -> None:
+    """Throughput, memory and start by shards, sources and rows: the curves of the documentation."""
+    for over in scale.SIZES:
+        result = Result.begin(f"scale-{over}", f"2 ranks, by {over}")
+        for form in scale.FORMS:
+            result.rows += scale.run(over, form, effort.runs, effort.seconds)
+        _keep(result, effort, scale.COLUMNS)
+
+
 def mixing(effort: Effort) -> None:
     """Nanoseconds per sample of the mixer, by number of sources and nesting."""
     result = Result.begin("mixer", f"the mixer, {mixer.BURST} samples at a time")
@@ -91,6 +108,8 @@ SECTIONS: dict[str, Callable[[Effort], None]] = {
     "latency": latencies,
     "client": client,
 }
+#: Only where named: some ten minutes each.
+LONG: dict[str, Callable[[Effort], None]] = {"sizes": sizes, "many-ranks": many_ranks}
 
 
 def _keep(result: Result, effort: Effort, columns: dict[str, str] | None) -> None:
@@ -109,22 +128,24 @@ def _module(name: str, effort: Effort, *options: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if not given")
+    names = f"of {', '.join(SECTIONS)}, which are all if none is given; or {', '.join(LONG)}"
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=names)
     parser.add_argument("--quick", action="store_true", help="one run of a second each; results go to /tmp")
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where results go (default {FOLDER})")
     options = parser.parse_args()
-    unknown = set(options.sections) - set(SECTIONS)
+    sections = SECTIONS | LONG
+    unknown = set(options.sections) - set(sections)
     if unknown:
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
     effort = Effort(5, 2, 3.0, options.folder)
     if options.quick:
         effort = Effort(1, 1, 1.0, Path("/tmp/tokenloom-bench"))
     began = time.monotonic()
     failed = []
     for name in options.sections or SECTIONS:
-        print(f"--- {name}: {SECTIONS[name].__doc__}", flush=True)
+        print(f"--- {name}: {sections[name].__doc__}", flush=True)
         try:
-            SECTIONS[name](effort)
+            sections[name](effort)
         except (RuntimeError, subprocess.CalledProcessError) as error:
             # The other figures are still worth having.
             failed.append(name)

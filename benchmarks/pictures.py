@@ -25,7 +25,8 @@ GRID = "#7a828e40"
 #: Distinct for all eyes and on both grounds (after Okabe and Ito).
 COLOURS = ("#0a84c6", "#e08700", "#009e73", "#cc5a9b", "#9a7d0a")
 STYLE: Any = {
-    "svg.fonttype": "path",
+    # Text stays text: small files, and readable diffs.
+    "svg.fonttype": "none",
     # The same picture is the same file.
     "svg.hashsalt": "tokenloom",
     "font.size": 10,
@@ -66,7 +67,11 @@ def _picture(path: Path, panels: int) -> Iterator[Sequence[Axes]]:
 def _line(axes: Axes, rows: Sequence[Row], over: str, figure: str, label: str, colour: str) -> None:
     rows = [row for row in rows if over in row.at and figure in row.median]
     rows = sorted(rows, key=lambda row: row.at[over])
-    axes.plot([row.at[over] for row in rows], [row.median[figure] for row in rows], "o-", color=colour, label=label)
+    sizes = [row.at[over] for row in rows]
+    axes.plot(sizes, [row.median[figure] for row in rows], "o-", color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
+    axes.set_xticks([], minor=True)
 
 
 def _by_form(result: Result) -> Iterator[tuple[str, str, list[Row]]]:
@@ -77,12 +82,13 @@ def _by_form(result: Result) -> Iterator[tuple[str, str, list[Row]]]:
             yield label, colour, rows
 
 
-def _axis(axes: Axes, label: str, title: str, *, log: bool = True) -> None:
+def _axis(axes: Axes, label: str, title: str, *, log: bool = False) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(label)
     if log:
-        axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def _against_size(result: Result, path: Path, over: str, label: str) -> None:
@@ -112,7 +118,7 @@ def rows(path: Path, folder: Path) -> None:
 
 def ranks(path: Path, folder: Path) -> None:
     """The server's throughput, memory and the gap between a rank's messages, by world size."""
-    result = newest("ranks", folder)
+    result = newest("many-ranks", folder)
     with _picture(path, 3) as (speed, memory, gap):
         _line(speed, result.rows, "ranks", "M tokens/server CPU-s", "", COLOURS[0])
         _line(memory, result.rows, "ranks", "server PSS MB", "all (PSS)", COLOURS[0])
@@ -121,8 +127,7 @@ def ranks(path: Path, folder: Path) -> None:
         _line(gap, result.rows, "ranks", "gap p99 ms", "p99", COLOURS[1])
         _axis(speed, "ranks", "M tokens per CPU-second of the server")
         _axis(memory, "ranks", "server memory, MB")
-        _axis(gap, "ranks", "between two messages of a rank, ms")
-        gap.set_yscale("log")
+        _axis(gap, "ranks", "between two messages of a rank, ms", log=True)
         memory.legend()
         gap.legend()
 
@@ -149,7 +154,7 @@ def restore(path: Path, folder: Path) -> None:
             found = {_place(row): row.median for row in result.rows if _data(row) == data}
             values = [found[place]["by state ms"] for place in places if place in found]
             axes.plot(places[: len(values)], values, "o-", color=COLOURS[number % len(COLOURS)], label=data)
-        _axis(axes, "where the state stands in the data", "Join with a state, to the first batch, ms", log=False)
+        _axis(axes, "where the state stands in the data", "Join with a state, to the first batch, ms")
         axes.legend(fontsize=8)
 
 

@@ -122,14 +122,14 @@ def show(result: Result, columns: Mapping[str, str] | None = None) -> None:
     table.add_column("runs", justify="right")
     for row in result.rows:
         median = row.median
-        cells = [_number(median[name]) if name in median else "" for name in shown.values()]
+        cells = [number(median[name]) if name in median else "" for name in shown.values()]
         table.add_row(row.name, *cells, str(len(row.runs)))
         if row.note:
             table.add_row(f"  {row.note}", style="dim")
     console.print(table)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.3g}"
 

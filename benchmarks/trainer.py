@@ -20,6 +20,10 @@ import torch
 from tokenloom import RemoteDataset
 
 
+#: A wait of so long makes the trainer late.
+LATE_S = 0.001
+
+
 class _Ended(BaseException):
     """SIGTERM came."""
 
@@ -52,8 +56,8 @@ def take(dataset: RemoteDataset, cells: np.memmap, pace: float, asked: array[flo
         steps += 1
         cells[0], cells[1] = tokens, steps
         if pace:
-            # A late step is not caught up with: the trainer that waited is behind for good.
-            due_s = max(due_s, began) + count / pace
+            # A step that the trainer waited for is not caught up with; what sleep() oversleeps is.
+            due_s = (ended if ended - began > LATE_S else due_s) + count / pace
 
 
 def main() -> None:

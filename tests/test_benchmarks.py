@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,13 +21,13 @@ import pytest
 from tokenloom_server import config
 from tokenloom_server.order import Order
 
-from benchmarks import corpora, mixer, prototype
+from benchmarks import corpora, document, mixer, pictures, prototype
 from benchmarks.corpora import Documents, IdCorpus, TextCorpus
 from benchmarks.peers import loop
 from benchmarks.peers.environments import PACKAGES
 from benchmarks.peers.table import PEERS
 from benchmarks.processes import Board, Processes, cpu_s, memory_mb
-from benchmarks.results import Result, Row, newest
+from benchmarks.results import FOLDER, Result, Row, newest
 from benchmarks.workloads import SEQUENCE_LENGTH, WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,3 +238,67 @@ def test_prepacked_peers_get_what_the_prototype_packs(cache: Path) -> None:
     assert theirs.tolist() == ours.tolist()
     found = np.concatenate([np.append(document, loop.END_OF_TEXT) for document in loop.documents(job, "0")])
     assert found[: len(theirs)].tolist() == theirs.tolist()
+
+
+# --- the documents -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results that are committed; not those that somebody has just made."""
+    listed = subprocess.run(["git", "ls-files", str(FOLDER)], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("which results are kept is for git to say")
+    folder = tmp_path_factory.mktemp("results")
+    for name in listed.stdout.splitlines():
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("path", document.DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_say_what_was_measured(path: Path, kept_results: Path) -> None:
+    """No figure of theirs is copied by hand: run `python -m benchmarks.document` where this fails."""
+    text = path.read_text(encoding="utf-8")
+    assert document.blocks_in([text])
+    assert document.rendered(text, kept_results)[0] == text
+
+
+def test_every_table_stands_in_a_document_and_every_picture_is_shown() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in document.DOCUMENTS]
+    assert document.blocks_in(texts) == set(document.BLOCKS)
+    shown = set(re.findall(r"!\[[^]]+\]\(img/([a-z]+)\.svg\)", "".join(texts)))
+    assert shown == set(pictures.PICTURES)
+
+
+def test_a_table_has_medians_and_says_where_they_are_from(tmp_path: Path) -> None:
+    result = Result.begin("mixer", "a title")
+    result.rows.append(Row(name="weighted, 3 sources, flat", runs=[{"ns/sample": 300.0}, {"ns/sample": 100.0}]))
+    result.save(tmp_path / f"{result.date[:10]}-mixer.json")
+    text, kept = document.rendered("a\n<!-- figures: mixer -->\nold\n<!-- end -->\nb\n", tmp_path)
+    assert not kept
+    assert "| weighted, 3 sources, flat | 200 |" in text
+    assert "old" not in text
+    assert f"Medians of 2 runs; `{result.command}`" in text
+    assert document.rendered(text, tmp_path)[0] == text
+    again, kept = document.rendered("<!-- figures: ranks -->\nold\n<!-- end -->\n", tmp_path)
+    assert "old" in again, "what was not measured stays"
+    assert len(kept) == 1
+
+
+def test_a_document_with_an_unknown_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="no figures are called 'nothing'"):
+        document.rendered("<!-- figures: nothing -->\n<!-- end -->\n", tmp_path)
+
+
+def test_a_picture_is_drawn_from_a_result_and_is_the_same_each_time(tmp_path: Path) -> None:
+    result = Result.begin("mixer", "a title")
+    for policy in ("least_consumed", "weighted"):
+        for nested in (0.0, 1.0):
+            row = Row(name=f"{policy}, 3 sources", at={"sources": 3, "nested": nested}, runs=[{"ns/sample": 300.0}])
+            result.rows.append(row)
+    result.save(tmp_path / f"{result.date[:10]}-mixer.json")
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    for path in (first, second):
+        pictures.PICTURES["mixer"](path, tmp_path)
+    assert first.read_bytes() == second.read_bytes()
+    assert b"ns per sample" in first.read_bytes()

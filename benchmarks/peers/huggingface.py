@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def prepare(job: Job, into: Path) -> None:
             Pack(job), batched=True, batch_size=ROWS, remove_columns=["ids"], load_from_cache_file=False
         )
         packed.save_to_disk(str(into / source))
+        shutil.rmtree(cache)
 
 
 def batches(job: Job) -> Iterator[torch.Tensor]:

@@ -1,0 +1,206 @@
+"""Writes the tables of README.md and docs/performance.md from the kept results: no figure is copied by hand.
+
+    python -m benchmarks.document                   # from the newest benchmarks/results/*.json
+
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``; the text around it is written by people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.peers.__main__ import COLUMNS as PEER_COLUMNS
+from benchmarks.ranks import COLUMNS as RANK_COLUMNS
+from benchmarks.results import FOLDER, ROOT, Result, Row, newest, number
+from benchmarks.scale import COLUMNS as SCALE_COLUMNS
+from benchmarks.throughput import COLUMNS as THROUGHPUT_COLUMNS
+from benchmarks.workloads import WORKLOADS
+
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: Tokens per second that somebody may want, and what they are about.
+WANTED = {1e6: "1 M", 10e6: "10 M", 50e6: "50 M", 100e6: "100 M", 300e6: "300 M"}
+#: Of the ids: what gRPC, the steps' records and the source ids add is below 1 %.
+BYTES = {"uint16": 2, "uint32": 4}
+
+
+def table(result: Result, columns: Mapping[str, str], rows: Sequence[Row] | None = None) -> str:
+    """Medians as Markdown. ``columns``: heading → figure; those that no row has are left out."""
+    rows = result.rows if rows is None else rows
+    medians = [row.median for row in rows]
+    shown = {heading: name for heading, name in columns.items() if any(name in median for median in medians)}
+    lines = [f"| | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
+    for row, median in zip(rows, medians, strict=True):
+        cells = [number(median[name]) if name in median else "" for name in shown.values()]
+        note = f"; {row.note}" if row.note else ""
+        lines.append(f"| {_about(row.name)}{note} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{source(result)}"
+
+
+def source(result: Result) -> str:
+    """Where a result comes from: runs, command, date, commit."""
+    runs = sorted({len(row.runs) for row in result.rows if row.runs})
+    many = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else f"{runs[0]} run{'s' if runs[0] > 1 else ''}"
+    return f"<sub>Medians of {many}; `{result.command}`, {result.date[:10]}, commit {result.commit}.</sub>"
+
+
+def machine(result: Result) -> str:
+    """On what a result was measured."""
+    found = result.machine
+    named = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return f"{found['cores']} cores of {found['cpu']}, {found['memory_gb']:.0f} GB, {found['system']}; {named}."
+
+
+def _about(name: str) -> str:
+    return WORKLOADS[name].about if name in WORKLOADS else name
+
+
+def _machine(folder: Path) -> str:
+    return machine(newest("throughput", folder))
+
+
+def _throughput(folder: Path) -> str:
+    return table(newest("throughput", folder), THROUGHPUT_COLUMNS)
+
+
+def _variants(folder: Path) -> str:
+    return table(newest("variants", folder), THROUGHPUT_COLUMNS)
+
+
+def _paced(folder: Path) -> str:
+    columns = {heading: name for heading, name in THROUGHPUT_COLUMNS.items() if "wait" in name or name == "M tokens/s"}
+    return table(newest("paced", folder), columns)
+
+
+def _ranks(folder: Path) -> str:
+    return table(newest("many-ranks", folder), RANK_COLUMNS)
+
+
+def _mixer(folder: Path) -> str:
+    return table(newest("mixer", folder), {"ns per sample": "ns/sample", "ns per token of 2,048": "ns/token"})
+
+
+def _scale(over: str) -> Callable[[Path], str]:
+    return lambda folder: table(newest(f"scale-{over}", folder), SCALE_COLUMNS)
+
+
+def _latency(part: str) -> Callable[[Path], str]:
+    def render(folder: Path) -> str:
+        result = newest("latency", folder)
+        rows = [
+            Row(name=row.name.removeprefix(f"{part}: "), runs=row.runs)
+            for row in result.rows
+            if row.name.startswith(f"{part}: ")
+        ]
+        return table(result, {name: name for row in rows for name in row.median}, rows)
+
+    return render
+
+
+def _client(folder: Path) -> str:
+    result = newest("client-path", folder)
+    return table(result, {name: name for row in result.rows for name in row.median})
+
+
+def _peers(data: str) -> Callable[[Path], str]:
+    return lambda folder: table(newest(f"peers-{data}", folder), PEER_COLUMNS)
+
+
+def _ratios(folder: Path) -> str:
+    """One short table for the README: ours, and every peer, on ids and on text."""
+    ids, text = newest("peers-ids", folder), newest("peers-text", folder)
+    speed = "M tokens/CPU-s"
+    ours = {row.name: number(row.median[speed]) for row in (*ids.rows, *text.rows) if row.name.startswith("tokenloom")}
+    lines = [
+        "| loader | | ids | ours / it | prepared, ours / it | text | ours / it |",
+        "|---|---|---:|---:|---:|---:|---:|",
+        f"| **tokenloom** | over the network, packs during the run | **{ours['tokenloom, parquet']}**, prepared "
+        f"**{ours['tokenloom, arrow']}** | | | **{ours['tokenloom, text']}** | |",
+    ]
+    peers = {row.name: row for row in (*ids.rows, *text.rows) if not row.name.startswith(("tokenloom", "prototype"))}
+    of_ids, of_text = ({row.name: row.median for row in result.rows} for result in (ids, text))
+    for name, row in peers.items():
+        figures = [of_ids.get(name, {}).get(key) for key in (speed, "ours / it", "ours, narrow / it")]
+        figures += [of_text.get(name, {}).get(key) for key in (speed, "ours / it")]
+        cells = ["" if figure is None else number(figure) for figure in figures]
+        note = row.note if row.note.startswith(("failed", "does not", "not ")) else row.note.partition(":")[0]
+        lines.append(f"| {name} | {note} | {' | '.join(cells)} |")
+    here = machine(Result(what="", title="", machine=ids.machine, versions=ids.versions | text.versions))
+    return "\n".join(lines) + f"\n\n{source(ids)}\n<sub>{here}</sub>"
+
+
+def _sizing(folder: Path) -> str:
+    """Server cores and bytes per second for tokens per second, from the measured ns per token."""
+    result = newest("throughput", folder)
+    forms = {"parquet": "int32 Parquet", "arrow": "narrow Arrow", "text": "text"}
+    cost = {form: result.row(form).median["server ns/token"] for form in forms}
+    headings = [f"server cores, {name}" for name in forms.values()] + [f"MB/s, {kind}" for kind in BYTES]
+    lines = [f"| tokens/s wanted | {' | '.join(headings)} |", "|---:|" + "---:|" * len(headings)]
+    for tokens, name in WANTED.items():
+        cells = [number(tokens * ns / 1e9) for ns in cost.values()]
+        cells += [number(tokens * size / 1e6) for size in BYTES.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    costs = ", ".join(f"{forms[form]} {number(ns)}" for form, ns in cost.items())
+    return "\n".join(lines) + f"\n\n<sub>From the server's ns per token above: {costs}.</sub>"
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "machine": _machine,
+    "throughput": _throughput,
+    "variants": _variants,
+    "paced": _paced,
+    "client": _client,
+    "ranks": _ranks,
+    "mixer": _mixer,
+    "shards": _scale("shards"),
+    "sources": _scale("sources"),
+    "rows": _scale("rows"),
+    "start": _latency("start"),
+    "restore": _latency("restore"),
+    "snapshot": _latency("snapshot"),
+    "sizing": _sizing,
+    "peers-ids": _peers("ids"),
+    "peers-text": _peers("text"),
+    "ratios": _ratios,
+}
+
+
+def rendered(text: str, folder: Path) -> tuple[str, list[str]]:
+    """The text with every block anew, and why some were left as they are."""
+    kept: list[str] = []
+
+    def render(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in BLOCKS:
+            raise KeyError(f"no figures are called {name!r}; there are {', '.join(BLOCKS)}")
+        try:
+            return f"{found[1]}{BLOCKS[name](folder)}\n{found[3]}"
+        except FileNotFoundError as error:
+            kept.append(f"{name}: {error}")
+            return found[0]
+
+    return _BLOCK.sub(render, text), kept
+
+
+def blocks_in(texts: Iterable[str]) -> set[str]:
+    """The names of the blocks that documents have."""
+    return {found[2] for text in texts for found in _BLOCK.finditer(text)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=FOLDER, help=f"folder of results (default {FOLDER})")
+    options = parser.parse_args()
+    for path in DOCUMENTS:
+        text, kept = rendered(path.read_text(encoding="utf-8"), options.results)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+        for reason in kept:
+            print(f"  not written: {reason}")
+
+
+if __name__ == "__main__":
+    main()
