@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
-from tokenloom_server.sources.base import Rows, Shard
+from tokenloom_server.sources import columns, files, parquet_lists
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.parquet_lists import ListReader
+from tokenloom_server.sources.parquet_pages import Unusual
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
 
-#: Bytes that are decoded at once, before they are cut into pieces.
-BATCH_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+#: Bytes that are decoded at once: less than a piece, since one that is a little larger would become two.
+BATCH_BYTES = 7 << 17
 
 #: Rows that are decoded at once, at most: a dictionary may hide how large they are.
 BATCH_ROWS = 1 << 13
@@ -49,30 +56,47 @@ class ParquetSource(ShardedSource):
         return int(self._group_ends[shard][-1])
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
-        where = self._where(self._shards[shard])
         with self._open(shard) as file:
             self._check(shard, file)
             ends = self._group_ends[shard]
             if row > ends[-1]:
+                where = self._where(self._shards[shard])
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
-            # The first entry is 0, so that entry g is where row group g begins.
-            first_group = int(np.searchsorted(ends, row, "right")) - 1
-            size = _BatchSize()
-            for group in range(first_group, len(ends) - 1):
-                first_row = int(ends[group])
-                for array in self._read_group(file, group, size, where):
+            with self._open_lists(shard, file) as lists:
+                yield from self._read_groups(file, lists, shard, row)
+
+    def _read_groups(self, file: Any, lists: ListReader | None, shard: int, row: int) -> Iterator[Rows]:
+        where = self._where(self._shards[shard])
+        ends = self._group_ends[shard].tolist()
+        size = _BatchSize()
+        # The first entry is 0, so that entry g is where row group g begins.
+        for group in range(bisect.bisect_right(ends, row) - 1, len(ends) - 1):
+            first_row, last_row = ends[group], ends[group + 1]
+            for array in self._read_group(file, group, size, where, lists):
+                if first_row + len(array) <= last_row:
                     behind = max(row - first_row, 0)
                     if behind < len(array):
                         yield from columns.rows(array.slice(behind), first_row + behind, where)
-                    first_row += len(array)
-                if first_row != ends[group + 1]:
-                    raise SourceError(
-                        f"{where}: row group {group} has {first_row - ends[group]} rows, but the footer says "
-                        f"{ends[group + 1] - ends[group]}; the file is damaged: write or copy it again"
-                    )
+                first_row += len(array)
+            if first_row != last_row:
+                raise SourceError(
+                    f"{where}: row group {group} has {first_row - ends[group]} rows, but the footer says "
+                    f"{last_row - ends[group]}; the file is damaged: write or copy it again"
+                )
 
-    def _read_group(self, file: Any, group: int, size: _BatchSize, where: str) -> Iterator[Any]:
-        """The column of one row group, in arrays of about ``BATCH_BYTES``."""
+    def _read_group(
+        self, file: Any, group: int, size: _BatchSize, where: str, lists: ListReader | None
+    ) -> Iterator[Any]:
+        """The column of one row group, in arrays of about ``BATCH_BYTES`` or of a page."""
+        done = 0
+        if lists is not None:
+            try:
+                for array in lists.read(group):
+                    done += len(array)
+                    yield array
+                return
+            except Unusual as error:
+                _log.debug("%s: row group %d is left to Arrow from row %d on: %s", where, group, done, error)
         try:
             for batch in file.iter_batches(
                 size.rows(file.metadata.row_group(group)),
@@ -80,12 +104,26 @@ class ParquetSource(ShardedSource):
                 columns=[self._spec.column],
                 use_threads=False,
             ):
-                size.saw(batch.column(0))
-                yield batch.column(0)
+                array = batch.column(0)
+                size.saw(array)
+                if done < len(array):
+                    yield array.slice(done)
+                done -= min(done, len(array))
         except (pa.ArrowException, OSError) as error:
             raise SourceError(
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
+
+    @contextlib.contextmanager
+    def _open_lists(self, shard: int, file: Any) -> Iterator[ListReader | None]:
+        """The fast reader, where the column is one of those that it is for."""
+        column = parquet_lists.list_column(file, self._spec.column) if self._content is Content.IDS else None
+        if column is None:
+            yield None
+            return
+        entry = self._shards[shard]
+        with files.present(self._spec, entry, self._base_dir).open("rb", buffering=0) as opened:
+            yield ListReader(opened.fileno(), entry.size, column)
 
     def _check(self, shard: int, file: Any) -> None:
         if shard in self._group_ends:

@@ -1,0 +1,263 @@
+"""Lists of ids that are read past Arrow's own reader of lists: the same rows, or Arrow's word."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import columns, parquet_lists, parquet_pages, thrift
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.spec import Spec
+
+SPEC = Spec.parse("parquet:a.parquet:ids")
+ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "pages of version 2": {"data_page_version": "2.0"},
+    "small pages": {"data_page_size": 1, "write_batch_size": 7},
+    "small pages of version 2": {"data_page_version": "2.0", "data_page_size": 1, "write_batch_size": 7},
+    "plain": {"use_dictionary": False, "compression": "none"},
+    "a dictionary that is given up": {"dictionary_pagesize_limit": 8, "write_batch_size": 16},
+    "delta": {"use_dictionary": False, "column_encoding": {"ids.list.element": "DELTA_BINARY_PACKED"}},
+    "split": {"use_dictionary": False, "column_encoding": {"ids.list.element": "BYTE_STREAM_SPLIT"}},
+    "zstd": {"compression": "zstd"},
+    "gzip": {"compression": "gzip"},
+    "brotli": {"compression": "brotli"},
+    "checksums": {"write_page_checksum": True},
+    "not compressed": {"compression": "none"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_is_enough(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(parquet_lists, "MIN_VALUES", 1)
+    caplog.set_level(logging.DEBUG)
+
+
+@pytest.fixture
+def left_to_arrow(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Why row groups were left to Arrow since the last call."""
+
+    def messages() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "left to Arrow" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    return messages
+
+
+def read(folder: Path, row: int = 0) -> list[Any]:
+    return [value for rows in open_source(SPEC, folder, None, None).read(0, row) for value in rows.column.to_pylist()]
+
+
+def schema(item: pa.DataType, nullable: bool, items_nullable: bool, of: Any = pa.list_) -> pa.Schema:
+    return pa.schema(
+        [
+            pa.field("before", pa.list_(pa.int64())),
+            pa.field("ids", of(pa.field("element", item, nullable=items_nullable)), nullable=nullable),
+            pa.field("behind", pa.string()),
+        ]
+    )
+
+
+def write(folder: Path, rows: list[Any], kind: pa.Schema, **options: Any) -> None:
+    table = pa.table(
+        [
+            pa.array([[i] * (i % 3) for i in range(len(rows))], kind.field(0).type),
+            pa.array(rows, kind.field(1).type),
+            pa.array([str(i) for i in range(len(rows))]),
+        ],
+        schema=kind,
+    )
+    pq.write_table(table, folder / "a.parquet", **({"row_group_size": 25} | options))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_rows_come_back_however_their_pages_were_written(
+    tmp_path: Path, options: dict[str, Any], left_to_arrow: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 50)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(ROWS, st.booleans(), st.booleans(), st.data())
+    def come_back(rows: list[Any], nullable: bool, items_nullable: bool, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from([pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]))
+        of = data.draw(st.sampled_from([pa.list_, pa.large_list]))
+        rows = rows if nullable else [row or [] for row in rows]
+        write(tmp_path, rows, schema(item, nullable, items_nullable, of), **options)
+        expected = [row or [] for row in rows]
+        if not any(expected):
+            rows[0] = expected[0] = [1]
+            write(tmp_path, rows, schema(item, nullable, items_nullable, of), **options)
+        assert read(tmp_path) == expected
+        start = data.draw(st.integers(0, len(rows)))
+        assert read(tmp_path, start) == expected[start:]
+        for piece in open_source(SPEC, tmp_path, None, None).read(0, 0):
+            assert piece.column.type.value_type == item
+        assert left_to_arrow() == []
+
+    come_back()
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_a_row_may_reach_over_many_pages(
+    tmp_path: Path, version: str, left_to_arrow: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 10)
+    rows = [[1], list(range(5000)), [], [2, 3], list(range(3000, 0, -1)), [4]]
+    options = {"data_page_size": 64, "write_batch_size": 50, "data_page_version": version}
+    write(tmp_path, rows, schema(pa.int32(), True, True), **options)
+    for row in range(len(rows) + 1):
+        assert read(tmp_path, row) == rows[row:]
+    assert left_to_arrow() == []
+
+
+def test_a_large_row_group_is_read_a_few_pages_at_a_time(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 32_000, 1000, dtype=np.int32) for _ in range(2000)]
+    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=10_000)
+    source = open_source(SPEC, tmp_path, None, None)
+    before = pa.total_allocated_bytes()
+    most, read_rows = 0, 0
+    for piece in source.read(0, 0):
+        assert len(piece.column.values) * 4 <= columns.PIECE_BYTES + 2 * (1 << 20) + 4000
+        assert np.array_equal(piece.column[0].values, rows[read_rows])
+        read_rows += len(piece.column)
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert read_rows == 2000
+    assert most < 5 << 20, "of 8 MB"
+
+
+def test_a_small_row_group_is_left_to_arrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(parquet_lists, "MIN_VALUES", 30)
+    rows = [[i] * (i // 25) for i in range(75)]
+    write(tmp_path, rows, schema(pa.int32(), True, True))
+    assert read(tmp_path, 20) == rows[20:]
+    messages = left_to_arrow()
+    assert len(messages) == 2
+    for group, message in enumerate(messages):
+        assert f"row group {group} is left to Arrow from row 0 on: a small row group" in message
+
+
+def test_what_is_not_understood_is_left_to_arrow(tmp_path: Path, left_to_arrow: Callable[[], list[str]]) -> None:
+    rows = [[1, 2], [], [3]]
+    write(tmp_path, rows, schema(pa.int32(), True, True), compression="lz4")
+    assert read(tmp_path) == rows
+    assert "the codec 7" in left_to_arrow()[0]
+
+
+def test_a_null_behind_good_pages_is_found_by_arrow_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 10)
+    rows = [[i] * 10 for i in range(50)]
+    rows[40] = [1, None, 2]  # type: ignore[list-item]
+    options = {"data_page_size": 1, "write_batch_size": 5, "row_group_size": 50}
+    write(tmp_path, rows, schema(pa.int32(), True, True), **options)
+    source = open_source(SPEC, tmp_path, None, None)
+    got: list[Any] = []
+    with pytest.raises(SourceError, match=r"'a\.parquet': row 40 has a null among its ids"):
+        for piece in source.read(0, 3):
+            got += piece.column.to_pylist()
+    assert got == rows[3 : 3 + len(got)]
+    (message,) = left_to_arrow()
+    assert "a null among the ids" in message
+    assert "from row 0 on" not in message
+
+
+def test_a_checksum_that_differs_is_told_by_arrow(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 100, 50, dtype=np.int32) for _ in range(100)]
+    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=50, write_page_checksum=True)
+    path = tmp_path / "a.parquet"
+    data = bytearray(path.read_bytes())
+    chunk = pq.read_metadata(path).row_group(1).column(1)
+    data[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 0x10
+    path.write_bytes(data)
+    source = open_source(SPEC, tmp_path, None, None)
+    with pytest.raises(SourceError, match=r"'a\.parquet' cannot be read in row group 1 .*CRC.*damaged"):
+        list(source.read(0, 0))
+
+
+def test_two_columns_whose_names_run_together_are_not_mixed_up(tmp_path: Path) -> None:
+    ids = pa.array([[1, 2], [3]], pa.list_(pa.int32()))
+    other = pa.array([[7], [8, 9]], pa.list_(pa.int32()))
+    for names in (["ids", "ids.more"], ["ids.list", "ids"]):
+        table = pa.table([ids, other] if names[0] == "ids" else [other, ids], names=names)
+        pq.write_table(table, tmp_path / "a.parquet")
+        assert read(tmp_path) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"compression": "zstd"}], ids=str)
+def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_gives(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [list(range(i % 7)) for i in range(40)]
+    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=20, **options)
+    path = tmp_path / "a.parquet"
+    whole = path.read_bytes()
+    errors = 0
+    for position in range(4, len(whole), 11):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        found: list[Any] = []
+        for least in (1, 1 << 60):
+            monkeypatch.setattr(parquet_lists, "MIN_VALUES", least)
+            try:
+                found.append(read(tmp_path))
+            except SourceError as error:
+                assert "'a.parquet'" in str(error)
+                found.append(None)
+        errors += None in found
+        assert None in found or found[0] == found[1]
+    assert errors > 10
+
+
+def test_integers_of_thrift_are_bounded() -> None:
+    assert thrift.unsigned(b"\x96\x01", 0) == (150, 2)
+    assert thrift.integer(75) == b"\x96\x01"
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        thrift.unsigned(b"\xff" * 20, 0)
+    with pytest.raises(IndexError):
+        thrift.unsigned(b"\x80", 0)
+
+
+def test_fields_that_are_not_asked_for_are_passed_over() -> None:
+    field = {
+        "integer": b"\x15\x02", "true": b"\x11", "byte": b"\x13\x07", "double": b"\x17" + b"\0" * 8,
+        "binary": b"\x18\x03abc", "list": b"\x19\x25\x02\x04", "long list": b"\x19\xf5\x10" + b"\x02" * 16,
+        "booleans": b"\x19\x21\x01\x02", "struct": b"\x1c\x15\x06\x1c\x15\x08\x00\x00", "far": b"\x05\xa0\x01\x02",
+    }  # fmt: skip
+    data = b"".join(field.values()) + b"\x00"
+    fields, at = thrift.read_struct(data, 0)
+    assert at == len(data)
+    assert fields == {1: 1, 2: True, 9: {1: 3}, 80: 1}
+    assert thrift.skip(data, 0, thrift.STRUCT) == len(data)
+
+
+def test_a_footer_says_where_each_column_lies(tmp_path: Path) -> None:
+    rows = [[i] * (i % 5) for i in range(60)]
+    write(tmp_path, rows, schema(pa.int32(), True, True))
+    path = tmp_path / "a.parquet"
+    metadata = pq.read_metadata(path)
+    with path.open("rb") as file:
+        for leaf in range(3):
+            found = list(parquet_pages.chunks(file.fileno(), path.stat().st_size, leaf))
+            for group, chunk in enumerate(found):
+                known = metadata.row_group(group).column(leaf)
+                assert chunk.start == known.dictionary_page_offset
+                assert chunk.size == known.total_compressed_size
+                assert chunk.levels == known.num_values
+            assert len(found) == 3
+        with pytest.raises(parquet_pages.Unusual, match="without the column"):
+            list(parquet_pages.chunks(file.fileno(), path.stat().st_size, 3))
