@@ -1,8 +1,9 @@
 """From the ids of one message to the tensors of its steps.
 
-A whole message is widened at once (one pass of numpy, which releases the interpreter lock), and the
-steps are views of it. numpy and not torch: its loops stay on this thread, where torch's would start
-worker threads that compete with the trainer's.
+A message keeps its ids as they travelled. A step is widened when it is asked for, into memory that the
+caches still hold: what waits takes an eighth of the room or a quarter of it, and is not written to main
+memory and read back. numpy and not torch: its loops stay on this thread (and release the interpreter
+lock), where torch's would start worker threads that compete with the trainer's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenloom.columns import Columns
 from tokenloom.errors import ProtocolError
 
 #: The label that losses ignore.
 IGNORED = -100
 #: Source and sample id of a padding sample.
 PADDING = -1
+#: Batches whose memory is kept for later ones: that in use, that being made, two for trainers that look ahead.
+KEPT_BATCHES = 4
 
 
 class Batch(TypedDict):
@@ -51,6 +55,11 @@ class Layout:
     position_ids: bool = False
     document_ids: bool = False
 
+    def columns(self) -> Columns:
+        """The memory for batches of this layout."""
+        names = 2 + self.position_ids + self.document_ids
+        return Columns((self.batch_size, self.sequence_length), KEPT_BATCHES * names)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
@@ -60,76 +69,105 @@ class Steps:
     end_indices: Sequence[int]
     slices: Sequence[int]
     total_tokens: Sequence[int]
-    ids: bytes
+    ids: bytes | memoryview
     source_ids: Sequence[int]
     document_counts: Sequence[int]
     document_starts: Sequence[int]
 
 
-def decode(steps: Steps, layout: Layout) -> list[Batch]:
-    """The batches of a message, in order."""
-    count, width = len(steps.end_indices), layout.sequence_length + layout.shifted
-    expected = count * layout.batch_size * width * np.dtype(layout.id_type).itemsize
-    if len(steps.ids) != expected or len(steps.source_ids) != count * layout.batch_size:
-        raise ProtocolError(
-            f"{count} steps of {layout.batch_size} × {width} ids ({layout.id_type}) are {expected} bytes and "
-            f"{count * layout.batch_size} source ids, but {len(steps.ids)} and {len(steps.source_ids)} came"
-        )
-    ids = np.frombuffer(steps.ids, layout.id_type).reshape(count, layout.batch_size, width)
-    names = ["input_ids", "labels"]
-    names += [name for name in ("position_ids", "document_ids") if getattr(layout, name)]
-    shape = (len(names), count, layout.batch_size, layout.sequence_length)
-    # One block for all of them: large enough for huge pages, where fresh ones cost more than the widening.
-    columns = dict(zip(names, np.empty(shape, np.int64), strict=True))
-    columns["input_ids"][...] = ids[..., : layout.sequence_length]
-    columns["labels"][...] = ids[..., int(layout.shifted) :]
-    if len(names) > 2:
-        _documents(steps, columns)
-    columns["source_ids"] = sources = np.array(steps.source_ids, np.int64).reshape(count, layout.batch_size)
-    first = np.array(steps.begin_indices, np.int64) + np.array(steps.slices, np.int64) * layout.batch_size
-    columns["sample_ids"] = samples = first[:, None] + np.arange(layout.batch_size)
-    padding = sources == PADDING
-    if padding.any():
-        columns["labels"][padding] = IGNORED
-        samples[padding] = PADDING
-    views = {name: torch.from_numpy(column).unbind(0) for name, column in columns.items()}
-    return [
-        Batch(sample_index=end, total_tokens=tokens, **dict(zip(views, tensors, strict=True)))  # type: ignore[typeddict-item]
-        for end, tokens, *tensors in zip(steps.end_indices, steps.total_tokens, *views.values(), strict=True)
-    ]
+class Message:
+    """The steps of one message, checked: each becomes a batch when it is asked for."""
+
+    def __init__(self, steps: Steps, layout: Layout) -> None:
+        count, width = len(steps.end_indices), layout.sequence_length + layout.shifted
+        samples = count * layout.batch_size
+        expected = samples * width * np.dtype(layout.id_type).itemsize
+        if len(steps.ids) != expected or len(steps.source_ids) != samples:
+            raise ProtocolError(
+                f"{count} steps of {layout.batch_size} × {width} ids ({layout.id_type}) are {expected} bytes and "
+                f"{samples} source ids, but {len(steps.ids)} and {len(steps.source_ids)} came"
+            )
+        self._ids = np.frombuffer(steps.ids, layout.id_type).reshape(count, layout.batch_size, width)
+        self._shifted = layout.shifted
+        self._end_indices = steps.end_indices
+        self._total_tokens = steps.total_tokens
+        sources = np.array(steps.source_ids, np.int64).reshape(count, layout.batch_size)
+        begins = np.array(steps.begin_indices, np.int64) + np.array(steps.slices, np.int64) * layout.batch_size
+        indices = begins[:, None] + np.arange(layout.batch_size)
+        self._padding: NDArray[np.bool_] | None = None
+        if PADDING in steps.source_ids:
+            self._padding = sources == PADDING
+            indices[self._padding] = PADDING
+        self._sources = torch.from_numpy(sources.reshape(-1)).unsafe_split(layout.batch_size)
+        self._samples = torch.from_numpy(indices.reshape(-1)).unsafe_split(layout.batch_size)
+        self._documents = _Documents(steps, layout) if layout.position_ids or layout.document_ids else None
+
+    def batch(self, step: int, columns: Columns) -> Batch:
+        """The batch of a step, counted from 0 in the message."""
+        ids = self._ids[step]
+        inputs, labels = columns.take(2)
+        if self._shifted:
+            inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
+        else:
+            inputs[...] = labels[...] = ids
+        if self._padding is not None:
+            labels[self._padding[step]] = IGNORED
+        # No tensor is a view of another, here and above: autograd is told of each write, and must not take one into
+        # labels, or into a later step, for one into the ids that it keeps.
+        batch: Batch = {
+            "input_ids": torch.from_numpy(inputs),
+            "labels": torch.from_numpy(labels),
+            "source_ids": self._sources[step],
+            "sample_ids": self._samples[step],
+            "sample_index": self._end_indices[step],
+            "total_tokens": self._total_tokens[step],
+        }
+        if self._documents is not None:
+            self._documents.add_to(batch, step, columns)
+        return batch
 
 
-def _documents(steps: Steps, columns: dict[str, NDArray[np.int64]]) -> None:
+class _Documents:
     """Positions that restart at each document, and numbers of the documents within each sample.
 
     Both are written as differences and summed in place.
     """
-    samples, length = columns["input_ids"].size // columns["input_ids"].shape[-1], columns["input_ids"].shape[-1]
-    counts = np.array(steps.document_counts, np.int64)
-    starts = np.array(steps.document_starts, np.int64)
-    if len(counts) != samples or counts.sum() != len(starts) or (starts > length).any():
-        raise ProtocolError(
-            f"document starts of {samples} samples of {length} tokens were asked for, but {len(counts)} counts "
-            f"with a sum of {counts.sum()} and {len(starts)} positions came"
-        )
-    inside = starts < length  # a shifted sample's last id is only a label here, and begins the next sample
-    sample_of = np.repeat(np.arange(samples), counts)[inside]
-    sample_begins = np.arange(samples) * length
-    # What a sample continues counts as a document of its own, so each sample's begin is one, too.
-    begins = np.union1d(sample_begins, sample_of * length + starts[inside])
-    if "position_ids" in columns:
-        jumps = np.ones(len(begins), np.int64)
-        jumps[0] = 0
-        jumps[1:] -= np.diff(begins)
-        _sum_up(columns["position_ids"], begins, jumps, 1)
-    if "document_ids" in columns:
+
+    def __init__(self, steps: Steps, layout: Layout) -> None:
+        count, length = len(steps.end_indices), layout.sequence_length
+        samples = count * layout.batch_size
+        counts = np.array(steps.document_counts, np.int64)
+        starts = np.array(steps.document_starts, np.int64)
+        if len(counts) != samples or counts.sum() != len(starts) or (starts > length).any():
+            raise ProtocolError(
+                f"document starts of {samples} samples of {length} tokens were asked for, but {len(counts)} counts "
+                f"with a sum of {counts.sum()} and {len(starts)} positions came"
+            )
+        inside = starts < length  # a shifted sample's last id is only a label here, and begins the next sample
+        sample_of = np.repeat(np.arange(samples), counts)[inside]
+        sample_begins = np.arange(samples) * length
+        # What a sample continues counts as a document of its own, so each sample's begin is one, too.
+        begins = np.union1d(sample_begins, sample_of * length + starts[inside])
         numbers = np.arange(len(begins)) - np.searchsorted(begins, sample_begins)[begins // length]
-        _sum_up(columns["document_ids"], begins, np.diff(numbers, prepend=0), 0)
+        step_begins = np.searchsorted(begins, sample_begins[:: layout.batch_size])
+        # For each column: the jump at each begin, and what each further token adds.
+        self._jumps: dict[str, tuple[NDArray[np.int64], int]] = {}
+        if layout.position_ids:
+            self._jumps["position_ids"] = 1 - np.diff(begins, prepend=0), 1
+        if layout.document_ids:
+            self._jumps["document_ids"] = np.diff(numbers, prepend=0), 0
+        for jumps, _ in self._jumps.values():
+            jumps[step_begins] = 0  # each step is summed on its own, from 0
+        self._begins = begins % (layout.batch_size * length)
+        self._bounds = [*step_begins.tolist(), len(begins)]
 
-
-def _sum_up(column: NDArray[np.int64], begins: NDArray[np.int64], jumps: NDArray[np.int64], slope: int) -> None:
-    """Fills a column with what starts at 0, grows by ``slope`` each token and jumps at each begin."""
-    flat = column.reshape(-1)
-    flat.fill(slope)
-    flat[begins] = jumps
-    np.cumsum(flat, out=flat)
+    def add_to(self, batch: Batch, step: int, columns: Columns) -> None:
+        """Adds the columns of a step."""
+        here = slice(self._bounds[step], self._bounds[step + 1])
+        for name, (jumps, slope) in self._jumps.items():
+            (column,) = columns.take(1)
+            flat = column.reshape(-1)
+            flat.fill(slope)
+            flat[self._begins[here]] = jumps[here]
+            np.cumsum(flat, out=flat)
+            batch[name] = torch.from_numpy(column)  # type: ignore[literal-required]

@@ -1,21 +1,23 @@
 """The steps between the background thread and ``next()``: the sole owner of what the two share.
 
-Three parties meet here under one lock. The reader puts steps in, the trainer takes them out, and the
-writer tells the server how far the trainer is. Each sleeps on its own condition, and is woken only
-when it has something to do: a wake-up costs more than taking a step.
+Three parties meet here. The reader puts steps in, the trainer takes them out, and the writer tells the
+server how far the trainer is. Each sleeps on its own condition of one lock, and is woken only when it has
+something to do: a wake-up costs more than taking a step, for which the trainer needs none of it. Who is
+about to sleep says first what is to wake it, and then looks once more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
-from tokenloom.batch import Batch
+from tokenloom.batch import Message
 from tokenloom.errors import Fenced
 from tokenloom.snapshot import Point
 
@@ -25,25 +27,30 @@ log = logging.getLogger("tokenloom")
 SILENCE_S = 60.0
 #: After so long a wait for a batch, and again after each further, the log says what it waits for.
 PATIENCE_S = 30.0
-#: The server hears of consumed steps at most this often: they cost a message each, and it needs none.
-REPORT_EVERY_S = 0.005
+#: The server hears of consumed steps within this time, for what it commits and shows.
+REPORT_WITHIN_S = 0.02
+#: It hears earlier where it may have to wait, but never more often than this: each report costs a message.
+REPORT_APART_S = 0.005
 #: How often sleepers look for silence; all else wakes them.
 TICK_S = 1.0
 
+_T = TypeVar("_T")
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A batch, and where the trainer stands after it."""
 
-    batch: Batch
+class Step(NamedTuple):
+    """Where the trainer stands after a step, and the step's place in its message."""
+
     point: Point
+    message: Message
+    number: int
 
 
 class StepBuffer:
     """Steps that were received and not yet yielded, and how the stream stands."""
 
-    def __init__(self, start_index: int, capacity_steps: int) -> None:
+    def __init__(self, start_index: int, capacity_steps: int, step_samples: int) -> None:
         self.capacity_steps = capacity_steps
+        self._half_of_credits = max(1, capacity_steps // 2) * step_samples
         self.received_through = start_index
         self.consumed_through = start_index
         self.committed_through = 0
@@ -57,7 +64,12 @@ class StepBuffer:
         self._step_ready = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
         self._report = threading.Condition(self._lock)
-        self._reporter_idle = False
+        self._taking = threading.Lock()
+        self._reader_waits = False
+        self._trainer_waits = False
+        # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
+        self._writer_delays = False
+        self._wakes_writer_at = math.inf
 
     # The reader's side
 
@@ -76,7 +88,9 @@ class StepBuffer:
         with self._lock:
             if len(self._steps) >= self.capacity_steps:
                 self._heard_at = math.inf  # while nobody reads, silence means nothing
+                self._reader_waits = True
                 self._room.wait_for(lambda: len(self._steps) < self.capacity_steps or self.closing)
+                self._reader_waits = False
                 self._heard_at = time.monotonic()
             self._steps.extend(steps)
             self.received_through = steps[-1].point.sample_index
@@ -115,35 +129,54 @@ class StepBuffer:
 
     # The trainer's side
 
-    def take(self, on_silence: Callable[[], None]) -> Step | None:
-        """The next step, waiting for it; None at the end of the data."""
-        with self._lock:
-            if not self._steps:
-                self._await_step(on_silence)
-                if not self._steps:
-                    return None
-            step = self._steps.popleft()
-            self.consumed_through = step.point.sample_index
-            if self._reporter_idle:
-                self._report.notify()
-            self._room.notify()
-            return step
+    def take(self, make: Callable[[Step], _T], on_silence: Callable[[], None]) -> tuple[Step, _T] | None:
+        """The next step and what ``make`` makes of it, waiting for it; None at the end of the data.
 
-    def _await_step(self, on_silence: Callable[[], None]) -> None:
+        The step counts as consumed once ``make`` has returned; where that raises, it comes again.
+        """
+        with self._taking:  # else two threads would get the same step
+            while True:
+                step = self._steps[0] if self._steps else self._await_step(on_silence)
+                if step is None:
+                    return None
+                made = make(step)
+                with contextlib.suppress(IndexError):  # fenced just now: the next round says so
+                    self._steps.popleft()
+                    break
+            self.consumed_through = step.point.sample_index
+            if self.consumed_through >= self._wakes_writer_at:
+                self._wakes_writer_at = math.inf  # once
+                self.wake_writer()
+            if self._reader_waits:
+                with self._lock:
+                    self._room.notify()
+            return step, made
+
+    def _await_step(self, on_silence: Callable[[], None]) -> Step | None:
         began = time.monotonic()
         patience_s = PATIENCE_S
-        while not (self._steps or self._error or self.end_reason is not None):
-            if self.closing:
-                raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
-            if not self._step_ready.wait(TICK_S):
-                if self.silent():
-                    on_silence()
-                if time.monotonic() - began > patience_s:
-                    patience_s += PATIENCE_S
-                    what = self._waiting_for or "nothing that it names"
-                    log.warning("no batch for %.0f s; waiting for: %s", time.monotonic() - began, what)
-        if not self._steps and self._error is not None:
-            raise self._error
+        with self._lock:
+            self._trainer_waits = True
+            if self._writer_delays:
+                self._report.notify_all()
+            try:
+                while not (self._steps or self._error or self.end_reason is not None):
+                    if self.closing:
+                        raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
+                    if not self._step_ready.wait(TICK_S):
+                        if self.silent():
+                            on_silence()
+                        if time.monotonic() - began > patience_s:
+                            patience_s += PATIENCE_S
+                            what = self._waiting_for or "nothing that it names"
+                            log.warning("no batch for %.0f s; waiting for: %s", time.monotonic() - began, what)
+            finally:
+                self._trainer_waits = False
+            if self._steps:
+                return self._steps[0]
+            if self._error is not None:
+                raise self._error
+            return None
 
     def close(self) -> None:
         """Lets all parties come to an end."""
@@ -157,21 +190,35 @@ class StepBuffer:
     def next_report(
         self, reported: int, last_at: float, over: Callable[[], bool], on_silence: Callable[[], None]
     ) -> int:
-        """Sleeps until the trainer is beyond ``reported``, or all is said; returns how far it is."""
+        """Sleeps until the trainer is beyond ``reported`` and the server should know, or all is said; returns
+        how far the trainer is."""
         with self._lock:
             while not (over() or self.closing or self.all_committed()):
-                news = self.consumed_through > reported
-                rest_s = last_at + REPORT_EVERY_S - time.monotonic()
-                if news and rest_s <= 0:
+                rest_s = self._plan_report(reported, time.monotonic() - last_at)
+                if rest_s <= 0:
                     break
                 if self.silent():
                     on_silence()
-                self._reporter_idle = not news
-                self._report.wait(rest_s if news else TICK_S)
-            self._reporter_idle = False
+                if self.consumed_through < self._wakes_writer_at:
+                    self._report.wait(rest_s)
             return self.consumed_through
 
+    def _plan_report(self, reported: int, age_s: float) -> float:
+        """For how long the writer may sleep, ``age_s`` after its last report; notes what is to wake it before."""
+        self._writer_delays = False
+        self._wakes_writer_at = math.inf
+        if age_s < REPORT_APART_S:
+            return REPORT_APART_S - age_s
+        if self.consumed_through == reported:
+            self._wakes_writer_at = reported + 1
+            return TICK_S
+        if self._trainer_waits or self.consumed_through >= reported + self._half_of_credits:
+            return 0
+        self._writer_delays = True
+        self._wakes_writer_at = reported + self._half_of_credits
+        return REPORT_WITHIN_S - age_s
+
     def wake_writer(self) -> None:
-        """Makes the writer look again whether its stream is over."""
+        """Makes the writer look again: whether its stream is over, and what there is to report."""
         with self._lock:
             self._report.notify_all()

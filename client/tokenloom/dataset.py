@@ -84,6 +84,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._loaded: Loaded | None = None
         self._connection: Connection | None = None
+        self._connection_pid: int | None = None
         self._history: History | None = None
         self._closer: weakref.finalize[[Connection, int], RemoteDataset] | None = None
         self._closed = False
@@ -100,11 +101,12 @@ class RemoteDataset(IterableDataset[Batch]):
         self._check_process()
         if self._closed or self._connection is None or self._history is None:
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
-        step = self._connection.take()
-        if step is None:
+        taken = self._connection.take()
+        if taken is None:
             raise StopIteration
+        step, batch = taken
         self._history.append(step.point)
-        return step.batch
+        return batch
 
     # State
 
@@ -245,7 +247,7 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         self._connection = connection
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
-        self._joined_in[0] = os.getpid()
+        self._connection_pid = self._joined_in[0] = os.getpid()
         self._history = History(connection.opening.template, start, self._loaded)
 
     def _check_worker(self) -> None:
@@ -258,6 +260,8 @@ class RemoteDataset(IterableDataset[Batch]):
             )
 
     def _check_process(self) -> None:
+        if self._connection_pid == os.getpid():  # the usual case, at each batch: far cheaper than asking torch
+            return
         if int(self._joined_in[0]) not in (0, os.getpid()):
             raise RuntimeError(
                 "this RemoteDataset joined the run in another process, and a slot is served to one process only: "

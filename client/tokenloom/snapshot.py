@@ -8,10 +8,10 @@ the boundary to that point.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenloom_proto.seal import seal, unseal
 
@@ -34,8 +34,7 @@ class Base:
     resume_state: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """Where a trainer stands after a batch.
 
     ``base`` is the boundary that was in force for the step which ends here, and came with it at the
@@ -94,24 +93,27 @@ class History:
     def __init__(self, template: bytes, start: Point, loaded: Loaded | None) -> None:
         self._template = template
         self._loaded = loaded
-        self._points: OrderedDict[int, Point] = OrderedDict({start.sample_index: start})
+        self._points = deque([start], maxlen=HISTORY_STEPS)
         self._start = start
-        self.last = start
+
+    @property
+    def last(self) -> Point:
+        """The point that the trainer is at."""
+        return self._points[-1]
 
     def append(self, point: Point) -> None:
         """Takes the point that the trainer has now reached."""
-        self._points[point.sample_index] = self.last = point
-        if len(self._points) > HISTORY_STEPS:
-            self._points.popitem(last=False)
+        self._points.append(point)
 
     def text(self, at: int | None = None) -> str:
         """The sealed snapshot at a batch boundary that was reached; the last one by default."""
-        point = self.last if at is None else self._points.get(at)
+        points = tuple(self._points)  # a framework may ask while its prefetching thread goes on
+        point = points[-1] if at is None else next((point for point in points if point.sample_index == at), None)
         if point is None:
-            first = next(iter(self._points))
+            first, last = points[0].sample_index, points[-1].sample_index
             raise ValueError(
                 f"there is no state at sample index {at}: it must be the end of a batch that was yielded, "
-                f"of those from {first} to {self.last.sample_index} (the last {HISTORY_STEPS} at most are kept)"
+                f"of those from {first} to {last} (the last {HISTORY_STEPS} at most are kept)"
             )
         if point is self._start and self._loaded is not None:
             return self._loaded.text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenloom.batch import Batch, Layout, Steps, decode
+from tokenloom.batch import Batch, Layout, Message, Steps
 from tokenloom.errors import ProtocolError
 
 
@@ -26,10 +26,9 @@ def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | Non
         document_counts=[len(each) for each in starts or []],
         document_starts=[start for each in starts or [] for start in each],
     )
-    return decode(
-        steps,
-        Layout(batch_size=size, sequence_length=width - shifted, id_type=ids.dtype.str, shifted=shifted, **layout),
-    )
+    form = Layout(batch_size=size, sequence_length=width - shifted, id_type=ids.dtype.str, shifted=shifted, **layout)
+    message, columns = Message(steps, form), form.columns()
+    return [message.batch(step, columns) for step in range(count)]
 
 
 @pytest.mark.parametrize(("id_type", "largest"), [("<u1", 255), ("<u2", 65535), ("<u4", 2**32 - 1)])

@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     CLIENT: (
-        ("errors",),
+        ("errors", "columns"),
         ("address", "batch", "snapshot", "topology"),
         ("buffer",),
         ("connection",),

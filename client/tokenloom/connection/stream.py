@@ -15,15 +15,18 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import count, repeat
+from operator import lt
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
-from tokenloom import batch
+from tokenloom.batch import Batch, Message, Steps
 from tokenloom.buffer import Step, StepBuffer
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
+from tokenloom.connection.response import read
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.snapshot import Point
 
@@ -33,6 +36,11 @@ log = logging.getLogger("tokenloom")
 SOUND_STREAM_S = 10.0
 #: How long close() waits for the server to take the last report.
 FLUSH_S = 2.0
+#: Groups of steps that are fetched ahead: one to take from, one to follow it, and two on their way while the
+#: server hears that it may send them.
+PREFETCH_GROUPS = 4
+
+_STREAM = f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Stream"
 
 
 class Connection:
@@ -45,19 +53,26 @@ class Connection:
         self._call: grpc.Call | None = None
         self._fell_silent = False
         try:
-            self.opening = join(self._connect, request, self._nonce)
+            self.opening = join(lambda: DataLoaderStub(self._connect()), request, self._nonce)
         except BaseException:
             self._disconnect()
             raise
         self._base = self.opening.start.base
-        prefetch_steps = request.prefetch_steps or max(2 * self.opening.group_steps, 4)
-        self.buffer = StepBuffer(self.opening.start.sample_index, prefetch_steps)
+        self._columns = self.opening.layout.columns()
+        self.buffer = StepBuffer(
+            self.opening.start.sample_index,
+            capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
+            step_samples=request.topology.world_size * request.batch_size,
+        )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
-    def take(self) -> Step | None:
-        """The next step; None at the end of the data. Raises what the background thread met."""
-        return self.buffer.take(self.on_silence)
+    def take(self) -> tuple[Step, Batch] | None:
+        """The next step and its batch; None at the end of the data. Raises what the background thread met."""
+        return self.buffer.take(self._batch_of, self.on_silence)
+
+    def _batch_of(self, step: Step) -> Batch:
+        return step.message.batch(step.number, self._columns)
 
     def close(self) -> None:
         """Reports the last step, ends the stream and the thread; bounded, and quiet if the server is gone."""
@@ -68,12 +83,12 @@ class Connection:
             self._call.cancel()
         self._disconnect()
 
-    def _connect(self) -> DataLoaderStub:
+    def _connect(self) -> grpc.Channel:
         """Makes a new channel. One that failed tries again by itself, but nobody polls it between calls,
         so it notices seconds later that a server was not there, and much later that it is back."""
         self._disconnect()
         self._channel = open_channel(self._request.address)
-        return DataLoaderStub(self._channel)
+        return self._channel
 
     def _disconnect(self) -> None:
         if self._channel is not None:
@@ -127,10 +142,14 @@ class Connection:
         writer = _Writer(self)
         self.buffer.heard(0, "the stream to open")
         self._fell_silent = False
-        call = self._call = self._connect().Stream(iter(writer))
+        # The generated stub would have protobuf read what comes, and with it copy the ids.
+        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._connect().stream_stream(
+            _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
+        )
+        call = self._call = method(iter(writer))
         try:
-            for response in call:
-                self._receive(response)
+            for data in call:
+                self._receive(*read(data))
         except grpc.RpcError as error:
             if self.buffer.closing or retryable(error):
                 return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
@@ -141,13 +160,13 @@ class Connection:
             call.cancel()
         return None if writer.said_all else "the server ended the stream before the end of the data"
 
-    def _receive(self, response: wire.StreamResponse) -> None:
+    def _receive(self, response: wire.StreamResponse, ids: bytes | memoryview) -> None:
         kind = response.WhichOneof("kind")
         self.buffer.heard(response.committed_through, response.heartbeat.waiting_for if kind == "heartbeat" else "")
         if self.buffer.closing:
             return  # the rest is read only to let the server finish
         if kind == "batches":
-            self.buffer.put(self._steps(response.batches))
+            self.buffer.put(self._steps(response.batches, ids))
         elif kind == "end_of_data":
             self._check_begin(response.end_of_data.end_index, "the end of the data")
             if self.buffer.end_reason is None:
@@ -156,32 +175,31 @@ class Connection:
                 log.info("%s ends: %s%s", self._request.address, response.end_of_data.reason, note)
             self.buffer.end(response.end_of_data.reason)
 
-    def _steps(self, message: wire.Batches) -> list[Step]:
-        self._check_begin(message.begin_index, "a message")
-        if message.HasField("base"):
-            self._base = base_of(message.base)
-        infos = message.steps
+    def _steps(self, batches: wire.Batches, ids: bytes | memoryview) -> list[Step]:
+        self._check_begin(batches.begin_index, "a message")
+        if batches.HasField("base"):
+            self._base = base_of(batches.base)
+        infos = list(batches.steps)  # each look into what protobuf holds makes objects anew
         ends = [info.end_index for info in infos]
-        begins = [message.begin_index, *ends[:-1]]
-        if not ends or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
-            raise ProtocolError(f"the steps of a message must ascend from {message.begin_index}, but end at {ends}")
-        batches = batch.decode(
-            batch.Steps(
+        begins = [batches.begin_index, *ends[:-1]]
+        if not ends or not all(map(lt, begins, ends)):
+            raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
+        totals = [info.total_tokens for info in infos]
+        message = Message(
+            Steps(
                 begin_indices=begins,
                 end_indices=ends,
                 slices=[info.slice for info in infos],
-                total_tokens=[info.total_tokens for info in infos],
-                ids=message.ids,
-                source_ids=message.source_ids,
-                document_counts=message.document_counts,
-                document_starts=message.document_starts,
+                total_tokens=totals,
+                ids=ids,
+                source_ids=batches.source_ids[:],
+                document_counts=batches.document_counts[:],
+                document_starts=batches.document_starts[:],
             ),
             self.opening.layout,
         )
-        return [
-            Step(tensors, Point(info.end_index, info.total_tokens, info.digest, self._base))
-            for tensors, info in zip(batches, infos, strict=True)
-        ]
+        points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
+        return list(map(Step, points, repeat(message), count()))
 
     def _check_begin(self, begin_index: int, what: str) -> None:
         if begin_index != self.buffer.received_through:
