@@ -33,8 +33,8 @@ from tokenloom_server.state import (
 #: What a padding sample's source is called.
 PADDING = -1
 
-#: Of the digest's multiplier, from the power of 0 on.
-_POWERS = tuple(accumulate(repeat(DIGEST_MULTIPLIER, 63), lambda power, by: power * by % DIGEST_MODULUS, initial=1))
+#: Samples that the digest takes in with one reduction.
+_DIGESTED_AT_ONCE = 64
 
 
 def initial_state(config: RunConfig) -> State:
@@ -293,6 +293,8 @@ class Pipeline:
         self._index = state.sample_index
         self._tokens = state.total_tokens
         self._digest = state.digest
+        steps = repeat(DIGEST_MULTIPLIER, _DIGESTED_AT_ONCE)
+        self._powers = tuple(accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1))
         #: Why the data ended; None while they go on.
         self.ended: str | None = None
         #: Samples of an incomplete last step that were dropped.
@@ -336,7 +338,7 @@ class Pipeline:
         hashes = self._take(group, picks[:count], _places_of(plan, group.rotations[first:], first)[:count])
         done = 0
         for end in ends:
-            self._digest = _digest_behind(self._digest, hashes[done:end])
+            self._digest = _digest_behind(self._digest, hashes[done:end], self._powers)
             # A change found behind the step's last sample is the next decision's; but none follows a padded step.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
@@ -348,7 +350,7 @@ class Pipeline:
         while samples and self.ended is None:
             picks, _ = self._decide(min(samples, 4096))
             samples -= len(picks)
-            self._digest = _digest_behind(self._digest, self._take(None, picks, picks))
+            self._digest = _digest_behind(self._digest, self._take(None, picks, picks), self._powers)
 
     def state(self) -> State:
         """The state at the present sample index."""
@@ -451,15 +453,12 @@ def _places_of(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDA
     return found
 
 
-def _digest_behind(digest: int, hashes: Sequence[int]) -> int:
+def _digest_behind(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
     """The rolling digest behind more samples: one reduction for many, where each one's would cost more than the
-    product (see ``state``)."""
-    for at in range(0, len(hashes), len(_POWERS)):
-        some = hashes[at : at + len(_POWERS)]
-        # The last sample's factor is the first power.
-        digest = (
-            digest * _POWERS[len(some) - 1] * DIGEST_MULTIPLIER + sum(map(mul, reversed(some), _POWERS))
-        ) % DIGEST_MODULUS
+    product (see ``state``). ``powers`` are the multiplier's, from that of 0 on."""
+    for at in range(0, len(hashes), len(powers) - 1):
+        some = hashes[at : at + len(powers) - 1]
+        digest = (digest * powers[len(some)] + sum(map(mul, reversed(some), powers))) % DIGEST_MODULUS
     return digest
 
 
