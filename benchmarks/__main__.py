@@ -2,7 +2,7 @@
 
     python -m benchmarks                            # everything; results go to benchmarks/results/
     python -m benchmarks throughput ranks           # some of it
-    python -m benchmarks sizes many-ranks           # the curves of docs/performance.md; twenty minutes
+    python -m benchmarks sizes many-ranks all-latencies      # the curves of docs/performance.md; half an hour
     python -m benchmarks --quick                    # one short run of each: does it work at all?
 
 The first call also makes the data, which takes a minute or two more. Judge CPU-seconds and ratios between runs on one
@@ -23,8 +23,8 @@ from benchmarks import mixer, ranks, scale, throughput
 from benchmarks.results import FOLDER, Result, show
 from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, VARIANTS, WORKLOADS
 
-#: What both ranks together take per second where they are paced: what the ids' path, and the text's, have ready.
-PACES = {"parquet": 20e6, "arrow": 20e6, "text": 20e6}
+#: Tokens per second that both ranks together take where they are paced: less than every workload has ready.
+PACE = 20e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,7 @@ def variants(effort: Effort) -> None:
 def paced(effort: Effort) -> None:
     """Waits in ``next()`` of a trainer that takes 20 M tokens/s: its data are ready."""
     result = Result.begin("paced", "a trainer that takes 20 M tokens/s on two ranks")
-    for name, pace in PACES.items():
-        result.rows += throughput.run([WORKLOADS[name]], effort.runs, effort.seconds, pace=pace)
+    result.rows += throughput.run(HEADLINES, 1, 2 * effort.seconds, pace=PACE)
     _keep(result, effort, throughput.COLUMNS)
 
 
@@ -91,12 +90,19 @@ def mixing(effort: Effort) -> None:
 
 def latencies(effort: Effort) -> None:
     """Start to first batch, restore to first batch against the offset, snapshots while streaming."""
-    _module("latency", effort, "--part", "start", "--part", "restore", "--part", "snapshot")
+    parts = ("--part", "start", "--part", "restore", "--part", "snapshot")
+    _module("latency", effort, *parts, "--workload", "parquet", "--data", "parquet")
+
+
+def all_latencies(effort: Effort) -> None:
+    """The same for text, Arrow, 200 sources and JSON lines, too."""
+    _module("latency", effort)
 
 
 def client(effort: Effort) -> None:
     """The trainer's side alone: CPU per token, waits, and how long the interpreter lock is held."""
-    _module("client_path", effort, "--seconds", str(effort.seconds))
+    cases = ("--case", "batch-8", "--case", "batch-8-u32", "--case", "batch-1")
+    _module("client_path", effort, *cases, "--seconds", str(effort.seconds))
 
 
 SECTIONS: dict[str, Callable[[Effort], None]] = {
@@ -108,8 +114,12 @@ SECTIONS: dict[str, Callable[[Effort], None]] = {
     "latency": latencies,
     "client": client,
 }
-#: Only where named: some ten minutes each.
-LONG: dict[str, Callable[[Effort], None]] = {"sizes": sizes, "many-ranks": many_ranks}
+#: Only where named: five to ten minutes each.
+LONG: dict[str, Callable[[Effort], None]] = {
+    "sizes": sizes,
+    "many-ranks": many_ranks,
+    "all-latencies": all_latencies,
+}
 
 
 def _keep(result: Result, effort: Effort, columns: dict[str, str] | None) -> None:
@@ -127,7 +137,9 @@ def _module(name: str, effort: Effort, *options: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = f"of {', '.join(SECTIONS)}, which are all if none is given; or {', '.join(LONG)}"
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=names)
     parser.add_argument("--quick", action="store_true", help="one run of a second each; results go to /tmp")

@@ -183,7 +183,9 @@ def _say(what: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", metavar="NAME,…", default="", help="only those whose names begin so")
     parser.add_argument("--runs", type=int, default=3, help="runs of each; medians are shown (default 3)")
     parser.add_argument("--seconds", type=float, default=4.0, help="steady state per run (default 4)")
