@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,7 +171,7 @@ def shards_corpus(count: int) -> IdCorpus:
 
 
 def rows_corpus(millions: int) -> IdCorpus:
-    """One source of so many million rows, in shards of a quarter of a million: one file and links to it."""
+    """One source of so many million rows, in shards of 250,000: one file and links to it."""
     return IdCorpus(name=f"rows-{millions}m", sources=(Documents(count=250_000),), links=4 * millions)
 
 
@@ -262,14 +262,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show what is there instead of making it")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"where to keep them (default {CACHE})")
     options = parser.parse_args()
-    show: Callable[[object], None] = print
     if options.list:
         for folder in sorted(options.cache.glob("*")):
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            show(f"{size / 1e6:10,.0f} MB  {folder}")
+            print(f"{size / 1e6:10,.0f} MB  {folder}")
         return
     for corpus in (W1, W1_128K, W1_200, W2):
-        show(folder_of(corpus, options.cache))
+        print(folder_of(corpus, options.cache))
 
 
 if __name__ == "__main__":
