@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from tokenloom import RemoteDataset
 
-
 #: A wait of so long makes the trainer late.
 LATE_S = 0.001
 
