@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ class Case:
         pipeline.advance(INDEX - BASE)
         self.state = pipeline.state()
         self.template = self.order.template(UID, "train", 4)
-        self.resume_state = json.loads(self.order.encode(self.base))
+        self.resume_state = self.order.encode(self.base)
         self.text = snapshot.compose(
             self.template, self.resume_state, INDEX, digest_hex(self.state.digest), self.state.total_tokens
         )
@@ -89,7 +88,7 @@ def test_earlier_tools_find_what_they_read(case: Case) -> None:
 def test_the_state_before_the_first_sample_comes_back(case: Case) -> None:
     initial = case.order.initial()
     assert case.order.decode(case.order.encode(initial)) == initial
-    text = snapshot.compose(case.template, json.loads(case.order.encode(initial)), 0, digest_hex(0), 0)
+    text = snapshot.compose(case.template, case.order.encode(initial), 0, digest_hex(0), 0)
     assert case.parse(text).base == initial
 
 
@@ -122,7 +121,7 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
         "order_version": 1,
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
-    resume_state = json.loads(snapshot.encode_state(state, shape))
+    resume_state = snapshot.encode_state(state, shape)
     args = state.sample_index + 999, digest_hex(1), state.total_tokens + 8 * 999
     text = snapshot.compose(template, resume_state, *args)
     assert len(text.encode()) <= 64 * 1024
@@ -353,11 +352,11 @@ def test_a_state_of_a_flat_mixture_does_not_fit_a_nested_one(case: Case) -> None
 
 
 def test_a_swapped_resume_state_is_refused_where_the_ledger_keeps_it_too(case: Case) -> None:
-    damaged = copy.deepcopy(case.resume_state)
+    damaged = json.loads(case.resume_state)
     damaged["nodes"][0].pop()
     with pytest.raises(SnapshotInvalid, match="children"):
         case.order.decode(canonical(damaged))
-    for text in ("", "{", "null", canonical(case.resume_state)[:-1]):
+    for text in ("", "{", "null", case.resume_state[:-1]):
         with pytest.raises(SnapshotInvalid):
             case.order.decode(text)
 

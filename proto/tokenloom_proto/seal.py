@@ -17,20 +17,25 @@ from typing import Any
 CHECKSUM = "checksum"
 
 
-def canonical(document: Mapping[str, Any]) -> str:
-    """The one JSON text of a document: sorted keys, no spaces, plain UTF-8, finite numbers only."""
+def canonical(document: Any) -> str:
+    """The one JSON text of a document, or of a value in one: sorted keys, no spaces, plain UTF-8, no NaN."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def seal(document: Mapping[str, Any]) -> str:
     """Returns the canonical text of ``document`` with its checksum added."""
-    body = {key: value for key, value in document.items() if key != CHECKSUM}
-    return canonical(body | {CHECKSUM: checksum(body)})
+    return seal_texts({key: canonical(value) for key, value in document.items()})
+
+
+def seal_texts(document: Mapping[str, str]) -> str:
+    """As ``seal``, of a document whose values are canonical texts already: a large one is not read to be written."""
+    body = {key: text for key, text in document.items() if key != CHECKSUM}
+    return _joined(body | {CHECKSUM: canonical(_checksum(_joined(body)))})
 
 
 def checksum(body: Mapping[str, Any]) -> str:
     """The checksum of a document that has none yet."""
-    return "sha256:" + hashlib.sha256(canonical(body).encode()).hexdigest()
+    return _checksum(canonical(body))
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
@@ -52,6 +57,14 @@ def unseal(text: str | bytes) -> dict[str, Any]:
             f"the snapshot's checksum is {found!r}, but its content gives {expected!r}: it was changed or cut"
         )
     return document
+
+
+def _joined(texts: Mapping[str, str]) -> str:
+    return "{" + ",".join(f"{canonical(key)}:{texts[key]}" for key in sorted(texts)) + "}"
+
+
+def _checksum(text: str) -> str:
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -177,7 +178,7 @@ class RunConfig(_Model):
         """Every source with its place in the file, depth first: the order of source ids."""
         yield from _walk(self.mixture, "mixture")
 
-    @property
+    @cached_property
     def sources(self) -> tuple[SourceConfig, ...]:
         """Every source; the position is the source id."""
         return tuple(source for _, source in self.sources_with_paths())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 
@@ -10,6 +9,8 @@ from tokenloom_server import snapshot
 from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.pipeline import Group
+from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import Cursor, State, digest_hex
 
@@ -101,57 +102,53 @@ class History:
         with host.lock:
             live, committed = host.live, host.committed
             if live is None or committed is None:
-                known = None
-                horizon = 0
+                live = committed = held = None
             else:
-                generation = live.generation
-                horizon = committed.sample_index + generation.window_steps * generation.plan.step_samples
                 index = committed.sample_index if sample_index is None else sample_index
-                known = self._held(index)
-        if live is None:
+                held = self._held(live.generation, index)
+        # Out of the lock: the state of many sources is a long text, and the ranks' streams would wait for it.
+        if live is None or committed is None:
             return self._before_training(sample_index)
+        generation = live.generation
+        horizon = committed.sample_index + generation.window_steps * generation.plan.step_samples
         if index > horizon:
             raise BeyondHorizon(
-                f"sample {index} is beyond the horizon {horizon}: {committed.sample_index if committed else 0} is "
-                f"committed, and production may go {live.generation.window_steps} steps further"
+                f"sample {index} is beyond the horizon {horizon}: {committed.sample_index} is committed, and "
+                f"production may go {generation.window_steps} steps further"
             )
-        if known is None:
-            known = self._recomputed(index)
-        template_generation, resume_state, digest, tokens = known
-        template = host.order.template(host.uid, host.stream, template_generation)
-        return snapshot.compose(template, json.loads(resume_state), index, digest, tokens), index
+        number = generation.number
+        if index == committed.sample_index:
+            resume_state, digest, tokens = committed.state, committed.digest, committed.total_tokens
+        elif held is not None:
+            group, digest, tokens = held
+            resume_state = host.resume_state(group)
+        else:
+            number, resume_state, digest, tokens = self._recomputed(index)
+        template = host.order.template(host.uid, host.stream, number)
+        return snapshot.compose(template, resume_state, index, digest, tokens), index
 
     def _before_training(self, sample_index: int | None) -> tuple[str, int]:
         if sample_index:
             raise BeyondHorizon(f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet")
         host = self._host
         template = host.order.template(host.uid, host.stream, 0)
-        resume_state = json.loads(host.order.encode(host.order.initial()))
-        return snapshot.compose(template, resume_state, 0, digest_hex(0), 0), 0
+        return snapshot.compose(template, host.order.encode(host.order.initial()), 0, digest_hex(0), 0), 0
 
-    def _held(self, index: int) -> tuple[int, str, str, int] | None:
-        """From memory (the caller holds the host's lock); None where it is not there."""
-        host = self._host
-        live = host.live
-        assert live is not None
-        generation = live.generation
+    def _held(self, generation: Generation, index: int) -> tuple[Group, str, int] | None:
+        """(group of the boundary before it, digest, tokens) at a sample index that is held in memory; None where it is
+        not (the caller holds the host's lock)."""
         plan = generation.plan
         boundary = plan.boundary(index)
         for group in generation.groups:
             if group.begin != boundary:
                 continue
             if index == group.begin:
-                return (
-                    generation.number,
-                    host.resume_state(group),
-                    digest_hex(group.base.digest),
-                    group.base.total_tokens,
-                )
+                return group, digest_hex(group.base.digest), group.base.total_tokens
             # Only steps that were published: the producer may be filling the group right now.
             published = generation.produced - (group.begin - plan.start_index) // plan.step_samples
             for mark in group.marks[:published]:
                 if mark.sample_index == index:
-                    return generation.number, host.resume_state(group), digest_hex(mark.digest), mark.total_tokens
+                    return group, digest_hex(mark.digest), mark.total_tokens
         return None
 
     def _recomputed(self, index: int) -> tuple[int, str, str, int]:

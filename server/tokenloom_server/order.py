@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +191,15 @@ class Order:
 
     def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
+        return {**self._same_in_every_snapshot, "run_uid": run_uid, "stream": stream, "generation": generation}
+
+    @cached_property
+    def _same_in_every_snapshot(self) -> dict[str, Any]:
+        # Digests of the whole mixture and of every file's name: not to be made again for each snapshot.
         return {
             "format": snapshot.FORMAT,
             "version": snapshot.VERSION,
             "run": self.name,
-            "run_uid": run_uid,
-            "stream": stream,
-            "generation": generation,
             "seed": self.config.seed,
             "order_version": ORDER_VERSION,
             "config_digest": self.config.digest,

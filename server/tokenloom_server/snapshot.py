@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_proto.seal import canonical, seal_texts, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
@@ -148,10 +148,12 @@ def decode_state(resume_state: str, shape: Shape) -> State:
         raise SnapshotInvalid(_explain(error)) from None
 
 
-def compose(template: Mapping[str, Any], resume_state: Mapping[str, Any], index: int, digest: str, tokens: int) -> str:
-    """The sealed snapshot at a sample index. The client does the same with what the wire carries."""
+def compose(template: Mapping[str, Any], resume_state: str, index: int, digest: str, tokens: int) -> str:
+    """The sealed snapshot at a sample index; ``resume_state`` as ``encode_state`` wrote it. The client does the same
+    with what the wire carries."""
     position = {"sample_index": index, "digest": digest, "total_tokens": tokens}
-    return seal({**template, **position, "resume_state": dict(resume_state)})
+    texts = {key: canonical(value) for key, value in {**template, **position}.items()}
+    return seal_texts(texts | {"resume_state": resume_state})
 
 
 def parse(text: str | bytes, template: Mapping[str, Any], shape: Shape) -> ResumePoint:

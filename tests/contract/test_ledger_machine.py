@@ -273,9 +273,8 @@ def test_random_histories_on_redis_with_kills_equal_the_model(redis_server: Redi
 
 
 class SqliteWithoutFence(SqliteLedger):
-    def _fence(self, connection: Any, run: int, uid: str, stream: str, generation: int) -> None:
-        (found,) = connection.execute("SELECT generation FROM runs WHERE id = ?", (run,)).fetchone()
-        super()._fence(connection, run, uid, stream, found)
+    def _fence(self, uid: str, stream: str, found: int, generation: int) -> None:
+        super()._fence(uid, stream, found, found)
 
 
 class SqliteWithoutDeduplication(SqliteLedger):
@@ -284,8 +283,10 @@ class SqliteWithoutDeduplication(SqliteLedger):
 
 
 class SqliteWithoutEpochs(SqliteLedger):
-    def _led_run(self, connection: Any, uid: str, stream: str, epoch: int) -> int:
-        return self._run(connection, uid, stream)
+    def _led_run(self, connection: Any, uid: str, stream: str, epoch: int) -> tuple[int, int]:
+        run = self._run(connection, uid, stream)
+        found = connection.execute("SELECT epoch FROM runs WHERE id = ?", (run,)).fetchone()
+        return super()._led_run(connection, uid, stream, *found)
 
 
 def _redis_without(script: str, line: str) -> Callable[[str], Ledger]:

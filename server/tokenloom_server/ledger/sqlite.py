@@ -99,8 +99,8 @@ class SqliteLedger:
             if former is not None:  # a repetition
                 self._led_run(connection, new_uid, stream, epoch)
                 return
-            run = self._led_run(connection, uid, stream, epoch)
-            name, generation = connection.execute("SELECT name, generation FROM runs WHERE id = ?", (run,)).fetchone()
+            run, generation = self._led_run(connection, uid, stream, epoch)
+            (name,) = connection.execute("SELECT name FROM runs WHERE id = ?", (run,)).fetchone()
             if generation:
                 raise refusals.opened_already(uid, stream, generation, new_uid)
             if new_uid == uid:
@@ -118,10 +118,8 @@ class SqliteLedger:
         refusals.check_commit(uid, stream, committed)
         mark = refusals.opening_mark(epoch, opening, committed)
         with self._file.writing() as connection:
-            run = self._led_run(connection, uid, stream, epoch)
-            current, found_mark = connection.execute(
-                "SELECT generation, opening_mark FROM runs WHERE id = ?", (run,)
-            ).fetchone()
+            run, current = self._led_run(connection, uid, stream, epoch)
+            (found_mark,) = connection.execute("SELECT opening_mark FROM runs WHERE id = ?", (run,)).fetchone()
             if opening.generation == current and mark == found_mark:  # a repetition
                 return
             used = connection.execute(
@@ -156,8 +154,8 @@ class SqliteLedger:
 
     def claim_slot(self, uid: str, stream: str, epoch: int, generation: int, rank: int, nonce: str) -> None:
         with self._file.writing() as connection:
-            run = self._led_run(connection, uid, stream, epoch)
-            self._fence(connection, run, uid, stream, generation)
+            run, present = self._led_run(connection, uid, stream, epoch)
+            self._fence(uid, stream, present, generation)
             connection.execute(
                 "INSERT INTO slots (run, rank, nonce) VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (run, rank, nonce)
             )
@@ -168,8 +166,8 @@ class SqliteLedger:
     def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
         refusals.check_commit(uid, stream, commit)
         with self._file.writing() as connection:
-            run = self._led_run(connection, uid, stream, epoch)
-            self._fence(connection, run, uid, stream, generation)
+            run, present = self._led_run(connection, uid, stream, epoch)
+            self._fence(uid, stream, present, generation)
             done = self._committed_already(connection, run, uid, stream, commit)
             if done is not None:
                 return done
@@ -204,21 +202,24 @@ class SqliteLedger:
 
     def thin_journal(self, uid: str, stream: str, epoch: int) -> None:
         with self._file.writing() as connection:
-            connection.execute(_THIN, (self._led_run(connection, uid, stream, epoch),))
+            run, _ = self._led_run(connection, uid, stream, epoch)
+            connection.execute(_THIN, (run,))
 
     def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
         with self._file.writing() as connection:
-            run = self._led_run(connection, uid, stream, epoch)
+            run, _ = self._led_run(connection, uid, stream, epoch)
             connection.execute("UPDATE runs SET pin = ? WHERE id = ?", (pin, run))
 
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
         with self._file.writing() as connection:
-            run = self._run(connection, uid, stream)
-            connection.execute(
-                "INSERT INTO snapshots (run, id, sample_index, saved_at, text) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT DO NOTHING",
-                (run, snapshot.id, snapshot.sample_index, snapshot.saved_at, snapshot.text),
+            saved = connection.execute(
+                "INSERT INTO snapshots (run, id, sample_index, saved_at, text) "
+                "SELECT id, ?, ?, ?, ? FROM runs WHERE uid = ? AND stream = ? ON CONFLICT DO NOTHING",
+                (snapshot.id, snapshot.sample_index, snapshot.saved_at, snapshot.text, uid, stream),
             )
+            if saved.rowcount:
+                return
+            run = self._run(connection, uid, stream)
             (text,) = connection.execute(
                 "SELECT text FROM snapshots WHERE run = ? AND id = ?", (run, snapshot.id)
             ).fetchone()
@@ -258,15 +259,19 @@ class SqliteLedger:
         ).fetchone()
         raise refusals.no_such_run(uid, stream) if now is None else refusals.renamed(uid, stream, now[0])
 
-    def _led_run(self, connection: sqlite3.Connection, uid: str, stream: str, epoch: int) -> int:
-        run = self._run(connection, uid, stream)
-        (found,) = connection.execute("SELECT epoch FROM runs WHERE id = ?", (run,)).fetchone()
+    def _led_run(self, connection: sqlite3.Connection, uid: str, stream: str, epoch: int) -> tuple[int, int]:
+        """The run and its present generation, for the server of this epoch."""
+        row = connection.execute(
+            "SELECT id, epoch, generation FROM runs WHERE uid = ? AND stream = ?", (uid, stream)
+        ).fetchone()
+        if row is None:
+            return self._run(connection, uid, stream), 0  # it raises
+        run, found, generation = row
         if found != epoch:
             raise refusals.not_leader(uid, stream, found, epoch)
-        return run
+        return run, generation
 
-    def _fence(self, connection: sqlite3.Connection, run: int, uid: str, stream: str, generation: int) -> None:
-        (found,) = connection.execute("SELECT generation FROM runs WHERE id = ?", (run,)).fetchone()
+    def _fence(self, uid: str, stream: str, found: int, generation: int) -> None:
         if found == 0 or found != generation:
             raise refusals.fenced(uid, stream, found, generation)
 
