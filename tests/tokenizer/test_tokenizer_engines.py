@@ -68,6 +68,13 @@ def test_gigatoken_is_chosen_where_it_equals_tokenizers(find: Find, choose: Choo
     assert choice.cost.ratio > 1
 
 
+@pytest.fixture(params=[True, False], ids=["few texts", "many texts"])
+def _few_or_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gigatoken is given few texts in another form than many."""
+    monkeypatch.setattr(engine, "_FEW_TEXTS", 1000 if request.param else 0)
+
+
+@pytest.mark.usefixtures("_few_or_many")
 @pytest.mark.parametrize("kind", SUPPORTED)
 @pytest.mark.parametrize("mode", MODES)
 def test_both_engines_agree_on_any_unicode(find: Find, kind: str, mode: Any) -> None:
@@ -104,6 +111,7 @@ def test_what_a_file_cuts_pads_or_adds_is_left_out(find: Find, make: Any) -> Non
     assert _equal(make(find("cut"), "text").encode(column), make(find("plain"), "text").encode(column))
 
 
+@pytest.mark.usefixtures("_few_or_many")
 @pytest.mark.parametrize("make", [GigatokenEngine, TokenizersEngine])
 def test_rows_stay_in_line_with_empty_ones_and_slices(find: Find, make: Any) -> None:
     engine_ = make(find("plain"), "text")
@@ -115,6 +123,7 @@ def test_rows_stay_in_line_with_empty_ones_and_slices(find: Find, make: Any) -> 
             assert _equal(engine_.encode(column.slice(begin, length)), ragged(alone[begin : begin + length]))
 
 
+@pytest.mark.usefixtures("_few_or_many")
 def test_one_call_may_use_all_cores_and_gives_the_same_ids(find: Find, corpus: list[str]) -> None:
     column = _texts("", *corpus, "", "".join(corpus) * 3)
     one, all_ = (GigatokenEngine(find("plain"), "text", parallel=parallel) for parallel in (False, True))
@@ -230,12 +239,11 @@ def test_the_check_passes_what_is_equal_and_changes_nothing(find: Find, choose: 
 def test_checked_documents_are_few_and_the_same_however_rows_are_batched() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(1, 40, 50_000)
-    encoded = Encoded(rng.integers(0, 1500, lengths.sum()).astype(np.uint32), np.cumsum(lengths))
-    picked = sampled(encoded, np.arange(len(lengths)), lengths, 100)
+    values, ends = rng.integers(0, 1500, lengths.sum()).astype(np.uint32), np.cumsum(lengths)
+    picked = sampled(values, ends - lengths, ends, 100)
     cut = 20_001
-    tokens = int(encoded.ends[cut - 1])
-    rest = Encoded(encoded.values[tokens:], encoded.ends[cut:] - tokens)
-    again = sampled(rest, np.arange(len(rest.ends)), lengths[cut:], 100)
+    tokens = ends[cut - 1]
+    again = sampled(values[tokens:], (ends - lengths)[cut:] - tokens, ends[cut:] - tokens, 100)
 
     assert 400 < picked.sum() < 600
     assert np.array_equal(picked[cut:], again)

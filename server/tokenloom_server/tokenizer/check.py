@@ -9,12 +9,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.engine import Encoded, Ends, Engine, TokenizersEngine, ragged
+from tokenloom_server.tokenizer.engine import Encoded, Ends, Engine, Ids, TokenizersEngine, ragged
 
 #: Longer documents are not checked while running: the reference takes about 0.3 s for a mebibyte.
 CHECKED_DOCUMENT_BYTES = 1 << 20
 
 _LISTED_IDS = 4
+
+#: 2^64 divided by the golden ratio, made odd.
+_MIXER = 0x9E3779B97F4A7C15
 
 
 class Difference(NamedTuple):
@@ -79,23 +82,18 @@ class CheckedEngine:
         return encoded
 
     def _due(self, texts: pa.LargeStringArray, encoded: Encoded) -> list[int]:
-        ends = encoded.ends
-        lengths = np.diff(ends, prepend=np.int64(0))
-        filled = np.flatnonzero(lengths)
-        if not len(filled):
-            return []
-        rows = filled[sampled(encoded, filled, lengths[filled], self._one_in)]
+        begins = np.append(np.int64(0), encoded.ends[:-1])
+        filled = np.flatnonzero(encoded.ends > begins)
+        rows = filled[sampled(encoded.values, begins[filled], encoded.ends[filled], self._one_in)]
         return [row for row in rows.tolist() if texts[row].as_buffer().size <= CHECKED_DOCUMENT_BYTES]
 
 
-def sampled(encoded: Encoded, rows: Ends, lengths: Ends, one_in: int) -> npt.NDArray[np.bool_]:
-    """One in ``one_in`` of ``rows`` (none of them empty), by a hash of the length and of three of the ids."""
-    last = encoded.ends[rows] - 1
-    first = last - lengths + 1
-    key = lengths.astype(np.uint64)
-    for at in (first, first + lengths // 2, last):
-        # Multiplication by an odd number wraps and mixes upwards; the shift brings the high bits down.
-        key = (key ^ encoded.values[at]) * np.uint64(0x9E3779B97F4A7C15)
-        key ^= key >> np.uint64(32)
-    picked: npt.NDArray[np.bool_] = key % np.uint64(one_in) == 0
+def sampled(values: Ids, begins: Ends, ends: Ends, one_in: int) -> npt.NDArray[np.bool_]:
+    """One in ``one_in`` of the documents ``values[begins:ends]`` (none empty), by a hash of length and three ids."""
+    key = (ends - begins).view(np.uint64)
+    for at in (begins, (begins + ends) // 2, ends - 1):
+        # Multiplication by an odd number wraps and mixes upwards.
+        key = (key ^ values[at]) * _MIXER
+    # The high bits are the ones that all of the input has reached.
+    picked: npt.NDArray[np.bool_] = (key >> 32) % one_in == 0
     return picked

@@ -149,11 +149,10 @@ def _with_id(values: Ids, at: Ends, mark: pa.LargeBinaryScalar) -> Ids:
     parts = pa.Array.from_buffers(
         pa.large_binary(), len(at) + 1, [None, pa.py_buffer(edges), pa.py_buffer(values)], null_count=0
     )
-    whole = np.array([0, len(parts)], np.int32)
-    one_list = pa.Array.from_buffers(
-        pa.list_(pa.large_binary()), 1, [None, pa.py_buffer(whole)], null_count=0, children=[parts]
+    whole = pa.Array.from_buffers(
+        pa.list_(parts.type), 1, [None, pa.py_buffer(np.array([0, len(parts)], np.int32))], 0, children=[parts]
     )
-    joined = pc.call_function("binary_join", [one_list, mark])
+    joined = pc.call_function("binary_join", [whole, mark])
     return np.frombuffer(joined.buffers()[2], values.dtype, len(values) + len(at))
 
 
