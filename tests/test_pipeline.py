@@ -347,6 +347,19 @@ def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
     ]
 
 
+def test_text_that_is_tokenised_ahead_is_the_same_order(folder: Path) -> None:
+    order = order_of(folder)
+    plan = BatchPlan(start_index=0, world_size=2, batch_size=2, group_steps=2000)
+    digests = []
+    for ahead in (False, True):
+        pipeline = order.pipeline(order.initial(), ahead=ahead)
+        group = pipeline.begin_group(plan)
+        pipeline.fill(group, 2000)
+        assert pipeline.ended is not None
+        digests.append([mark.digest for mark in group.marks])
+    assert digests[0] == digests[1]
+
+
 def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path) -> None:
     order = order_of(folder, flat([CODE], sequence_length=16))
     behind = END_OF_TEXT

@@ -10,21 +10,25 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server import snapshot
+from tokenloom_server import readahead, snapshot
 from tokenloom_server.config import RunConfig, SourceConfig
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.packing.base import Packer
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.pipeline import Pipeline, initial_state
+from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
 from tokenloom_server.sources.manifest import Manifest, appeared, build, verify
@@ -218,12 +222,15 @@ class Order:
     def decode(self, resume_state: str) -> State:
         return snapshot.decode_state(resume_state, self.shape)
 
-    def pipeline(self, state: State) -> Pipeline:
-        """A new pipeline that goes on from a state. Opens files only as they are read."""
+    def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
+        """A new pipeline that goes on from a state. Opens files only as they are read. ``ahead``: blocks of text
+        are made in the background before they are asked for, so that sources are tokenised side by side."""
         engine = self._load_engine()
+        # One for each pipeline, and gone with it.
+        pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
 
-        def packer(source_id: int, source_state: SourceState) -> ConcatPacker:
-            source = self.config.sources[source_id]
+        def packer(source_id: int, source_state: SourceState) -> Packer:
+            source, reader = self.config.sources[source_id], self.open(source_id)
             encoder = DocumentEncoder(
                 engine,
                 vocab_size=self.vocab_size,
@@ -232,13 +239,15 @@ class Order:
                 add_bos=_adds_bos(self.config, source),
                 add_eot=_adds_eot(self.config, source),
             )
-            return ConcatPacker(
-                Documents(source.source, self.open(source_id), encoder, source.epochs),
+            packed = ConcatPacker(
+                Documents(source.source, reader, encoder, source.epochs),
                 source_state,
                 source_id=source_id,
                 length=self.config.sequence_length,
                 lookahead=self.width - self.config.sequence_length,
             )
+            # Ids are read so fast that a second thread would only cost memory.
+            return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype)
 
@@ -247,13 +256,13 @@ class Order:
         return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
 
     def _load_engine(self) -> Engine | None:
-        """The run's engine: one for all pipelines, since loading a large vocabulary takes a second."""
+        """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
         if self.engine is None or self._definition is None:
             return None
         with self._engine_lock:
             if self._loaded is None:
-                engine = load_engine(self._definition, self.engine, self.config.special_tokens_in_text)
-                self._loaded = _SharedEngine(engine)
+                load = partial(load_engine, self._definition, self.engine, self.config.special_tokens_in_text)
+                self._loaded = _Engines(load, readahead.threads())
             return self._loaded
 
     def _tokenizer_record(self) -> dict[str, str]:
@@ -264,18 +273,30 @@ class Order:
         return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
 
 
-class _SharedEngine:
-    """Implements ``Engine`` for several threads: an engine serves one caller at a time."""
+class _Engines:
+    """Implements ``Engine`` for several threads, with as many engines as are at work at once: each serves one
+    caller at a time."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.name = engine.name
-        self.version = engine.version
-        self._engine = engine
-        self._lock = threading.Lock()
+    def __init__(self, load: Callable[[], Engine], most: int) -> None:
+        """Loads the first; raises ``TokenizerError`` where that fails."""
+        first = load()
+        self.name = first.name
+        self.version = first.version
+        self._load = load
+        self._room = threading.Semaphore(most)
+        self._idle = deque([first])
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        with self._lock:
-            return self._engine.encode(texts)
+        with self._room:
+            try:
+                # The one that was used last: what it knows is in the processor's cache.
+                engine = self._idle.pop()
+            except IndexError:
+                engine = self._load()
+            try:
+                return engine.encode(texts)
+            finally:
+                self._idle.append(engine)
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

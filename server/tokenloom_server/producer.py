@@ -59,7 +59,7 @@ class Producer(threading.Thread):
 
     def _fill(self, live: Live, steps: int, fresh: bool) -> None:
         if self._pipeline is None:
-            self._pipeline = self._host.order.pipeline(live.base)
+            self._pipeline = self._host.order.pipeline(live.base, ahead=True)
         if fresh:
             self._group = None
         if self._group is None:

@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("packing",),
         ("mixing",),
         ("pipeline",),
-        ("ledger", "snapshot"),
+        ("ledger", "snapshot", "readahead"),
         ("order", "run"),
         ("host",),
         ("committer", "producer"),

@@ -1,0 +1,64 @@
+"""Blocks that are made ahead are the same blocks, and a source is asked by one thread at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from tokenloom_server.errors import SourceError
+from tokenloom_server.packing.base import Block, Places
+from tokenloom_server.readahead import ReadAhead
+
+
+class Slow:
+    """Implements ``Packer``: numbered blocks that take a while, and notes who is in here."""
+
+    def __init__(self, count: int, fails: bool = False) -> None:
+        self.count = count
+        self.fails = fails
+        self.made = 0
+        self.dropped_tokens = 0
+        self._inside = threading.Lock()
+
+    def blocks(self) -> Iterator[Block]:
+        nothing = np.empty(0, np.int64)
+        for number in range(self.count):
+            assert self._inside.acquire(blocking=False), "two threads are in one source"
+            time.sleep(0.002)
+            self.made += 1
+            self._inside.release()
+            yield Block([], [number], Places(1, number, nothing, nothing.astype(np.uint32), nothing))
+        if self.fails:
+            raise SourceError("row 7 is damaged")
+        self.dropped_tokens = 5
+
+
+def test_blocks_come_in_order_from_several_sources_at_once() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        packers = [Slow(20) for _ in range(5)]
+        aheads = [ReadAhead(packer, pool) for packer in packers]
+        rounds = list(zip(*(ahead.blocks() for ahead in aheads), strict=True))
+        assert [[block.hashes for block in blocks] for blocks in rounds] == [[[n]] * 5 for n in range(20)]
+        assert [ahead.dropped_tokens for ahead in aheads] == [5] * 5
+
+
+def test_one_block_is_made_ahead_and_no_more() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        packer = Slow(20)
+        blocks = ReadAhead(packer, pool).blocks()
+        next(blocks)
+        time.sleep(0.05)
+        assert packer.made == 2
+
+
+def test_what_a_source_fails_with_comes_behind_all_that_it_gave() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = []
+        with pytest.raises(SourceError, match="row 7"):
+            for block in ReadAhead(Slow(3, fails=True), pool).blocks():
+                found += block.hashes
+        assert found == [0, 1, 2]
