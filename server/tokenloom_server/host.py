@@ -43,9 +43,10 @@ MESSAGE_STEPS = 64
 SOURCES_PER_MESSAGE = 64
 GROUP_BYTES = 64 * 2**20
 #: The default window: groups of this much together, but so few and so many at least and at most. A fast
-#: trainer acknowledges hundreds of steps while a commit is under way, and must not wait for it.
+#: trainer acknowledges hundreds of steps until the next commit, and must not wait for it. (What is acknowledged and
+#: not yet committed takes no memory to speak of: its ids are gone.)
 WINDOW_BYTES = 64 * 2**20
-WINDOW_GROUPS = (4, 16)
+WINDOW_GROUPS = (4, 64)
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
 

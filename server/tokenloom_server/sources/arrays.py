@@ -1,0 +1,59 @@
+"""Between numpy and Arrow. Arrow's own ways (`pa.array`, `pa.scalar`, `to_numpy`) import pandas where it is
+installed: a quarter of a second of a server's start, and memory, for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def numbers(array: Any) -> npt.NDArray[Any]:
+    """An array of integers without nulls, not copied."""
+    kind = np.dtype(array.type.to_pandas_dtype())
+    buffer = array.buffers()[1]
+    if buffer is None or not len(array):
+        return np.empty(0, kind)
+    return np.frombuffer(buffer, kind, len(array), array.offset * kind.itemsize)
+
+
+def from_numbers(values: npt.NDArray[Any]) -> Any:
+    """An Arrow array of integers, not copied."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)], 0)
+
+
+def lists(offsets: npt.NDArray[np.signedinteger[Any]], items: Any) -> Any:
+    """Lists of items without nulls: list i lies between the offsets i and i + 1 (int32, or int64: large lists)."""
+    kind = pa.list_(items.type) if offsets.dtype == np.int32 else pa.large_list(items.type)
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, pa.py_buffer(offsets)], 0, children=[items])
+
+
+def strings(texts: list[str]) -> pa.LargeStringArray:
+    """Python's strings as Arrow's."""
+    encoded = [text.encode() for text in texts]
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(texts)), out=offsets[1:])
+    return pa.Array.from_buffers(
+        pa.large_string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))], 0
+    )
+
+
+def scalar(value: bytes) -> pa.LargeBinaryScalar:
+    """Bytes as Arrow's scalar."""
+    offsets = np.array([0, len(value)], np.int64)
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(value)], 0)[0]
+
+
+def filled(array: Any) -> Any:
+    """An array of integers or strings with 0 or the empty string for each null."""
+    zeros = pa.py_buffer(bytes(16))  # one number, or the two offsets of one string
+    parts = [None, zeros] if pa.types.is_integer(array.type) else [None, zeros, pa.py_buffer(b"")]
+    return pc.fill_null(array, pa.Array.from_buffers(array.type, 1, parts, 0)[0])
+
+
+def lengths(array: Any) -> npt.NDArray[np.int64]:
+    """How many items each list of any kind has; a null has none."""
+    return numbers(filled(pc.list_value_length(array))).astype(np.int64, copy=False)
