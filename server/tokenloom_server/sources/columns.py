@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.spec import Spec
 
@@ -124,13 +124,12 @@ def _without_nulls(array: Any) -> Any:
     if array.null_count == 0 and (not is_list or _has_offsets(array.type)):
         return array
     if not is_list:
-        return pc.fill_null(array, "")
+        return arrays.filled(array)
     # Made anew from lengths and items, also for views and fixed sizes: Arrow allows anything to lie under
     # a null, and its own cast from views to lists was found to lose rows of slices (pyarrow 26).
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     offsets = np.zeros(len(array) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), array.flatten())
+    np.cumsum(arrays.lengths(array), out=offsets[1:])
+    return arrays.lists(offsets, array.flatten())
 
 
 def _has_offsets(kind: Any) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import arrays, columns, files
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.lines import (
     Block,
@@ -150,7 +151,7 @@ class Decoder:
         if array is None:
             array = pa.array([self._checked(block, 0, where)], self._type)
         elif array.null_count:
-            for i in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)):
+            for i in arrays.numbers(pc.indices_nonzero(array.is_null())):
                 try:
                     self._checked(block, int(i), where)  # null, or is there no such key?
                 except SourceError:

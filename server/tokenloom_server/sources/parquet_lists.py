@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.sources import parquet_flat, parquet_pages, thrift
+from tokenloom_server.sources import arrays, parquet_flat, parquet_pages, thrift
 from tokenloom_server.sources.parquet_flat import FlatColumn, FlatPage
 from tokenloom_server.sources.parquet_pages import PHYSICAL_TYPES, Chunk, Dictionary, Page, Unusual
 
@@ -124,22 +124,20 @@ def _decoded(held: list[Page], dictionary: Dictionary | None, column: ListColumn
     if all(_all_are(page.definition, column.item_level, page.length) for page in held):
         values = _values(held, [page.length for page in held], dictionary, column.physical_type)
         items, begins = parquet_flat.decode([values, repetition])
-        offsets = _starts(begins.to_numpy())
+        offsets = _starts(arrays.numbers(begins))
     else:
         definition = parquet_flat.levels([(page.length, page.definition) for page in held], column.item_level)
-        begins, present = (array.to_numpy() for array in parquet_flat.decode([repetition, definition]))
+        begins, present = map(arrays.numbers, parquet_flat.decode([repetition, definition]))
         absent = _absent(begins, present, column)
         starts = _starts(begins)
         offsets = starts - np.searchsorted(absent, starts)
         ends = np.cumsum([page.length for page in held])
         counts = np.diff(ends - np.searchsorted(absent, ends), prepend=0).tolist()
-        if not sum(counts):
-            items = pa.array([], column.item_type)
-        else:
-            (items,) = parquet_flat.decode([_values(held, counts, dictionary, column.physical_type)])
+        decoded = parquet_flat.decode([_values(held, counts, dictionary, column.physical_type)]) if sum(counts) else []
+        items = decoded[0] if decoded else pa.nulls(0, column.item_type)
     if len(items) != offsets[-1]:
         raise Unusual(f"{len(items)} values, where {offsets[-1]} were expected")
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), _typed(items, column.item_type))
+    return arrays.lists(offsets.astype(np.int32), _typed(items, column.item_type))
 
 
 def _values(held: list[Page], counts: list[int], dictionary: Dictionary | None, physical_type: int) -> FlatColumn:
@@ -173,4 +171,4 @@ def _typed(items: Any, kind: Any) -> Any:
     if items.type == kind:
         return items
     # As Arrow does it: the bits that fit.
-    return pa.array(items.to_numpy().astype(kind.to_pandas_dtype()))
+    return arrays.from_numbers(arrays.numbers(items).astype(kind.to_pandas_dtype()))

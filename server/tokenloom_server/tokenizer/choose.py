@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.sources import arrays
 from tokenloom_server.tokenizer.check import CheckedEngine, Difference, first_difference
 from tokenloom_server.tokenizer.definition import TokenizerDefinition
 from tokenloom_server.tokenizer.engine import (
@@ -110,7 +111,7 @@ def choose_engine(
     slow = _Timed(parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part]))
     try:
         engine = GigatokenEngine(definition, special_tokens_in_text)
-        fast = _Timed(parts, cpu_clock_s, lambda part: engine.encode(pa.array(part, pa.large_string())))
+        fast = _Timed(parts, cpu_clock_s, lambda part: engine.encode(arrays.strings(part)))
     except TokenizerError as error:
         cost = EngineCost(tokenizers=slow.tokens_per_cpu_s)
         return _fall_back(definition, reference, str(error), cost)

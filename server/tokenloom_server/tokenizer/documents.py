@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.sources import arrays
 from tokenloom_server.tokenizer.definition import id_dtype
 from tokenloom_server.tokenizer.engine import Encoded, Ends, Engine, Ids
 
@@ -79,7 +80,7 @@ class DocumentEncoder:
     def _mark(self, value: int | None) -> pa.LargeBinaryScalar | None:
         if value is None:
             return None
-        return pa.scalar(value.to_bytes(self.dtype.itemsize, sys.byteorder), pa.large_binary())
+        return arrays.scalar(value.to_bytes(self.dtype.itemsize, sys.byteorder))
 
     def _tokenised(self, column: pa.Array, first_row: int) -> Encoded:
         if self._engine is None:
@@ -89,7 +90,7 @@ class DocumentEncoder:
             )
         texts = column.cast(pa.large_string())
         if texts.null_count:
-            texts = pc.fill_null(texts, "")
+            texts = arrays.filled(texts)
         try:
             # Parquet and Arrow files are not checked by their readers, and engines trust what they get.
             texts.validate(full=True)
@@ -149,10 +150,7 @@ def _with_id(values: Ids, at: Ends, mark: pa.LargeBinaryScalar) -> Ids:
     parts = pa.Array.from_buffers(
         pa.large_binary(), len(at) + 1, [None, pa.py_buffer(edges), pa.py_buffer(values)], null_count=0
     )
-    whole = pa.Array.from_buffers(
-        pa.list_(parts.type), 1, [None, pa.py_buffer(np.array([0, len(parts)], np.int32))], 0, children=[parts]
-    )
-    joined = pc.call_function("binary_join", [whole, mark])
+    joined = pc.call_function("binary_join", [arrays.lists(np.array([0, len(parts)], np.int32), parts), mark])
     return np.frombuffer(joined.buffers()[2], values.dtype, len(values) + len(at))
 
 
@@ -165,18 +163,17 @@ def _flattened(column: pa.Array, first_row: int) -> Encoded:
     """The ids of all rows, none of which is copied, and where each row ends in them."""
     if column.null_count:
         # Arrow allows anything to lie under a null; flatten() leaves it out.
-        lengths = pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64())
-        ends = np.cumsum(lengths.to_numpy(zero_copy_only=False), dtype=np.int64)
+        ends = np.cumsum(arrays.lengths(column))
         ids = column.flatten()
     else:
         offsets = _offsets(column)
         ends = np.subtract(offsets[1:], offsets[0], dtype=np.int64)
         ids = column.values.slice(offsets[0], offsets[-1] - offsets[0])
     if ids.null_count:
-        at = int(np.argmax(ids.is_null().to_numpy(zero_copy_only=False)))
+        at = int(pc.indices_nonzero(ids.is_null())[0].as_py())
         row = first_row + int(np.searchsorted(ends, at, side="right"))
         raise TokenizerError(f"row {row}: there is a null among the ids; expected integers only")
-    return Encoded(ids.to_numpy(zero_copy_only=True), ends)
+    return Encoded(arrays.numbers(ids), ends)
 
 
 def _offsets(column: pa.Array) -> npt.NDArray[np.signedinteger[Any]]:
