@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,7 +76,6 @@ def serve(
 
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
     """
-    sys.meta_path.insert(0, _NoPandas())
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tokenloom_server.server import ServeOptions, Server
@@ -214,15 +212,6 @@ def _set_up_logging(level: str) -> None:
         raise typer.BadParameter(f"{level!r}; expected debug, info, warning or error", param_hint="--log-level")
     # Plain lines, never wrapped: logs are read with grep as often as by eye.
     logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(message)s")
-
-
-class _NoPandas:
-    """Keeps pandas out of a server. pyarrow imports it, where it is installed, to ask whether it was handed a
-    DataFrame: 0.2 s of the start and 30 MB, for an answer that is always no."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("the server does without pandas", name=name)
 
 
 def _console(*, stderr: bool = False) -> Console:
