@@ -55,70 +55,77 @@ class Layout:
     position_ids: bool = False
     document_ids: bool = False
 
+    @property
+    def id_bytes(self) -> int:
+        """Width of an id on the wire."""
+        return int(self.id_type[2:])
+
     def columns(self) -> Columns:
         """The memory for batches of this layout."""
         names = 2 + self.position_ids + self.document_ids
         return Columns((self.batch_size, self.sequence_length), KEPT_BATCHES * names)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """One message, free of wire types."""
-
-    begin_indices: Sequence[int]
-    end_indices: Sequence[int]
-    slices: Sequence[int]
-    total_tokens: Sequence[int]
-    ids: bytes | memoryview
-    source_ids: Sequence[int]
-    document_counts: Sequence[int]
-    document_starts: Sequence[int]
-
-
 class Message:
-    """The steps of one message, checked: each becomes a batch when it is asked for."""
+    """The steps of one message, free of wire types and checked: each becomes a batch when it is asked for."""
 
-    def __init__(self, steps: Steps, layout: Layout) -> None:
-        count, width = len(steps.end_indices), layout.sequence_length + layout.shifted
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        begin_indices: Sequence[int],
+        end_indices: Sequence[int],
+        slices: Sequence[int],
+        total_tokens: Sequence[int],
+        ids: bytes | memoryview,
+        source_ids: Sequence[int],
+        document_counts: Sequence[int] = (),
+        document_starts: Sequence[int] = (),
+    ) -> None:
+        count, width = len(end_indices), layout.sequence_length + layout.shifted
         samples = count * layout.batch_size
-        expected = samples * width * np.dtype(layout.id_type).itemsize
-        if len(steps.ids) != expected or len(steps.source_ids) != samples:
+        expected = samples * width * layout.id_bytes
+        if len(ids) != expected or len(source_ids) != samples:
             raise ProtocolError(
                 f"{count} steps of {layout.batch_size} × {width} ids ({layout.id_type}) are {expected} bytes and "
-                f"{samples} source ids, but {len(steps.ids)} and {len(steps.source_ids)} came"
+                f"{samples} source ids, but {len(ids)} and {len(source_ids)} came"
             )
-        self._ids = np.frombuffer(steps.ids, layout.id_type).reshape(count, layout.batch_size, width)
-        self._shifted = layout.shifted
-        self._end_indices = steps.end_indices
-        self._total_tokens = steps.total_tokens
-        sources = np.array(steps.source_ids, np.int64).reshape(count, layout.batch_size)
-        begins = np.array(steps.begin_indices, np.int64) + np.array(steps.slices, np.int64) * layout.batch_size
-        indices = begins[:, None] + np.arange(layout.batch_size)
-        self._padding: NDArray[np.bool_] | None = None
-        if PADDING in steps.source_ids:
-            self._padding = sources == PADDING
-            indices[self._padding] = PADDING
-        self._sources = torch.from_numpy(sources.reshape(-1)).unsafe_split(layout.batch_size)
-        self._samples = torch.from_numpy(indices.reshape(-1)).unsafe_split(layout.batch_size)
-        self._documents = _Documents(steps, layout) if layout.position_ids or layout.document_ids else None
+        self._layout = layout
+        self._begin_indices = begin_indices
+        self._end_indices = end_indices
+        self._slices = slices
+        self._total_tokens = total_tokens
+        self._ids = np.frombuffer(ids, layout.id_type).reshape(count, layout.batch_size, width)
+        self._source_ids = source_ids
+        self._documents: _Documents | None = None
+        if layout.position_ids or layout.document_ids:
+            self._documents = _Documents(layout, count, document_counts, document_starts)
 
     def batch(self, step: int, columns: Columns) -> Batch:
-        """The batch of a step, counted from 0 in the message."""
+        """The batch of a step, counted from 0 in the message.
+
+        No tensor is a view of another. Autograd is told of each write, and must not take one into the labels, or
+        into a later step, for one into the ids that it keeps.
+        """
+        size = self._layout.batch_size
         ids = self._ids[step]
         inputs, labels = columns.take(2)
-        if self._shifted:
+        if self._layout.shifted:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
         else:
             inputs[...] = labels[...] = ids
-        if self._padding is not None:
-            labels[self._padding[step]] = IGNORED
-        # No tensor is a view of another, here and above: autograd is told of each write, and must not take one into
-        # labels, or into a later step, for one into the ids that it keeps.
+        sources = self._source_ids[step * size : (step + 1) * size]
+        first = self._begin_indices[step] + self._slices[step] * size
+        samples = np.arange(first, first + size)
+        if PADDING in sources:
+            padding = np.equal(sources, PADDING)
+            labels[padding] = IGNORED
+            samples[padding] = PADDING
         batch: Batch = {
             "input_ids": torch.from_numpy(inputs),
             "labels": torch.from_numpy(labels),
-            "source_ids": self._sources[step],
-            "sample_ids": self._samples[step],
+            "source_ids": torch.from_numpy(np.array(sources, np.int64)),
+            "sample_ids": torch.from_numpy(samples),
             "sample_index": self._end_indices[step],
             "total_tokens": self._total_tokens[step],
         }
@@ -133,11 +140,12 @@ class _Documents:
     Both are written as differences and summed in place.
     """
 
-    def __init__(self, steps: Steps, layout: Layout) -> None:
-        count, length = len(steps.end_indices), layout.sequence_length
-        samples = count * layout.batch_size
-        counts = np.array(steps.document_counts, np.int64)
-        starts = np.array(steps.document_starts, np.int64)
+    def __init__(
+        self, layout: Layout, steps: int, document_counts: Sequence[int], document_starts: Sequence[int]
+    ) -> None:
+        length, samples = layout.sequence_length, steps * layout.batch_size
+        counts = np.array(document_counts, np.int64)
+        starts = np.array(document_starts, np.int64)
         if len(counts) != samples or counts.sum() != len(starts) or (starts > length).any():
             raise ProtocolError(
                 f"document starts of {samples} samples of {length} tokens were asked for, but {len(counts)} counts "

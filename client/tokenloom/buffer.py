@@ -8,16 +8,16 @@ about to sleep says first what is to wake it, and then looks once more.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias
 
-from tokenloom.batch import Message
+from tokenloom.batch import Batch, Message
+from tokenloom.columns import Columns
 from tokenloom.errors import Fenced
 from tokenloom.snapshot import Point
 
@@ -29,26 +29,21 @@ SILENCE_S = 60.0
 PATIENCE_S = 30.0
 #: The server hears of consumed steps within this time, for what it commits and shows.
 REPORT_WITHIN_S = 0.02
-#: It hears earlier where it may have to wait, but never more often than this: each report costs a message.
+#: It hears earlier where it may be waiting for that, but never more often than this: each report costs a message.
 REPORT_APART_S = 0.005
+#: When the trainer has waited so long for a step, the server may be waiting, too: its window may be full.
+STARVED_S = 0.01
 #: How often sleepers look for silence; all else wakes them.
 TICK_S = 1.0
 
-_T = TypeVar("_T")
-
-
-class Step(NamedTuple):
-    """Where the trainer stands after a step, and the step's place in its message."""
-
-    point: Point
-    message: Message
-    number: int
+#: Where the trainer stands after a step, and the step's place in its message.
+Step: TypeAlias = tuple[Point, Message, int]
 
 
 class StepBuffer:
     """Steps that were received and not yet yielded, and how the stream stands."""
 
-    def __init__(self, start_index: int, capacity_steps: int, step_samples: int) -> None:
+    def __init__(self, start_index: int, *, capacity_steps: int, step_samples: int, columns: Columns) -> None:
         self.capacity_steps = capacity_steps
         self._half_of_credits = max(1, capacity_steps // 2) * step_samples
         self.received_through = start_index
@@ -57,6 +52,7 @@ class StepBuffer:
         self.end_reason: str | None = None
         self.closing = False
         self._steps: deque[Step] = deque()
+        self._columns = columns
         self._error: BaseException | None = None
         self._waiting_for = "the connection"
         self._heard_at = time.monotonic()
@@ -66,7 +62,7 @@ class StepBuffer:
         self._report = threading.Condition(self._lock)
         self._taking = threading.Lock()
         self._reader_waits = False
-        self._trainer_waits = False
+        self._starved = False
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
         self._writer_delays = False
         self._wakes_writer_at = math.inf
@@ -93,7 +89,7 @@ class StepBuffer:
                 self._reader_waits = False
                 self._heard_at = time.monotonic()
             self._steps.extend(steps)
-            self.received_through = steps[-1].point.sample_index
+            self.received_through = steps[-1][0].sample_index
             self._step_ready.notify_all()
 
     def end(self, reason: str) -> None:
@@ -129,49 +125,47 @@ class StepBuffer:
 
     # The trainer's side
 
-    def take(self, make: Callable[[Step], _T], on_silence: Callable[[], None]) -> tuple[Step, _T] | None:
-        """The next step and what ``make`` makes of it, waiting for it; None at the end of the data.
-
-        The step counts as consumed once ``make`` has returned; where that raises, it comes again.
-        """
+    def take(self, on_silence: Callable[[], None]) -> tuple[Batch, Point] | None:
+        """The next batch, and where the trainer stands behind it; waits for it. None at the end of the data."""
         with self._taking:  # else two threads would get the same step
-            while True:
-                step = self._steps[0] if self._steps else self._await_step(on_silence)
-                if step is None:
-                    return None
-                made = make(step)
-                with contextlib.suppress(IndexError):  # fenced just now: the next round says so
-                    self._steps.popleft()
-                    break
-            self.consumed_through = step.point.sample_index
+            step = self._steps[0] if self._steps else self._await_step(on_silence)
+            if step is None:
+                return None
+            point, message, number = step
+            batch = message.batch(number, self._columns)
+            # Only now, so that a step whose batch could not be made is not lost.
+            try:
+                self._steps.popleft()
+            except IndexError:  # fenced just now
+                self._await_step(on_silence)
+            self.consumed_through = point.sample_index
             if self.consumed_through >= self._wakes_writer_at:
                 self._wakes_writer_at = math.inf  # once
                 self.wake_writer()
             if self._reader_waits:
                 with self._lock:
                     self._room.notify()
-            return step, made
+            return batch, point
 
     def _await_step(self, on_silence: Callable[[], None]) -> Step | None:
         began = time.monotonic()
         patience_s = PATIENCE_S
         with self._lock:
-            self._trainer_waits = True
-            if self._writer_delays:
-                self._report.notify_all()
-            try:
-                while not (self._steps or self._error or self.end_reason is not None):
-                    if self.closing:
-                        raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
-                    if not self._step_ready.wait(TICK_S):
-                        if self.silent():
-                            on_silence()
-                        if time.monotonic() - began > patience_s:
-                            patience_s += PATIENCE_S
-                            what = self._waiting_for or "nothing that it names"
-                            log.warning("no batch for %.0f s; waiting for: %s", time.monotonic() - began, what)
-            finally:
-                self._trainer_waits = False
+            while not (self._steps or self._error or self.end_reason is not None):
+                if self.closing:
+                    raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
+                if self._step_ready.wait(TICK_S if self._starved else STARVED_S):
+                    continue
+                self._starved = True
+                if self._writer_delays:
+                    self._report.notify_all()
+                if self.silent():
+                    on_silence()
+                if time.monotonic() - began > patience_s:
+                    patience_s += PATIENCE_S
+                    what = self._waiting_for or "nothing that it names"
+                    log.warning("no batch for %.0f s; waiting for: %s", time.monotonic() - began, what)
+            self._starved = False
             if self._steps:
                 return self._steps[0]
             if self._error is not None:
@@ -212,7 +206,7 @@ class StepBuffer:
         if self.consumed_through == reported:
             self._wakes_writer_at = reported + 1
             return TICK_S
-        if self._trainer_waits or self.consumed_through >= reported + self._half_of_credits:
+        if self._starved or self.consumed_through >= reported + self._half_of_credits:
             return 0
         self._writer_delays = True
         self._wakes_writer_at = reported + self._half_of_credits

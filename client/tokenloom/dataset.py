@@ -104,8 +104,8 @@ class RemoteDataset(IterableDataset[Batch]):
         taken = self._connection.take()
         if taken is None:
             raise StopIteration
-        step, batch = taken
-        self._history.append(step.point)
+        batch, point = taken
+        self._history.append(point)
         return batch
 
     # State

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenloom.batch import Batch, Layout, Message, Steps
+from tokenloom.batch import Batch, Layout, Message
 from tokenloom.errors import ProtocolError
 
 
@@ -16,7 +16,9 @@ def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | Non
     """Decodes steps of ids [steps, batch size, width], the first of which begins at sample index 100."""
     count, size, width = ids.shape
     shifted = layout.pop("shifted", False)
-    steps = Steps(
+    form = Layout(batch_size=size, sequence_length=width - shifted, id_type=ids.dtype.str, shifted=shifted, **layout)
+    message = Message(
+        form,
         begin_indices=[100 + i * 2 * size for i in range(count)],
         end_indices=[100 + (i + 1) * 2 * size for i in range(count)],
         slices=[i % 2 for i in range(count)],
@@ -26,8 +28,7 @@ def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | Non
         document_counts=[len(each) for each in starts or []],
         document_starts=[start for each in starts or [] for start in each],
     )
-    form = Layout(batch_size=size, sequence_length=width - shifted, id_type=ids.dtype.str, shifted=shifted, **layout)
-    message, columns = Message(steps, form), form.columns()
+    columns = form.columns()
     return [message.batch(step, columns) for step in range(count)]
 
 

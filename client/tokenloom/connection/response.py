@@ -6,7 +6,6 @@ message, so they are found in the received bytes and left there, and protobuf re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -19,27 +18,15 @@ SMALL_BYTES = 16 * 1024
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _BATCHES = wire.StreamResponse.BATCHES_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_OTHER_KINDS = (
-    wire.StreamResponse.HEARTBEAT_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
-    wire.StreamResponse.END_OF_DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
-)
 _IDS = wire.Batches.IDS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 
 class Response(NamedTuple):
-    """A ``StreamResponse``; where it has ``batches``, these have no ``ids``, which are beside it."""
+    """A ``StreamResponse``, whose batches (None where it has others) and their ids are beside it, not in it."""
 
     message: wire.StreamResponse
+    batches: wire.Batches | None
     ids: bytes | memoryview
-
-
-class _Field(NamedTuple):
-    """Where a field lies in the bytes: key (and length), then content."""
-
-    tag: int
-    begin: int
-    content: int
-    end: int
 
 
 class _Unusual(Exception):
@@ -60,72 +47,60 @@ def read(data: bytes) -> Response:
             f"{len(data)} bytes came that are no StreamResponse of the wire contract ({error}): "
             "install the client of the server's version"
         ) from None
-    ids = message.batches.ids
-    if ids:
-        message.batches.ClearField("ids")
-    return Response(message, ids)
+    if message.WhichOneof("kind") != "batches":
+        return Response(message, None, b"")
+    return Response(message, message.batches, message.batches.ids)
 
 
 def _read_around_ids(data: bytes) -> Response:
-    batches = _only(data, 0, len(data), _BATCHES, _OTHER_KINDS)
-    ids = _only(data, batches.content, batches.end, _IDS)
-    inner = data[batches.content : ids.begin] + data[ids.end : batches.end]
-    outer = data[: batches.begin] + data[batches.end :]
-    message = wire.StreamResponse.FromString(outer)
-    message.batches.MergeFromString(inner)
-    message.batches.SetInParent()  # also if nothing is around the ids
-    return Response(message, memoryview(data)[ids.content : ids.end])
+    begin, content, end = _find(_BATCHES, data, 0, len(data))
+    ids_begin, ids, ids_end = _find(_IDS, data, content, end)
+    message = wire.StreamResponse.FromString(data[:begin] + data[end:])
+    if message.WhichOneof("kind") is not None:
+        raise _Unusual  # of a oneof the last one counts
+    batches = wire.Batches.FromString(data[content:ids_begin] + data[ids_end:end])
+    return Response(message, batches, memoryview(data)[ids:ids_end])
 
 
-def _only(data: bytes, begin: int, end: int, tag: int, unwanted: tuple[int, ...] = ()) -> _Field:
-    """The one field with a tag. Several would have to be merged, and of a ``oneof`` the last one counts."""
+def _find(key: int, data: bytes, at: int, end: int) -> tuple[int, int, int]:
+    """Where the one field with a key begins, where its content does, and where both end.
+
+    Raises ``_Unusual``, or ``IndexError``, unless there is exactly one (several would have to be merged).
+    """
     found = None
-    for field in _fields(data, begin, end):
-        if field.tag == tag and found is None:
-            found = field
-        elif field.tag == tag or field.tag in unwanted:
-            raise _Unusual
-    if found is None:
-        raise _Unusual
-    return found
-
-
-def _fields(data: bytes, at: int, end: int) -> Iterator[_Field]:
-    """The fields of a message, in order."""
     while at < end:
         begin = at
-        tag, at = _varint(data, at)
-        content = at
-        kind = tag & 7
+        field, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+        kind = field & 7
         if kind == _LENGTH_DELIMITED:
-            size, content = _varint(data, at)
-            at = content + size
+            size, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+            if field == key:
+                if found is not None:
+                    raise _Unusual
+                found = begin, at, at + size
+            at += size
         elif kind == _VARINT:
-            _, at = _varint(data, at)
+            while data[at] >= 0x80:
+                at += 1
+            at += 1
         elif kind == _FIXED64:
             at += 8
         elif kind == _FIXED32:
             at += 4
         else:
             raise _Unusual
-        if at > end:
-            raise _Unusual
-        yield _Field(tag, begin, content, at)
+    if found is None or at != end:
+        raise _Unusual
+    return found
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
-    byte = data[at]
-    if byte < 0x80:
-        return byte, at + 1
-    value, shift = byte & 0x7F, 7
-    while True:
-        at += 1
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            break
+    """A number of several bytes, and where it ends."""
+    value = shift = 0
+    while data[at] >= 0x80:
+        value |= (data[at] & 0x7F) << shift
         shift += 7
-    if not byte or shift > 63:  # longer than need be
-        raise _Unusual
-    return value, at + 1
+        at += 1
+    if not data[at]:
+        raise _Unusual  # longer than need be
+    return value | data[at] << shift, at + 1

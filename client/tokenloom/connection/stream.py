@@ -22,11 +22,11 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
-from tokenloom.batch import Batch, Message, Steps
+from tokenloom.batch import Batch, Message
 from tokenloom.buffer import Step, StepBuffer
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
-from tokenloom.connection.response import read
+from tokenloom.connection.response import Response, read
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.snapshot import Point
 
@@ -58,21 +58,19 @@ class Connection:
             self._disconnect()
             raise
         self._base = self.opening.start.base
-        self._columns = self.opening.layout.columns()
         self.buffer = StepBuffer(
             self.opening.start.sample_index,
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
             step_samples=request.topology.world_size * request.batch_size,
+            columns=self.opening.layout.columns(),
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[Step, Batch] | None:
-        """The next step and its batch; None at the end of the data. Raises what the background thread met."""
-        return self.buffer.take(self._batch_of, self.on_silence)
-
-    def _batch_of(self, step: Step) -> Batch:
-        return step.message.batch(step.number, self._columns)
+    def take(self) -> tuple[Batch, Point] | None:
+        """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
+        background thread met."""
+        return self.buffer.take(self.on_silence)
 
     def close(self) -> None:
         """Reports the last step, ends the stream and the thread; bounded, and quiet if the server is gone."""
@@ -149,7 +147,7 @@ class Connection:
         call = self._call = method(iter(writer))
         try:
             for data in call:
-                self._receive(*read(data))
+                self._receive(read(data))
         except grpc.RpcError as error:
             if self.buffer.closing or retryable(error):
                 return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
@@ -160,20 +158,21 @@ class Connection:
             call.cancel()
         return None if writer.said_all else "the server ended the stream before the end of the data"
 
-    def _receive(self, response: wire.StreamResponse, ids: bytes | memoryview) -> None:
-        kind = response.WhichOneof("kind")
-        self.buffer.heard(response.committed_through, response.heartbeat.waiting_for if kind == "heartbeat" else "")
+    def _receive(self, response: Response) -> None:
+        message = response.message
+        self.buffer.heard(message.committed_through, message.heartbeat.waiting_for)
         if self.buffer.closing:
             return  # the rest is read only to let the server finish
-        if kind == "batches":
-            self.buffer.put(self._steps(response.batches, ids))
-        elif kind == "end_of_data":
-            self._check_begin(response.end_of_data.end_index, "the end of the data")
+        if response.batches is not None:
+            self.buffer.put(self._steps(response.batches, response.ids))
+        elif message.HasField("end_of_data"):
+            end = message.end_of_data
+            self._check_begin(end.end_index, "the end of the data")
             if self.buffer.end_reason is None:
-                dropped = response.end_of_data.dropped_samples
+                dropped = end.dropped_samples
                 note = f" ({dropped} samples of an incomplete last step were not delivered)" if dropped else ""
-                log.info("%s ends: %s%s", self._request.address, response.end_of_data.reason, note)
-            self.buffer.end(response.end_of_data.reason)
+                log.info("%s ends: %s%s", self._request.address, end.reason, note)
+            self.buffer.end(end.reason)
 
     def _steps(self, batches: wire.Batches, ids: bytes | memoryview) -> list[Step]:
         self._check_begin(batches.begin_index, "a message")
@@ -186,20 +185,18 @@ class Connection:
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
         totals = [info.total_tokens for info in infos]
         message = Message(
-            Steps(
-                begin_indices=begins,
-                end_indices=ends,
-                slices=[info.slice for info in infos],
-                total_tokens=totals,
-                ids=ids,
-                source_ids=batches.source_ids[:],
-                document_counts=batches.document_counts[:],
-                document_starts=batches.document_starts[:],
-            ),
             self.opening.layout,
+            begin_indices=begins,
+            end_indices=ends,
+            slices=[info.slice for info in infos],
+            total_tokens=totals,
+            ids=ids,
+            source_ids=batches.source_ids[:],
+            document_counts=batches.document_counts,
+            document_starts=batches.document_starts,
         )
         points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
-        return list(map(Step, points, repeat(message), count()))
+        return list(zip(points, repeat(message), count()))
 
     def _check_begin(self, begin_index: int, what: str) -> None:
         if begin_index != self.buffer.received_through:
