@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTO_OUT ?= proto
 
-.PHONY: install demo test check proto format bench bench-peers clean
+.PHONY: install demo test chaos check proto format bench bench-peers clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,11 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# SEED=… replays; FAULTS=50, LEDGER=redis and ONLY=late-commit make it short.
+chaos: install
+	PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
+		$(if $(LEDGER),--ledger $(LEDGER)) $(if $(ONLY),--only $(ONLY)) $(if $(FIGURES),--figures $(FIGURES))
 
 check: install
 	$(BIN)/ruff check .

@@ -1,0 +1,321 @@
+"""Recounts a whole run from the tensors that its trainers got. Knows the corpus, and nothing of Tokenloom.
+
+Given a folder with the attempts' files, the reference's, and what was seen in the ledger; says what is wrong with them.
+
+1. Within an attempt, step k covers the samples [start + k·W·B, start + (k+1)·W·B): each rank has B of them in a row,
+   no two ranks the same, all ranks together all of them, as far as the rank that got least is.
+2. An attempt begins where its state says. Attempts overlap (what was trained beyond a checkpoint is trained again): a
+   sample that came before is the same, to the byte.
+3. No sample is missing up to the last. (Where a job goes on at what the ledger has, and not at its own checkpoint, the
+   steps are excepted that were in its hands when it was killed: consumed, and not written down.)
+4. The samples of each source are its numbered tokens, in order, none lost, repeated or torn.
+5. Which source comes when is what an undisturbed run of one rank got.
+6. The rolling digest that the dataset gave for each step is that of the tensors; states of all ranks are equal.
+7. Whatever was seen in the ledger: its counters equal the recount up to its index, that index never went back within
+   a generation, was never beyond what every rank had in hand, and in the end is exactly that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from chaos.corpus import LENGTH, SOURCES
+from chaos.records import read_records
+
+#: The rule of the rolling digest, as the wire contract states it.
+DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
+DIGEST_MODULUS = 2**127 - 1
+#: Faults that are listed; one is enough to fail.
+_LISTED = 20
+
+
+class CheckFailed(AssertionError):
+    """What the trainers got, or the ledger says, is not what was promised."""
+
+
+@dataclass
+class Findings:
+    """How much was checked, and what is wrong."""
+
+    attempts: int = 0
+    #: Samples that came, again and again where they were trained again.
+    delivered: int = 0
+    #: Samples of the run's one order.
+    distinct: int = 0
+    tokens: int = 0
+    states: int = 0
+    observations: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def fault(self, text: str) -> None:
+        self.wrong.append(text)
+
+    def raise_if_wrong(self) -> None:
+        if self.wrong:
+            more = f"\n… and {len(self.wrong) - _LISTED} more" if len(self.wrong) > _LISTED else ""
+            raise CheckFailed("\n".join(self.wrong[:_LISTED]) + more)
+
+
+class _Order:
+    """The run's samples by index, as far as they are known."""
+
+    def __init__(self, size: int) -> None:
+        self.sources = np.full(size, -1, np.int16)
+        self.ids = np.zeros((size, LENGTH), np.uint32)
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        return self.sources >= 0
+
+
+@dataclass
+class _Attempt:
+    """One launch: its plan, its ranks' records, and the steps that all of them have."""
+
+    name: str
+    plan: dict[str, Any]
+    ranks: list[NDArray[np.void]]
+
+    @property
+    def step(self) -> int:
+        return int(self.plan["world_size"] * self.plan["batch_size"])
+
+    @property
+    def complete(self) -> int:
+        return min(len(rank) for rank in self.ranks)
+
+    @property
+    def start(self) -> int | None:
+        """Where it began; None where nothing came."""
+        begins = [int(rank["end"][0]) - self.step for rank in self.ranks if len(rank)]
+        return begins[0] if begins else None
+
+
+def check(folder: Path, final_index: int | None) -> Findings:
+    """Checks a whole run. ``final_index``: where the last attempt was told to stop, and did; None if it was cut off."""
+    found = Findings()
+    attempts = [_read_attempt(path.parent) for path in sorted(folder.glob("attempts/*/plan.json"))]
+    reference = _read_attempt(folder / "reference")
+    size = max((int(rank["end"][-1]) for each in [*attempts, reference] for rank in each.ranks if len(rank)), default=0)
+    expected, order = _Order(size), _Order(size)
+    _take_in(reference, expected, found, counted=False)
+    if not expected.known.all():
+        found.fault(f"the reference lacks {int((~expected.known).sum())} of {size} samples; the check needs them all")
+        return found
+    excepted = np.zeros(size, bool)
+    for number, attempt in enumerate(attempts):
+        _check_start(attempt, attempts[:number], excepted, found)
+        _take_in(attempt, order, found, counted=True)
+    lost = ~order.known & ~excepted
+    if lost.any():
+        found.fault(f"lost: {int(lost.sum())} samples never came, the first of them sample {int(lost.argmax())}")
+    _compare(order, expected, found)
+    _check_numbers(expected, found)
+    digests = _digests(expected)
+    for attempt in attempts:
+        _check_digests(attempt, digests, found)
+        _check_states(folder / "attempts" / attempt.name, attempt, found)
+    _check_snapshots(folder / "snapshots.jsonl", digests, found)
+    _check_ledger(folder / "ledger.jsonl", attempts, expected, digests, final_index, found)
+    found.attempts, found.distinct = len(attempts), int(order.known.sum())
+    found.tokens = found.delivered * LENGTH
+    return found
+
+
+def _read_attempt(folder: Path) -> _Attempt:
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    ranks = [read_records(folder / f"rank-{rank}.steps", plan["batch_size"]) for rank in range(plan["world_size"])]
+    return _Attempt(folder.name, plan, ranks)
+
+
+def _check_start(attempt: _Attempt, before: list[_Attempt], excepted: NDArray[np.bool_], found: Findings) -> None:
+    start = attempt.start
+    if start is None:
+        return
+    asked = attempt.plan["start"]
+    if asked is not None and start != asked:
+        found.fault(f"{attempt.name}: began at sample {start}, but was to begin at {asked}")
+    if asked is not None:
+        return
+    # At what the ledger had: no further than one step beyond what each rank of some launch before had written down.
+    reaches = [(other.start + other.complete * other.step, other) for other in before if other.start is not None]
+    if not any(start <= reach + other.step for reach, other in reaches) and start:
+        found.fault(f"{attempt.name}: began at sample {start}, beyond what any launch before it had consumed")
+    for reach, other in reaches:
+        if reach < start <= reach + other.step:
+            excepted[reach:start] = True
+
+
+def _take_in(attempt: _Attempt, order: _Order, found: Findings, *, counted: bool) -> None:
+    """Checks an attempt in itself and against what is known, and adds it to that."""
+    start = attempt.start
+    if start is None:
+        return
+    step, batch_size = attempt.step, int(attempt.plan["batch_size"])
+    slices = []
+    for rank, records in enumerate(attempt.ranks):
+        if not len(records):
+            continue
+        what = f"{attempt.name}, rank {rank}"
+        ends = start + step * np.arange(1, len(records) + 1)
+        if not np.array_equal(records["end"], ends):
+            at = int((records["end"] != ends).argmax())
+            found.fault(f"{what}: its step {at} ends at sample {records['end'][at]}, expected {ends[at]}")
+            return
+        if not np.array_equal(records["tokens"], ends * LENGTH):
+            found.fault(f"{what}: its total_tokens are not {LENGTH} for each sample up to there")
+        places = records["samples"] - (ends - step)[:, None]
+        firsts = places[:, 0]
+        in_a_row = np.array_equal(places, firsts[:, None] + np.arange(batch_size))
+        if not in_a_row or (firsts % batch_size).any() or (firsts < 0).any() or (firsts >= step).any():
+            found.fault(f"{what}: its samples are not {batch_size} in a row of their step")
+            return
+        slices.append((what, records, firsts // batch_size))
+    whole = np.array([firsts[: attempt.complete] for _, _, firsts in slices])
+    every = np.tile(np.arange(len(whole))[:, None], attempt.complete)
+    if attempt.complete and not np.array_equal(np.sort(whole, axis=0), every):
+        found.fault(f"{attempt.name}: two ranks were given the same samples of a step, or none was given some")
+    for what, records, _ in slices:
+        at = records["samples"].ravel()
+        sources, ids = records["sources"].ravel(), records["ids"].reshape(-1, LENGTH)
+        known = order.sources[at] >= 0
+        same = (order.sources[at] == sources) & (order.ids[at] == ids).all(axis=1)
+        if (known & ~same).any():
+            index = int(at[(known & ~same).argmax()])
+            found.fault(f"{what}: sample {index} is not what it was when it came before")
+        order.sources[at], order.ids[at] = sources, ids
+        if counted:
+            found.delivered += len(at)
+
+
+def _compare(order: _Order, expected: _Order, found: Findings) -> None:
+    differs = order.known & ((order.sources != expected.sources) | (order.ids != expected.ids).any(axis=1))
+    if differs.any():
+        index = int(differs.argmax())
+        found.fault(
+            f"reordered: {int(differs.sum())} samples are not those of an undisturbed run, the first sample {index}: "
+            f"source {order.sources[index]}, ids {order.ids[index].tolist()}; expected source "
+            f"{expected.sources[index]}, ids {expected.ids[index].tolist()}"
+        )
+
+
+def _check_numbers(order: _Order, found: Findings) -> None:
+    """Each source's samples are its numbered tokens, one after the other, epoch after epoch."""
+    for number, source in enumerate(SOURCES):
+        got = order.ids[order.sources == number].ravel()
+        epoch = source.epoch()
+        expected = np.resize(epoch, len(got))
+        if not np.array_equal(got, expected):
+            at = int((got != expected).argmax())
+            found.fault(f"source {source.alias}: its token {at} is {got[at]}, expected {expected[at]}")
+    if not np.isin(order.sources, range(len(SOURCES))).all():
+        found.fault("there are samples of a source that does not exist")
+
+
+def _digests(order: _Order) -> list[str]:
+    """The rolling digest before each sample, and behind the last."""
+    value, found = 0, ["0" * 32]
+    rows = np.ascontiguousarray(order.ids.astype("<u4"))
+    for source, row in zip(order.sources.tolist(), rows, strict=True):
+        value = (value * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(row.data, seed=source)) % DIGEST_MODULUS
+        found.append(f"{value:032x}")
+    return found
+
+
+def _check_digests(attempt: _Attempt, digests: list[str], found: Findings) -> None:
+    for rank, records in enumerate(attempt.ranks):
+        for end, digest in zip(records["end"].tolist(), records["digest"].tolist(), strict=True):
+            if digests[end] != digest.decode():
+                found.fault(f"{attempt.name}, rank {rank}: the digest at sample {end} is not that of the tensors")
+                break
+
+
+def _check_states(folder: Path, attempt: _Attempt, found: Findings) -> None:
+    """Every rank's state at a sample index is the same text."""
+    texts: dict[int, str] = {}
+    for rank in range(attempt.plan["world_size"]):
+        for end, state in read_states(folder, rank).items():
+            found.states += 1
+            if texts.setdefault(end, state) != state:
+                found.fault(f"{attempt.name}: rank {rank}'s state at sample {end} is not that of the other ranks")
+
+
+def read_states(folder: Path, rank: int) -> dict[int, str]:
+    """The states that a rank wrote down whole, by sample index."""
+    path = folder / f"rank-{rank}.states"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.split("\n")[:-1]]
+    return {line["end"]: line["state"] for line in lines}
+
+
+def _check_snapshots(path: Path, digests: list[str], found: Findings) -> None:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        snapshot = json.loads(line)
+        index = snapshot["sample_index"]
+        if index < len(digests) and (snapshot["digest"], snapshot["total_tokens"]) != (digests[index], index * LENGTH):
+            found.fault(f"a snapshot at sample {index} has digest {snapshot['digest']}, expected {digests[index]}")
+
+
+def _check_ledger(
+    path: Path,
+    attempts: list[_Attempt],
+    order: _Order,
+    digests: list[str],
+    final_index: int | None,
+    found: Findings,
+) -> None:
+    seen = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    by_name = {attempt.plan["attempt"]: attempt for attempt in attempts}
+    counts = np.zeros((len(SOURCES), len(order.sources) + 1), np.int64)
+    for number in range(len(SOURCES)):
+        np.cumsum(order.sources == number, out=counts[number, 1:])
+    row_ends = [np.cumsum([length + 1 for length in source.row_lengths()]) for source in SOURCES]
+    last = {"generation": 0, "sample_index": 0, "epoch": 0}
+    for each in seen:
+        generation, index = each["generation"], each["sample_index"]
+        what = f"the ledger (generation {generation}, sample {index})"
+        if generation < last["generation"] or each["epoch"] < last["epoch"]:
+            found.fault(f"{what}: went back from generation {last['generation']}, epoch {last['epoch']}")
+        if generation == last["generation"] and index < last["sample_index"]:
+            found.fault(f"{what}: went back from sample {last['sample_index']}")
+        last = each
+        attempt = by_name.get(each["attempt"])
+        if attempt is None:
+            found.fault(f"{what}: attempt {each['attempt']!r} is none that was launched")
+            continue
+        start = attempt.start if attempt.start is not None else attempt.plan["start"]
+        if start is not None and index > start + (attempt.complete + 1) * attempt.step:
+            held = start + attempt.complete * attempt.step
+            found.fault(f"{what}: beyond sample {held}, which is all that every rank of {attempt.name} has consumed")
+        if index >= len(digests):
+            found.fault(f"{what}: no trainer was ever given so many samples")
+            continue
+        _check_counters(each, counts[:, index], row_ends, digests[index], what, found)
+    found.observations = len(seen)
+    if final_index is not None and (not seen or last["sample_index"] != final_index):
+        found.fault(f"in the end the ledger is at sample {last['sample_index']}, but all ranks consumed {final_index}")
+
+
+def _check_counters(
+    each: dict[str, Any],
+    samples: NDArray[np.int64],
+    row_ends: list[NDArray[np.int64]],
+    digest: str,
+    what: str,
+    found: Findings,
+) -> None:
+    if each["digest"] != digest or each["total_tokens"] != each["sample_index"] * LENGTH:
+        found.fault(f"{what}: digest {each['digest']}, {each['total_tokens']} tokens; recounted {digest}")
+    for source, count, ends in zip(SOURCES, samples.tolist(), row_ends, strict=True):
+        epochs, rest = divmod(count * LENGTH, int(ends[-1]))
+        rows = epochs * len(ends) + int(np.searchsorted(ends, rest, side="right"))
+        recounted = {"samples": count, "rows": rows, "tokens": count * LENGTH}
+        if each["counters"].get(source.spec) != recounted:
+            found.fault(f"{what}: {source.alias} counts {each['counters'].get(source.spec)}; recounted {recounted}")

@@ -1,0 +1,475 @@
+"""The faults, each a context: it begins, the world goes on with it for a while, it is healed.
+
+A fault lasts as long as its context is open; several can be open at once where they concern different things
+(``resource``). Once all are healed, training must go on by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from chaos.processes import ChaosServer, ServerError
+from chaos.proxy import Direction, Proxy
+from chaos.world import ENDING_S, LIVENESS_S, RUN, Launch, World
+
+Context = Callable[[World, random.Random], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``weight``: how often it is drawn. ``needs``: ``redis`` or ``standby``, or nothing."""
+
+    name: str
+    resource: str
+    weight: float
+    begin: Context
+    needs: str = ""
+
+
+FAULTS: list[Fault] = []
+"""Every fault there is, in the order of this file."""
+
+
+def fault(resource: str, weight: float, needs: str = "", **parameters: Any) -> Callable[..., Any]:
+    """Adds a fault; its name is the function's, with the parameters' values behind it."""
+
+    def add(function: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+        name = "-".join([function.__name__.strip("_").replace("_", "-"), *map(str, parameters.values())])
+        begin = contextmanager(function)
+        FAULTS.append(Fault(name, resource, weight, lambda world, draw: begin(world, draw, **parameters), needs))
+        return function
+
+    return add
+
+
+# The server
+
+
+@fault("server", 4)
+def server_killed(world: World, draw: random.Random) -> Iterator[None]:
+    """kill -9, and it comes back at once or a little later."""
+    server = draw.choice(world.servers)
+    server.kill()
+    yield
+    world.pause(draw.choice((0, 0, 0.3, 1.0)))
+    server.start()
+
+
+@fault("server", 2)
+def server_terminated(world: World, draw: random.Random) -> Iterator[None]:
+    """SIGTERM: it commits what it can, and ends in order even where its ledger is away."""
+    server = draw.choice(world.servers)
+    world.wait(lambda: server.ready, "a server that can be told to end")
+    server.terminate()
+    yield
+    server.start()
+
+
+@fault("server", 2)
+def server_stopped(world: World, draw: random.Random) -> Iterator[None]:
+    """SIGSTOP for a while: the machine is there, and nothing answers."""
+    server = draw.choice(world.servers)
+    server.stop()
+    yield
+    world.pause(draw.uniform(0.1, 1.5))
+    server.go_on()
+
+
+@fault("server", 1)
+def server_restarted_again_and_again(world: World, draw: random.Random) -> Iterator[None]:
+    """Killed several times while it starts."""
+    server = draw.choice(world.servers)
+    for _ in range(draw.randint(2, 4)):
+        server.kill()
+        server.start()
+        world.pause(draw.uniform(0.1, 0.9))
+    yield
+    server.kill()
+    server.start()
+
+
+# The server, at named points
+
+_COMMIT_POINTS = ("commit-before", "commit-after")
+_SNAPSHOT_POINTS = ("snapshot", "save_snapshot-before", "save_snapshot-after")
+_RESTORE_POINTS = ("forward", "pin-before", "pin-after")
+_JOIN_POINTS = ("open-before", "open-after", "claim_slot-before", "claim_slot-after", "forward")
+_START_POINTS = ("acquire-before", "acquire-after")
+
+
+def _await_point(world: World, server: ChaosServer, point: str, how: str) -> bool:
+    """Whether it fired. A process that stopped itself is not ended by the orchestrator."""
+    try:
+        world.wait(lambda: server.fired, f"the point {point}", LIVENESS_S)
+    except AssertionError:
+        server.disarm()
+        raise
+    server.stopped = how == "SIGSTOP"
+    return True
+
+
+def _heal_point(world: World, draw: random.Random, server: ChaosServer) -> None:
+    if server.stopped:
+        world.pause(draw.uniform(0.1, 1.2))
+        server.go_on()
+    else:
+        server.kill()
+        server.start()
+
+
+def _at_commit(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    server = world.leader()
+    server.arm(point, how, skip=draw.randint(0, 5))
+    _await_point(world, server, point, how)
+    yield
+    _heal_point(world, draw, server)
+
+
+for _point in _COMMIT_POINTS:
+    for _how in ("SIGKILL", "SIGSTOP"):
+        fault("server", 1.5, point=_point, how=_how)(_at_commit)
+
+
+def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """A snapshot of a past sample is asked for, and made by going forward."""
+    server = world.leader()
+    index = draw.randint(0, (world.observer.look() or {"sample_index": 0})["sample_index"])
+    server.arm(point, how)
+    call = _Call(server, f"/v1/runs/{RUN}/snapshots", {"sample_index": index})
+    _await_point(world, server, point, how)
+    yield
+    _heal_point(world, draw, server)
+    world.wait(lambda: call.over, "the answer to a snapshot", LIVENESS_S)
+
+
+for _point in _SNAPSHOT_POINTS:
+    fault("server", 0.7, point=_point, how="SIGKILL")(_at_snapshot)
+fault("server", 0.5, point="snapshot", how="SIGSTOP")(_at_snapshot)
+
+
+def _at_start(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """It dies a second time while it takes the run over."""
+    server = draw.choice(world.servers)
+    server.kill()
+    server.arm(point, how)
+    server.start()
+    _await_point(world, server, point, how)
+    yield
+    _heal_point(world, draw, server)
+
+
+for _point in _START_POINTS:
+    fault("server", 0.7, point=_point, how="SIGKILL")(_at_start)
+
+
+def _at_join(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """A new attempt joins, and the server dies over it; its ranks ask again."""
+    server = world.leader()
+    world.kill_job()
+    server.arm(point, how)
+    world.relaunch(draw)
+    _await_point(world, server, point, how)
+    yield
+    _heal_point(world, draw, server)
+
+
+for _point in _JOIN_POINTS:
+    fault("all", 0.8, point=_point, how="SIGKILL")(_at_join)
+fault("all", 0.8, point="open-after", how="SIGSTOP")(_at_join)
+
+
+def _at_restore(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """A restore over REST; the server dies in it, is asked again, and the next attempt begins there."""
+    server = world.leader()
+    world.kill_job()
+    committed = world.wait_observed()["sample_index"]
+    index = draw.randint(max(0, committed - 500), committed)
+    server.arm(point, how)
+    call = _Call(server, f"/v1/runs/{RUN}/restore", {"sample_index": index})
+    _await_point(world, server, point, how)
+    yield
+    _heal_point(world, draw, server)
+    world.wait(lambda: call.over, "the answer to a restore", LIVENESS_S)
+    world.restore(index)
+    world.launch(draw, start=index)
+
+
+for _point in _RESTORE_POINTS:
+    fault("all", 0.5, point=_point, how="SIGKILL")(_at_restore)
+
+
+class _Call(threading.Thread):
+    """A REST call that may be broken off."""
+
+    def __init__(self, server: ChaosServer, path: str, body: dict[str, Any]) -> None:
+        super().__init__(name=f"POST {path}", daemon=True)
+        self._server, self._path, self._body = server, path, body
+        self.error: ServerError | None = None
+        self.start()
+
+    @property
+    def over(self) -> bool:
+        return not self.is_alive()
+
+    def run(self) -> None:
+        try:
+            self._server.post(self._path, self._body)
+        except ServerError as error:
+            self.error = error
+
+
+# The ledger
+
+
+@fault("ledger", 5, "redis")
+def redis_killed(world: World, draw: random.Random) -> Iterator[None]:
+    assert world.redis is not None
+    world.redis.kill()
+    yield
+    world.pause(draw.choice((0, 0, 0.3, 1.0, 2.0)))
+    world.redis.start()
+
+
+@fault("ledger", 1, "redis")
+def redis_terminated(world: World, draw: random.Random) -> Iterator[None]:
+    assert world.redis is not None
+    world.redis.stop()
+    yield
+    world.pause(draw.choice((0, 0.5)))
+    world.redis.start()
+
+
+@fault("ledger", 2, "redis")
+def redis_stopped(world: World, draw: random.Random) -> Iterator[None]:
+    """SIGSTOP: connections stay, answers do not come; what was asked meanwhile happens late."""
+    assert world.redis is not None
+    os.kill(world.redis.pid, signal.SIGSTOP)
+    yield
+    world.pause(draw.uniform(0.2, 2.5))
+    os.kill(world.redis.pid, signal.SIGCONT)
+
+
+@fault("ledger", 1, "redis")
+def redis_full(world: World, draw: random.Random) -> Iterator[None]:
+    """Out of memory: it answers, and refuses every write."""
+    assert world.redis is not None
+    _set_memory(world, 1)
+    yield
+    world.pause(draw.uniform(0.2, 1.5))
+    _set_memory(world, 0)
+
+
+def _set_memory(world: World, size_bytes: int) -> None:
+    assert world.redis is not None
+    with redis.Redis(port=world.redis.port) as client:
+        client.config_set("maxmemory", size_bytes)
+
+
+# Networks: between the servers and the ledger, and between the trainers and a server
+
+
+def _link(world: World, draw: random.Random, where: str) -> Proxy:
+    return draw.choice(world.ledger_links if where == "ledger" else world.links)
+
+
+def _reset(world: World, draw: random.Random, where: str) -> Iterator[None]:
+    _link(world, draw, where).reset()
+    yield
+
+
+def _delayed(world: World, draw: random.Random, where: str) -> Iterator[None]:
+    link = _link(world, draw, where)
+    link.delay(draw.choice((0.01, 0.05, 0.2)))
+    yield
+    world.pause(draw.uniform(0.2, 1.0))
+    link.heal()
+
+
+def _directions(draw: random.Random) -> tuple[Direction, ...]:
+    choices: tuple[tuple[Direction, ...], ...] = (("up",), ("down",), ("up", "down"))
+    return draw.choice(choices)
+
+
+def _held(world: World, draw: random.Random, where: str) -> Iterator[None]:
+    """A black hole, one way or both; behind it, all that was sent comes at once, however late."""
+    link = _link(world, draw, where)
+    link.hold(*_directions(draw))
+    yield
+    world.pause(draw.uniform(0.2, 2.5))
+    link.heal()
+
+
+def _swallowed(world: World, draw: random.Random, where: str) -> Iterator[None]:
+    """A black hole, one way or both; what was sent into it is gone, and the connections are reset behind it."""
+    link = _link(world, draw, where)
+    link.swallow(*_directions(draw))
+    yield
+    world.pause(draw.uniform(0.2, 2.5))
+    link.heal()
+
+
+def _cut(world: World, draw: random.Random, where: str) -> Iterator[None]:
+    """A connection ends in the midst of a message."""
+    link = _link(world, draw, where)
+    directions: tuple[Direction, ...] = ("up", "down")
+    link.cut(draw.choice(directions), draw.choice((1, 7, 100, 1000, 5000)))
+    yield
+    world.wait(lambda: link.cut_done, "a cut in a message")
+
+
+def _refused(world: World, draw: random.Random, where: str) -> Iterator[None]:
+    """Nobody listens there for a while."""
+    link = _link(world, draw, where)
+    link.refuse()
+    yield
+    world.pause(draw.uniform(0.1, 1.5))
+    link.heal()
+
+
+for _where, _needs, _weight in (("ledger", "redis", 2.0), ("ranks", "", 1.5)):
+    for _kind in (_reset, _delayed, _held, _swallowed, _cut, _refused):
+        fault(f"link-{_where}", _weight, _needs, where=_where)(_kind)
+
+
+@fault("link-ledger", 4, "redis")
+def answer_dropped(world: World, draw: random.Random) -> Iterator[None]:
+    """The ledger did what it was asked for, mostly a commit, and its answer never comes: once, or twice in a row."""
+    link = world.leaders_ledger_link()
+    for _ in range(draw.choice((1, 1, 2))):
+        link.cut("down", 0)
+        world.wait(lambda: link.cut_done, "an answer to drop")
+    yield
+
+
+@fault("all", 2, "redis")
+def late_commit(world: World, draw: random.Random) -> Iterator[None]:
+    """A commit that was given up and made again on another connection arrives when later ones were made."""
+    link = world.leaders_ledger_link()
+    link.hold("up", new_ones=False)
+    yield
+    world.recover()
+    _release_late(world, link)
+
+
+@fault("all", 2, "redis")
+def late_commit_of_an_older_launch(world: World, draw: random.Random) -> Iterator[None]:
+    """The same, and it arrives when the job was launched again from a checkpoint before it."""
+    link = world.leaders_ledger_link()
+    world.wait_states(2)
+    link.hold("up", new_ones=False)
+    world.pause(draw.uniform(0.05, 0.2))
+    world.kill_job()
+    yield
+    world.relaunch(draw, oldest=True)
+    world.wait_begun()
+    _release_late(world, link)
+
+
+def _release_late(world: World, link: Proxy) -> None:
+    """Lets the late commit come while nobody trains, so that no commit of theirs hides what it did."""
+    world.signal(signal.SIGSTOP)
+    world.pause(0.3)
+    link.heal()
+    world.pause(0.2)
+    world.signal(signal.SIGCONT)
+
+
+# Trainers
+
+
+@fault("ranks", 2)
+def rank_stopped(world: World, draw: random.Random) -> Iterator[None]:
+    """SIGSTOP of one rank: the others wait for it, and all go on."""
+    job = world.job
+    assert job is not None
+    rank = draw.randrange(job.world_size)
+    world.signal(signal.SIGSTOP, job, rank)
+    yield
+    world.pause(draw.uniform(0.1, 1.5))
+    world.signal(signal.SIGCONT, job, rank)
+
+
+@fault("ranks", 3)
+def rank_killed(world: World, draw: random.Random) -> Iterator[None]:
+    """kill -9 of one rank; the job is launched again from a checkpoint, with other numbers."""
+    job = world.job
+    assert job is not None
+    world.signal(signal.SIGKILL, job, draw.randrange(job.world_size))
+    world.pause(draw.uniform(0, 0.3))
+    yield
+    world.kill_job()
+    world.relaunch(draw)
+
+
+@fault("ranks", 2)
+def job_killed(world: World, draw: random.Random) -> Iterator[None]:
+    """kill -9 of all ranks, and a new launch: from a checkpoint, or from what the ledger has."""
+    world.kill_job()
+    yield
+    if draw.random() < 0.3 and (world.observer.look() or {}).get("sample_index"):
+        world.launch(draw, resume="latest", start=None)
+    else:
+        world.relaunch(draw)
+
+
+@fault("ranks", 1.5)
+def job_killed_while_it_joins(world: World, draw: random.Random) -> Iterator[None]:
+    """The job is launched, killed within its Joins, and launched again."""
+    world.kill_job()
+    world.relaunch(draw)
+    world.pause(draw.uniform(0.02, 0.3))
+    world.kill_job()
+    yield
+    world.relaunch(draw)
+
+
+@fault("ranks", 3)
+def zombie(world: World, draw: random.Random) -> Iterator[None]:
+    """The whole job hangs, another is launched in its place, and the first comes back: it must end ``Fenced``."""
+    old = world.job
+    assert old is not None
+    world.signal(signal.SIGSTOP, old)
+    old.may_end_with.add("Fenced")
+    yield
+    world.relaunch(draw)
+    world.wait_begun()
+    world.signal(signal.SIGCONT, old)
+    expect_fenced(world, old)
+
+
+def expect_fenced(world: World, launch: Launch) -> None:
+    for rank, name in enumerate(launch.names):
+        world.wait(
+            lambda name=name: world.ranks.status(name) is not None,  # type: ignore[misc]
+            f"the end of rank {rank} of {launch.attempt}, which is fenced,",
+            ENDING_S,
+        )
+
+
+# All of it
+
+
+@fault("all", 2)
+def all_killed_and_started_in_any_order(world: World, draw: random.Random) -> Iterator[None]:
+    """Power cut; then ledger, servers and trainers come back in any order."""
+    world.kill_job()
+    for server in world.servers:
+        server.kill()
+    starts: list[Callable[[], object]] = [*(server.start for server in world.servers), lambda: world.relaunch(draw)]
+    if world.redis is not None:
+        world.redis.kill()
+        starts.append(world.redis.start)
+    yield
+    draw.shuffle(starts)
+    for start in starts:
+        start()
+        world.pause(draw.uniform(0, 0.8))

@@ -1,0 +1,156 @@
+"""The processes of a world: servers that an orchestrator restarts, and their addresses, which stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from support.redis_server import free_port
+
+from chaos.server_at import arm, disarm
+
+#: After an exit that nobody asked for, an orchestrator waits so long before it starts the server again, seconds.
+RESTART_AFTER_S = 0.2
+#: The server's own bounds on stopping add up to less, seconds.
+STOP_DEADLINE_S = 25.0
+#: A call that is not answered by then never is, seconds.
+_CALL_TIMEOUT_S = 20.0
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that runs a module of the tests."""
+    tests = str(Path(__file__).resolve().parent.parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))}
+
+
+class ServerError(Exception):
+    """A REST call that was refused (``status``), or broken off (0)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+
+
+class ChaosServer:
+    """``tokenloom serve`` on ports that stay, started again whenever it ended while it is wanted."""
+
+    def __init__(self, folder: Path, mixture: Path, ledger: str, options: list[str], mutant: str) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.grpc_port, self.rest_port = free_port(), free_port()
+        self.wanted = False
+        self.stopped = False
+        self.starts = 0
+        self._arm_file = folder / "armed.json"
+        self._ready_file = folder / "ready.json"
+        self._command = [sys.executable, "-W", "error", "-m", "chaos.server_at", str(self._arm_file), mutant, "serve"]
+        self._command += [str(mixture), "--ledger", ledger, "--ready-file", str(self._ready_file)]
+        self._command += ["--grpc", f"127.0.0.1:{self.grpc_port}", "--rest", f"127.0.0.1:{self.rest_port}", *options]
+        self._command += ["--index-dir", str(folder.parent / "index")]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended_at = 0.0
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def ready(self) -> bool:
+        return self.running and self._ready_file.exists()
+
+    def start(self) -> None:
+        """Does not wait for it."""
+        self.wanted = True
+        self._ready_file.unlink(missing_ok=True)
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment()
+            )
+        self.starts += 1
+        self._ended_at = 0.0
+
+    def tend(self) -> None:
+        """What an orchestrator does: a server that ended by itself comes back."""
+        if not self.wanted or self.running:
+            return
+        if not self._ended_at:
+            self._ended_at = time.monotonic()
+        if time.monotonic() - self._ended_at >= RESTART_AFTER_S:
+            self.start()
+
+    def kill(self) -> None:
+        """As a crash would: no goodbye."""
+        self.wanted = self.stopped = False
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def terminate(self) -> int:
+        """As an orchestrator would; the exit status. Raises ``TimeoutExpired`` if it does not end."""
+        self.wanted = False
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(STOP_DEADLINE_S)
+
+    def children(self) -> list[psutil.Process]:
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def stop(self) -> None:
+        """SIGSTOP: it is there, and does nothing."""
+        self.signal(signal.SIGSTOP)
+        self.stopped = True
+
+    def go_on(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.stopped = False
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            assert self._process is not None
+            os.kill(self._process.pid, number)
+
+    def arm(self, point: str, how: str, skip: int = 0) -> None:
+        arm(self._arm_file, point, skip, how)
+
+    def disarm(self) -> bool:
+        """Whether it had not fired."""
+        return disarm(self._arm_file)
+
+    @property
+    def fired(self) -> bool:
+        return not self._arm_file.exists()
+
+    # REST
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises ``ServerError``."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.rest_port}{path}",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+            method="POST",
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=_CALL_TIMEOUT_S) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+                return found
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ServerError(error.code, error.read().decode(errors="replace")[:500]) from None
+        except (OSError, ValueError) as error:
+            raise ServerError(0, str(error)) from None

@@ -1,0 +1,52 @@
+"""The short form of the chaos suite, and proof that it can fail: a server that lacks a check does not pass it.
+
+A failing story prints its seed; ``CHAOS_SEED=… pytest tests/chaos`` tells it again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from chaos.checker import CheckFailed
+from chaos.corpus import write_corpus
+from chaos.story import Story, tell
+
+#: Faults by ledger: a hundred in all.
+FAULTS = {"redis": 70, "sqlite": 30}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("numbered"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_behind_each(
+    corpus: Path, tmp_path: Path
+) -> None:
+    seed = os.environ.get("CHAOS_SEED") or secrets.token_hex(4)
+    print(f"CHAOS_SEED={seed}")
+
+    def run(ledger: str) -> Story:
+        return tell(tmp_path / ledger, corpus, f"{seed}-{ledger}", FAULTS[ledger], ledger=ledger, progress=print)
+
+    with ThreadPoolExecutor() as pool:
+        stories = list(pool.map(run, FAULTS))
+    assert sum(story.count for story in stories) >= 100
+    for story in stories:
+        assert story.findings.distinct > 1000
+        assert story.findings.observations > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mutant", ["fence", "deduplication"])
+def test_a_server_without_a_check_of_the_ledgers_fails(corpus: Path, tmp_path: Path, mutant: str) -> None:
+    with pytest.raises(CheckFailed, match="the ledger"):
+        tell(tmp_path / mutant, corpus, mutant, 8, ledger="redis", only="late-commit", mutant=mutant, progress=print)
