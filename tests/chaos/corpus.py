@@ -20,8 +20,8 @@ import yaml
 from numpy.typing import NDArray
 from support.corpora import write_arrow
 
-#: Tokens of a sample.
-LENGTH = 16
+from chaos.records import LENGTH
+
 #: Ends each row; it is no number.
 END = 0
 #: Ids of one source lie this far from those of the next.

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.corpus import LENGTH
+#: Tokens of a sample.
+LENGTH = 16
 
 
 def record_type(batch_size: int) -> np.dtype[np.void]:

@@ -14,8 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from chaos.checker import DIGEST_MODULUS, DIGEST_MULTIPLIER, check
-from chaos.corpus import LENGTH, SOURCES
-from chaos.records import record_type
+from chaos.corpus import SOURCES
+from chaos.records import LENGTH, record_type
 
 SAMPLES = 240
 #: Launches: (world size, batch size, start, steps by rank); the second begins at a checkpoint before the first's end.

@@ -24,7 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from chaos.processes import environment
+from chaos.records import record_type
 
 #: What a rank's process returns when it ended with an error of the dataset's.
 FAILED = 3
@@ -115,10 +118,7 @@ class Ranks:
 
 def train(plan: RankPlan) -> None:
     """Trains until it is told to stop (a file ``stop`` with a sample index), the data end, or an error comes."""
-    import numpy as np
     from tokenloom import RemoteDataset
-
-    from chaos.records import record_type
 
     folder = Path(plan.folder)
     draw = random.Random(plan.name)

@@ -139,6 +139,10 @@ class World:
         self.ranks = Ranks(folder / "ranks.log")
         self.job: Launch | None = None
         self.launches: list[Launch] = []
+        #: Launches that hang, and have to find out that another has taken their place.
+        self.zombies: list[Launch] = []
+        #: Names of faults that did not strike: another one kept them from it.
+        self.missed: set[str] = set()
         self._observed_at = 0.0
         self._launched = 0
 
@@ -181,6 +185,16 @@ class World:
                 raise LivenessFailed(f"{what} did not happen within {seconds:g} s\n{self.tell()}")
             time.sleep(TICK_S)
         return time.monotonic() - began
+
+    def becomes(self, happened: Callable[[], bool], seconds: float) -> bool:
+        """Whether it happens within a time."""
+        until = time.monotonic() + seconds
+        while not happened():
+            if time.monotonic() > until:
+                return False
+            self.tend()
+            time.sleep(TICK_S)
+        return True
 
     def _watch_ranks(self) -> None:
         for launch in self.launches[-4:]:
@@ -243,7 +257,7 @@ class World:
                 state=state,
                 resume=resume,
                 prefetch_steps=prefetch_steps,
-                pace_s=0.008,
+                pace_s=0.005,
                 checkpoint_every=draw_checkpoint,
                 options={"connect_timeout_s": 120.0, "reconnect_timeout_s": 120.0, **(options or {})},
             )
@@ -268,19 +282,25 @@ class World:
         state, start = self.checkpoint(draw, oldest=oldest)
         return self.launch(draw, state=state, start=start, options=options)
 
-    def restore(self, index: int) -> None:
-        """Pins a sample index over REST, as often as it takes."""
+    def note_snapshot(self, found: dict[str, Any]) -> None:
+        """For the checker: what a snapshot says of the order."""
+        with (self.folder / "snapshots.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(found) + "\n")
 
-        def pinned() -> bool:
+    def ask(self, path: str, sample_index: int) -> dict[str, Any]:
+        """A REST call, repeated until the server is there and its ledger, too."""
+        answers: list[dict[str, Any]] = []
+
+        def answered() -> bool:
             try:
-                self.leader().post(f"/v1/runs/{RUN}/restore", {"sample_index": index})
+                answers.append(self.leader().post(path, {"sample_index": sample_index}))
             except ServerError as error:
                 if error.status not in (0, 503):
                     raise
-                return False
-            return True
+            return bool(answers)
 
-        self.wait(pinned, f"a restore to sample {index}")
+        self.wait(answered, f"an answer to POST {path}")
+        return answers[-1]
 
     def leader(self) -> ChaosServer:
         """The server that serves the run."""
@@ -294,7 +314,13 @@ class World:
     def wait_observed(self) -> dict[str, Any]:
         """What the ledger holds."""
         found: list[dict[str, Any]] = []
-        self.wait(lambda: bool(found.append(seen) or True if (seen := self.observer.look()) else False), "the ledger")
+
+        def seen() -> bool:
+            look = self.observer.look()
+            found.extend([look] if look is not None else [])
+            return bool(found)
+
+        self.wait(seen, "the ledger")
         return found[-1]
 
     def wait_begun(self) -> None:
@@ -348,6 +374,19 @@ class World:
         """Waits until every rank got what was made after now; how long that took, seconds."""
         launch, steps = self.fresh_index()
         return self.wait(lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}")
+
+    def wake_zombies(self) -> None:
+        """Each finds out that it is over, and how: ``Fenced``."""
+        while self.zombies:
+            launch = self.zombies.pop()
+            self.signal(signal.SIGCONT, launch)
+            for rank, name in enumerate(launch.names):
+                self.wait(
+                    lambda name=name: self.ranks.status(name) is not None,  # type: ignore[misc]
+                    f"the end of rank {rank} of {launch.attempt}, which is fenced,",
+                    ENDING_S,
+                )
+            self.tend()
 
     # The end
 
