@@ -12,7 +12,7 @@ Given a folder with the attempts' files, the reference's, and what was seen in t
 5. Which source comes when is what an undisturbed run of one rank got.
 6. The rolling digest that the dataset gave for each step is that of the tensors; states of all ranks are equal.
 7. Whatever was seen in the ledger: its counters equal the recount up to its index, that index never went back within
-   a generation, was never beyond what every rank had in hand, and in the end is exactly that.
+   a generation, was never beyond what every rank had in hand at that time, and in the end is exactly that.
 """
 
 from __future__ import annotations
@@ -293,9 +293,11 @@ def _check_ledger(
             found.fault(f"{what}: attempt {each['attempt']!r} is none that was launched")
             continue
         start = attempt.start if attempt.start is not None else attempt.plan["start"]
-        if start is not None and index > start + (attempt.complete + 1) * attempt.step:
-            held = start + attempt.complete * attempt.step
-            found.fault(f"{what}: beyond sample {held}, which is all that every rank of {attempt.name} has consumed")
+        # A rank may have taken one step more than it has written down.
+        had = min(int(np.searchsorted(rank["at"], each["at"], side="right")) for rank in attempt.ranks)
+        if start is not None and index > start + (had + 1) * attempt.step:
+            held = start + had * attempt.step
+            found.fault(f"{what}: beyond sample {held}, which is all that every rank of {attempt.name} had by then")
         if index >= len(digests):
             found.fault(f"{what}: no trainer was ever given so many samples")
             continue

@@ -368,7 +368,7 @@ def late_commit(world: World, draw: random.Random) -> Iterator[None]:
 def late_commit_of_an_older_launch(world: World, draw: random.Random) -> Iterator[None]:
     """The same, and it arrives when the job was launched again from a checkpoint before it."""
     link = world.leaders_ledger_link()
-    world.wait_states(2)
+    world.wait_states(3)
     link.hold("up", new_ones=False)
     world.pause(draw.uniform(0.05, 0.2))
     world.kill_job()

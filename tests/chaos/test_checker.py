@@ -57,12 +57,15 @@ class Files:
                 begin = start + step * world_size * batch_size
                 at = begin + (rank + step) % world_size * batch_size + np.arange(batch_size)
                 end = begin + world_size * batch_size
+                record["at"] = step
                 record["end"], record["tokens"], record["digest"] = end, end * LENGTH, self.digests[end].encode()
                 record["samples"], record["sources"], record["ids"] = at, self.sources[at], self.ids[at]
             ranks.append(records)
         return ranks
 
     def look(self, generation: int, attempt: str, index: int) -> dict[str, Any]:
+        """What the ledger shows as soon as it may; a step's time is its number."""
+        world_size, batch_size, start, _ = LAUNCHES[int(attempt)]
         counters = {}
         for number, source in enumerate(SOURCES):
             count = int((self.sources[:index] == number).sum())
@@ -73,6 +76,7 @@ class Files:
             "epoch": 1,
             "attempt": attempt,
             "sample_index": index,
+            "at": (index - start) // (world_size * batch_size) - 1,
             "total_tokens": index * LENGTH,
             "digest": self.digests[index],
             "counters": counters,
@@ -149,6 +153,10 @@ def count_what_was_only_sent(files: Files) -> None:
     files.seen[2] = files.look(1, "0000", 132)
 
 
+def count_what_ranks_got_later(files: Files) -> None:
+    files.seen[1]["at"] = 5
+
+
 def count_a_sample_twice(files: Files) -> None:
     files.seen[4]["counters"][SOURCES[1].spec]["samples"] += 1
 
@@ -178,6 +186,7 @@ def lose_the_last_commit(files: Files) -> None:
         (give_a_wrong_digest, "the digest at sample 120 is not that of the tensors"),
         (give_ranks_different_states, "rank 1's state at sample 54"),
         (count_what_was_only_sent, "beyond sample 120"),
+        (count_what_ranks_got_later, "beyond sample 36"),
         (count_a_sample_twice, "docs counts"),
         (go_back_in_the_ledger, "went back from sample 150"),
         (move_the_counters_for_an_older_launch, "went back from generation 2"),

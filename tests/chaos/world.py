@@ -261,7 +261,7 @@ class World:
                 checkpoint_every=draw_checkpoint,
                 options={"connect_timeout_s": 120.0, "reconnect_timeout_s": 120.0, **(options or {})},
             )
-            for draw_checkpoint in [draw.randint(3, 40)]
+            for draw_checkpoint in [draw.randint(4, 40)]
             for rank in range(world_size)
         ]
         plan = {"attempt": attempt, "world_size": world_size, "batch_size": batch_size, "start": start}
@@ -341,8 +341,8 @@ class World:
             # Of the job itself, else that which it began with, else of the one before it.
             states = launch.states() or ({_index(launch.state): launch.state} if launch.state else {})
             if states:
-                ends = sorted(states)[-3:]
-                end = ends[0] if oldest else ends[-1] if draw.random() < 0.7 else draw.choice(ends)
+                ends = sorted(states)
+                end = ends[0] if oldest else ends[-1] if draw.random() < 0.7 else draw.choice(ends[-3:])
                 return states[end], end
         raise LivenessFailed("there is no checkpoint")
 
