@@ -22,10 +22,10 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
-# SEED=… replays; FAULTS=50, LEDGER=redis and ONLY=late-commit make it short.
+# SEED=… replays; FAULTS=50, WORLD=standby and ONLY=late-commit make it short.
 chaos: install
 	PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
-		$(if $(LEDGER),--ledger $(LEDGER)) $(if $(ONLY),--only $(ONLY)) $(if $(FIGURES),--figures $(FIGURES))
+		$(if $(WORLD),--world $(WORLD)) $(if $(ONLY),--only $(ONLY)) $(if $(FIGURES),--figures $(FIGURES))
 
 check: install
 	$(BIN)/ruff check .

@@ -15,12 +15,15 @@ from pathlib import Path
 from chaos.corpus import write_corpus
 from chaos.story import quantile, tell
 
+#: By name: ledger, servers, and share of the faults.
+WORLDS = {"standby": ("redis", 2, 0.6), "redis": ("redis", 1, 0.25), "sqlite": ("sqlite", 1, 0.15)}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", default="", help="replays; a new one if not given")
-    parser.add_argument("--faults", type=int, default=1000, help="in all, over both ledgers")
-    parser.add_argument("--ledger", choices=("both", "redis", "sqlite"), default="both")
+    parser.add_argument("--faults", type=int, default=1000, help="in all, over all worlds")
+    parser.add_argument("--world", choices=("all", *WORLDS), default="all")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     parser.add_argument("--mutant", default="", help="a check to remove from the server: fence or deduplication")
     parser.add_argument("--folder", type=Path, help="where all files go; a temporary one if not given")
@@ -28,25 +31,27 @@ def main() -> int:
     asked = parser.parse_args()
     seed = asked.seed or secrets.token_hex(4)
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="tokenloom-chaos-"))
-    chosen = {"SEED": seed, "FAULTS": str(asked.faults), "LEDGER": asked.ledger, "ONLY": asked.only}
+    chosen = {"SEED": seed, "FAULTS": str(asked.faults), "WORLD": asked.world, "ONLY": asked.only}
     replay = " ".join(["make chaos", *(f"{name}={value}" for name, value in chosen.items() if value)])
     print(f"seed {seed}; files in {folder}; replay with: {replay}", flush=True)
     corpus = write_corpus(folder / "corpus")
-    shares = {"redis": 0.8, "sqlite": 0.2} if asked.ledger == "both" else {asked.ledger: 1.0}
     stories = []
     began = time.monotonic()
-    for ledger, share in shares.items():
+    for name, (ledger, servers, share) in WORLDS.items():
+        if asked.world not in ("all", name):
+            continue
         try:
             stories.append(
                 tell(
-                    folder / ledger,
+                    folder / name,
                     corpus,
-                    f"{seed}-{ledger}",
-                    round(asked.faults * share),
+                    f"{seed}-{name}",
+                    round(asked.faults * (share if asked.world == "all" else 1)),
                     ledger=ledger,
+                    servers=servers,
                     only=asked.only,
                     mutant=asked.mutant,
-                    progress=lambda line, ledger=ledger: print(f"{ledger:6s} {line}", flush=True),  # type: ignore[misc]
+                    progress=lambda line, name=name: print(f"{name:8s} {line}", flush=True),  # type: ignore[misc]
                 )
             )
         except AssertionError as error:

@@ -109,6 +109,13 @@ _JOIN_POINTS = ("open-before", "open-after", "claim_slot-before", "claim_slot-af
 _START_POINTS = ("acquire-before", "acquire-after")
 
 
+def _leader(world: World) -> ChaosServer:
+    """The server that serves the run, where nothing else is broken."""
+    server = world.leader()
+    assert server is not None, f"no server leads the run\n{world.tell()}"
+    return server
+
+
 def _await_point(world: World, server: ChaosServer, name: str, how: str) -> None:
     """Waits until the armed server fires. Where another fault keeps it from getting there, this one is missed."""
     if not world.becomes(lambda: server.fired, POINT_S) and server.disarm():
@@ -125,7 +132,11 @@ def _heal_point(world: World, draw: random.Random, server: ChaosServer) -> None:
 
 
 def _at_commit(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
-    server = world.leader()
+    server = world.leader(POINT_S)
+    if server is None:
+        world.missed.add(f"at-commit-{point}-{how}")
+        yield
+        return
     server.arm(point, how, skip=draw.randint(0, 5))
     _await_point(world, server, f"at-commit-{point}-{how}", how)
     yield
@@ -139,7 +150,11 @@ for _point in _COMMIT_POINTS:
 
 def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
     """A snapshot of a past sample is asked for, and made by going forward."""
-    server = world.leader()
+    server = world.leader(POINT_S)
+    if server is None:
+        world.missed.add(f"at-snapshot-{point}-{how}")
+        yield
+        return
     index = draw.randint(0, (world.observer.look() or {"sample_index": 0})["sample_index"])
     server.arm(point, how)
     call = _Call(server, f"/v1/runs/{RUN}/snapshots", {"sample_index": index})
@@ -173,7 +188,7 @@ for _point in _START_POINTS:
 
 def _at_join(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
     """A new attempt joins, and the server dies over it; its ranks ask again."""
-    server = world.leader()
+    server = _leader(world)
     world.kill_job()
     server.arm(point, how)
     world.relaunch(draw)
@@ -189,7 +204,7 @@ fault("all", 0.8, point="open-after", how="SIGSTOP")(_at_join)
 
 def _at_restore(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
     """A restore over REST; the server dies in it, is asked again, and the next attempt begins there."""
-    server = world.leader()
+    server = _leader(world)
     world.kill_job()
     committed = world.wait_observed()["sample_index"]
     index = draw.randint(max(0, committed - 500), committed)
@@ -342,10 +357,19 @@ for _where, _needs, _weight in (("ledger", "redis", 2.0), ("ranks", "", 1.5)):
         fault(f"link-{_where}", _weight, _needs, where=_where)(_kind)
 
 
+def _leaders_link(world: World) -> Proxy:
+    return world.ledger_links[world.servers.index(_leader(world))]
+
+
 @fault("link-ledger", 4, "redis")
 def answer_dropped(world: World, draw: random.Random) -> Iterator[None]:
     """The ledger did what it was asked for, mostly a commit, and its answer never comes: once, or twice in a row."""
-    link = world.leaders_ledger_link()
+    server = world.leader(POINT_S)
+    if server is None:
+        world.missed.add("answer-dropped")
+        yield
+        return
+    link = world.ledger_links[world.servers.index(server)]
     for _ in range(draw.choice((1, 1, 2))):
         link.cut("down", 0)
         if not world.becomes(lambda: link.cut_done, POINT_S):
@@ -357,7 +381,7 @@ def answer_dropped(world: World, draw: random.Random) -> Iterator[None]:
 @fault("all", 2, "redis")
 def late_commit(world: World, draw: random.Random) -> Iterator[None]:
     """A commit that was given up and made again on another connection arrives when later ones were made."""
-    link = world.leaders_ledger_link()
+    link = _leaders_link(world)
     link.hold("up", new_ones=False)
     yield
     world.recover()
@@ -367,7 +391,7 @@ def late_commit(world: World, draw: random.Random) -> Iterator[None]:
 @fault("all", 2, "redis")
 def late_commit_of_an_older_launch(world: World, draw: random.Random) -> Iterator[None]:
     """The same, and it arrives when the job was launched again from a checkpoint before it."""
-    link = world.leaders_ledger_link()
+    link = _leaders_link(world)
     world.wait_states(3)
     link.hold("up", new_ones=False)
     world.pause(draw.uniform(0.05, 0.2))
@@ -449,6 +473,30 @@ def zombie(world: World, draw: random.Random) -> Iterator[None]:
     world.zombies.append(old)
 
 
+@fault("ranks", 1)
+def job_taken_over(world: World, draw: random.Random) -> Iterator[None]:
+    """Another launch takes the run over on purpose, while the first still trains."""
+    old = world.job
+    assert old is not None
+    old.may_end_with.add("Fenced")
+    yield
+    world.relaunch(draw, takeover=True)
+    world.zombies.append(old)
+
+
+@fault("all", 0.6)
+def second_launch_by_mistake(world: World, draw: random.Random) -> Iterator[None]:
+    """Another launch comes while the job trains: it is refused, and the job never notices."""
+    job = world.job
+    assert job is not None
+    second = world.relaunch(draw)
+    second.may_end_with.add("RunBusy")
+    world.job = job
+    yield
+    for name in second.names:
+        world.wait(lambda name=name: world.ranks.status(name) is not None, "the refusal of a second launch")  # type: ignore[misc]
+
+
 # All of it
 
 
@@ -467,3 +515,93 @@ def all_killed_and_started_in_any_order(world: World, draw: random.Random) -> It
     for start in starts:
         start()
         world.pause(draw.uniform(0, 0.8))
+
+
+# Two servers
+
+
+def _await_takeover(world: World, old: ChaosServer) -> None:
+    """Until another server leads, and trains the job."""
+    others = [server for server in world.servers if server is not old]
+    waited_s = world.wait(lambda: any(server.leads() for server in others), "that a server that stood by took over")
+    world.recover()
+    world.recoveries_s[-1] += waited_s
+
+
+@fault("all", 2, "standby")
+def leader_killed_for_good(world: World, draw: random.Random) -> Iterator[None]:
+    """The one that stands by takes over once the lease lapsed; the ranks find it."""
+    leader = _leader(world)
+    leader.kill()
+    yield
+    _await_takeover(world, leader)
+    leader.start()
+
+
+@fault("all", 1, "standby")
+def leader_terminated_for_good(world: World, draw: random.Random) -> Iterator[None]:
+    """SIGTERM: it gives its lease back."""
+    leader = _leader(world)
+    leader.terminate()
+    yield
+    _await_takeover(world, leader)
+    leader.start()
+
+
+@fault("all", 0.7, "standby")
+def leader_stopped_beyond_its_lease(world: World, draw: random.Random) -> Iterator[None]:
+    """SIGSTOP; another takes over; it comes back, and believes for a moment that it leads."""
+    leader = _leader(world)
+    leader.stop()
+    yield
+    _await_takeover(world, leader)
+    leader.go_on()
+    world.pause(0.5)
+
+
+@fault("all", 0.7, "standby")
+def leader_stopped_before_a_commit_and_beyond_its_lease(world: World, draw: random.Random) -> Iterator[None]:
+    """The same in the midst of a commit, which then comes late and from an older epoch."""
+    leader = _leader(world)
+    leader.arm("commit-before", "SIGSTOP", skip=draw.randint(0, 5))
+    _await_point(world, leader, "leader-stopped-before-a-commit-and-beyond-its-lease", "SIGSTOP")
+    yield
+    _await_takeover(world, leader)
+    leader.go_on()
+    world.pause(0.5)
+
+
+@fault("all", 2, "standby")
+def leader_cut_off_from_redis_beyond_its_lease(world: World, draw: random.Random) -> Iterator[None]:
+    """It has all its ranks, and no ledger: it must let them go before the other one may serve them."""
+    leader = _leader(world)
+    link = world.ledger_links[world.servers.index(leader)]
+    link.hold(*_directions(draw))
+    yield
+    _await_takeover(world, leader)
+    link.heal()
+    world.pause(0.5)
+
+
+@fault("all", 2, "standby")
+def leader_killed_and_redis_restarted_between(world: World, draw: random.Random) -> Iterator[None]:
+    assert world.redis is not None
+    leader = _leader(world)
+    leader.kill()
+    yield
+    world.pause(draw.uniform(0, 2.5))
+    world.redis.kill()
+    world.pause(draw.choice((0, 1.0)))
+    world.redis.start()
+    _await_takeover(world, leader)
+    leader.start()
+
+
+@fault("all", 1.5, "standby")
+def ranks_cut_off_from_the_leader(world: World, draw: random.Random) -> Iterator[None]:
+    """Nobody reaches the server that leads: no rank goes on, none gives up, and all go on when it is back."""
+    link = world.links[world.servers.index(_leader(world))]
+    link.refuse()
+    yield
+    world.pause(draw.uniform(0.5, 3.0))
+    link.heal()

@@ -24,6 +24,8 @@ RESTART_AFTER_S = 0.2
 STOP_DEADLINE_S = 25.0
 #: A call that is not answered by then never is, seconds.
 _CALL_TIMEOUT_S = 20.0
+#: A server that does not say so soon whether it leads is busy with something else.
+_LOOK_TIMEOUT_S = 1.0
 
 
 def environment() -> dict[str, str]:
@@ -135,6 +137,20 @@ class ChaosServer:
         return not self._arm_file.exists()
 
     # REST
+
+    def leads(self) -> bool:
+        """Whether it serves the run, and does not stand by for another server."""
+        if not self.ready or self.stopped:
+            return False
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"http://127.0.0.1:{self.rest_port}/readyz", timeout=_LOOK_TIMEOUT_S):
+                return True
+        except urllib.error.HTTPError as error:
+            with error:
+                return b"stands by" not in error.read()
+        except OSError:
+            return False
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Raises ``ServerError``."""

@@ -46,7 +46,6 @@ def tell(
     *,
     ledger: str,
     servers: int = 1,
-    options: Sequence[str] = (),
     only: str = "",
     mutant: str = "",
     progress: Callable[[str], None] = lambda line: None,
@@ -54,18 +53,19 @@ def tell(
     """Runs a story. ``only``: faults whose names contain that. Raises ``CheckFailed`` or ``LivenessFailed``."""
     began = time.monotonic()
     story = Story(seed)
-    world = World(folder, corpus, seed, ledger=ledger, servers=servers, options=list(options), mutant=mutant)
+    world = World(folder, corpus, seed, ledger=ledger, servers=servers, mutant=mutant)
     known = [
         each
         for each in FAULTS
         if only in each.name
         and (each.needs != "redis" or ledger == "redis")
-        and (each.needs != "standby" or servers > 1)
+        and (each.needs != "standby" or (servers > 1 and ledger == "redis"))
     ]
     try:
         for server in world.servers:
             server.start()
         world.launch(random.Random(f"{seed}/first"), start=0)
+        world.wait_states(1)
         world.recover()
         number = 0
         while story.count < faults:
@@ -83,10 +83,10 @@ def tell(
                 raise LivenessFailed(f"fault {number} of seed {seed} ({names}): {error}") from error
             story.faults.update(each.name for each in chosen if each.name not in world.missed)
             world.missed.clear()
-            story.recoveries_s.append(recovered_s)
             elapsed = time.monotonic() - began
             progress(f"{elapsed:7.1f} s  fault {story.count:4d}/{faults}  recovered in {recovered_s:5.2f} s  {names}")
             number += 1
+        story.recoveries_s = world.recoveries_s
         story.final_index = world.finish()
         world.check_logs()
     finally:

@@ -29,6 +29,11 @@ RUN = "chaos"
 #: Once a fault is over, every rank has a batch that is newer than the fault within this time, seconds. A server's
 #: start takes about two of them where two cores are busy; the rest is generous, as a bound in a test must be.
 LIVENESS_S = 30.0
+#: A server may be replaced once it could not reach the ledger for so long, seconds.
+LEASE_S = 2.0
+#: A job that was not heard for so long may be followed by another, seconds.
+BUSY_S = 1.0
+OPTIONS = ["--lease", f"{LEASE_S:g}", "--liveness", f"{BUSY_S:g}"]
 #: A process that was told to end has ended by then, seconds.
 ENDING_S = 30.0
 #: Between two looks at the world, seconds; and between two at the ledger.
@@ -100,7 +105,7 @@ class Launch:
 
 
 class World:
-    """``ledger`` is ``redis`` or ``sqlite``. ``options`` are those of every server's command line."""
+    """``ledger`` is ``redis`` or ``sqlite``. Of several servers, all but one stand by."""
 
     def __init__(
         self,
@@ -110,7 +115,6 @@ class World:
         *,
         ledger: str,
         servers: int = 1,
-        options: list[str] | None = None,
         mutant: str = "",
     ) -> None:
         self.folder = folder
@@ -130,8 +134,9 @@ class World:
             urls = [f"sqlite:///{folder}/ledger.db"] * servers
             self.observer = Observer(RUN, folder / "ledger.jsonl", file=folder / "ledger.db")
         self.mixture = write_mixture(corpus / f"{folder.name}.yaml", RUN, random.Random(seed).randrange(1000))
+        options = [*OPTIONS, *(["--standby"] if servers > 1 else [])]
         self.servers = [
-            ChaosServer(folder / f"server-{number}", self.mixture, url, options or [], mutant)
+            ChaosServer(folder / f"server-{number}", self.mixture, url, options, mutant)
             for number, url in enumerate(urls)
         ]
         #: Between the trainers and each server.
@@ -141,6 +146,8 @@ class World:
         self.launches: list[Launch] = []
         #: Launches that hang, and have to find out that another has taken their place.
         self.zombies: list[Launch] = []
+        #: How long each recovery took.
+        self.recoveries_s: list[float] = []
         #: Names of faults that did not strike: another one kept them from it.
         self.missed: set[str] = set()
         self._observed_at = 0.0
@@ -237,7 +244,7 @@ class World:
         state: str = "",
         resume: str = "",
         start: int | None,
-        options: dict[str, Any] | None = None,
+        takeover: bool = False,
     ) -> Launch:
         """Starts all ranks of a new attempt, with another world and batch size; does not wait for them."""
         attempt = f"{self._launched:04d}"
@@ -259,7 +266,8 @@ class World:
                 prefetch_steps=prefetch_steps,
                 pace_s=0.005,
                 checkpoint_every=draw_checkpoint,
-                options={"connect_timeout_s": 120.0, "reconnect_timeout_s": 120.0, **(options or {})},
+                options={"connect_timeout_s": 120.0, "reconnect_timeout_s": 120.0}
+                | ({"takeover": True} if takeover else {}),
             )
             for draw_checkpoint in [draw.randint(4, 40)]
             for rank in range(world_size)
@@ -277,10 +285,10 @@ class World:
             self.ranks.start(each)
         return launch
 
-    def relaunch(self, draw: random.Random, *, oldest: bool = False, **options: Any) -> Launch:
+    def relaunch(self, draw: random.Random, *, oldest: bool = False, takeover: bool = False) -> Launch:
         """A new attempt from a state that all ranks of the one before had written down, mostly the newest."""
         state, start = self.checkpoint(draw, oldest=oldest)
-        return self.launch(draw, state=state, start=start, options=options)
+        return self.launch(draw, state=state, start=start, takeover=takeover)
 
     def note_snapshot(self, found: dict[str, Any]) -> None:
         """For the checker: what a snapshot says of the order."""
@@ -292,8 +300,11 @@ class World:
         answers: list[dict[str, Any]] = []
 
         def answered() -> bool:
+            leader = self.leader(0.0)
+            if leader is None:
+                return False
             try:
-                answers.append(self.leader().post(path, {"sample_index": sample_index}))
+                answers.append(leader.post(path, {"sample_index": sample_index}))
             except ServerError as error:
                 if error.status not in (0, 503):
                     raise
@@ -302,14 +313,15 @@ class World:
         self.wait(answered, f"an answer to POST {path}")
         return answers[-1]
 
-    def leader(self) -> ChaosServer:
-        """The server that serves the run."""
-        self.wait(lambda: any(server.ready for server in self.servers), "a server")
-        return next(server for server in self.servers if server.ready)
+    def leader(self, seconds: float = LIVENESS_S) -> ChaosServer | None:
+        """The server that serves the run; None where there is none within a time."""
+        found: list[ChaosServer] = []
 
-    def leaders_ledger_link(self) -> Proxy:
-        """Between the server that serves the run and Redis."""
-        return self.ledger_links[self.servers.index(self.leader())]
+        def leads() -> bool:
+            found.extend(server for server in self.servers if server.leads())
+            return bool(found)
+
+        return found[0] if self.becomes(leads, seconds) else None
 
     def wait_observed(self) -> dict[str, Any]:
         """What the ledger holds."""
@@ -373,7 +385,9 @@ class World:
     def recover(self) -> float:
         """Waits until every rank got what was made after now; how long that took, seconds."""
         launch, steps = self.fresh_index()
-        return self.wait(lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}")
+        took_s = self.wait(lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}")
+        self.recoveries_s.append(took_s)
+        return took_s
 
     def wake_zombies(self) -> None:
         """Each finds out that it is over, and how: ``Fenced``."""
