@@ -161,9 +161,13 @@ def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Ite
     _await_point(world, server, f"at-snapshot-{point}-{how}", how)
     yield
     _heal_point(world, draw, server)
-    world.wait(lambda: call.over, "the answer to a snapshot", LIVENESS_S)
-    # Once more without a fault: whatever is left of the first must not be in the way.
-    world.note_snapshot(world.ask(f"/v1/runs/{RUN}/snapshots", index))
+
+    def again() -> None:
+        # Whatever is left of the first is not in the way.
+        world.wait(lambda: call.over, "the answer to a snapshot", LIVENESS_S)
+        world.note_snapshot(world.ask(f"/v1/runs/{RUN}/snapshots", index))
+
+    world.afterwards.append(again)
 
 
 for _point in _SNAPSHOT_POINTS:

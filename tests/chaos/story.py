@@ -78,7 +78,7 @@ def tell(
                         healing.enter_context(each.begin(world, draw))
                         world.pause(draw.choice((0, 0, 0.05, 0.3)))
                 recovered_s = world.recover()
-                world.wake_zombies()
+                world.clear_up()
             except LivenessFailed as error:
                 raise LivenessFailed(f"fault {number} of seed {seed} ({names}): {error}") from error
             story.faults.update(each.name for each in chosen if each.name not in world.missed)

@@ -146,6 +146,8 @@ class World:
         self.launches: list[Launch] = []
         #: Launches that hang, and have to find out that another has taken their place.
         self.zombies: list[Launch] = []
+        #: What is left to be seen once a fault is over and training goes on.
+        self.afterwards: list[Callable[[], None]] = []
         #: How long each recovery took.
         self.recoveries_s: list[float] = []
         #: Names of faults that did not strike: another one kept them from it.
@@ -389,8 +391,11 @@ class World:
         self.recoveries_s.append(took_s)
         return took_s
 
-    def wake_zombies(self) -> None:
-        """Each finds out that it is over, and how: ``Fenced``."""
+    def clear_up(self) -> None:
+        """When training goes on again: what faults left to be looked at, and zombies. Each of those wakes, and finds
+        out that it is over, and how: ``Fenced``."""
+        while self.afterwards:
+            self.afterwards.pop()()
         while self.zombies:
             launch = self.zombies.pop()
             self.signal(signal.SIGCONT, launch)
