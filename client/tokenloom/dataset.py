@@ -26,7 +26,8 @@ class RemoteDataset(IterableDataset[Batch]):
 
     ``url`` is ``grpc://host:port/run``; with a standby ``grpc://a:50051,b:50051/run``: whichever leads is found.
     Rank and world size are fixed here: as given, else those of ``process_group`` (or of the default group), else the
-    launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as given.
+    launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as
+    given.
 
     The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
     from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id

@@ -121,7 +121,7 @@ class RunBusy(TokenloomError):
     grpc_status = "UNAVAILABLE"
     http_status = 409
 
-    def __init__(self, message: str, retry_for_s: float) -> None:
+    def __init__(self, message: str, retry_for_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_for_s = retry_for_s
 

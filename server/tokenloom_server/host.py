@@ -600,8 +600,8 @@ class Host:
         if generation > number or (uid != self.uid and committed_through > 0):
             error = LedgerRolledBack(
                 f"a rank trains generation {generation} of run_uid {uid} (sample {committed_through} was committed), "
-                f"but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data back, or restart "
-                "the training job from its last checkpoint: load_state_dict() makes the ledger right again"
+                f"but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data back, or "
+                "restart the training job from its last checkpoint: load_state_dict() makes the ledger right again"
             )
             if uid == self.uid:
                 self._alarm(error)

@@ -407,7 +407,7 @@ def test_a_commit_of_another_generation_is_fenced(server: Server, generation: in
 @pytest.mark.parametrize("generation", [0, 1])
 def test_nothing_is_committed_before_the_first_generation(ledger: Ledger, generation: int) -> None:
     server = lead(ledger)
-    with pytest.raises(LedgerRolledBack if generation else Fenced, match="no generation of it yet|at generation 0"):
+    with pytest.raises(LedgerRolledBack if generation else Fenced, match=r"no generation of it yet|at generation 0"):
         server.commit(4, generation)
     with pytest.raises((Fenced, LedgerRolledBack)):
         server.claim(0, "n", generation)
