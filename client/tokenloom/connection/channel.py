@@ -62,6 +62,16 @@ def summary(error: grpc.RpcError) -> str:
     return f"{_name(error) or error.code().name}: {error.details() or 'no details'}"
 
 
+def is_named(error: grpc.RpcError) -> bool:
+    """Whether a Tokenloom server said what is wrong."""
+    return bool(_name(error))
+
+
+def times_out(error: grpc.RpcError) -> bool:
+    """Whether the client's own deadline ended the call."""
+    return not _name(error) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def retry_for_s(error: grpc.RpcError) -> float | None:
     """For how long the server says that trying again makes sense; None where it does not say."""
     found = _metadata(error, "tokenloom-retry-for-s")

@@ -16,7 +16,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Layout
-from tokenloom.connection.channel import Retry, failure, retry_for_s, retryable, summary
+from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
@@ -88,6 +88,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     )
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
+    told: grpc.RpcError | None = None
     warn_at = 0.0
     while True:
         try:
@@ -95,12 +96,15 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
             return _opening(connect().Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
+            if is_named(error):
+                told = error
             # A run is busy for as long as its ranks are heard: those of a job that was just ended soon are not.
             busy_s = retry_for_s(error)
             if busy_s is not None:
                 give_up_at = min(give_up_at, time.monotonic() + busy_s)
             if not retryable(error) or delay_s is None or (busy_s is not None and time.monotonic() >= give_up_at):
-                raise failure(error, request.address) from error
+                # A server's own words tell more than that the last try ran out of time.
+                raise failure(told if told is not None and times_out(error) else error, request.address) from error
             if time.monotonic() >= warn_at:
                 warn_at = time.monotonic() + WARN_EVERY_S
                 log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
