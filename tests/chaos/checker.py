@@ -11,8 +11,9 @@ Given a folder with the attempts' files, the reference's, and what was seen in t
 4. The samples of each source are its numbered tokens, in order, none lost, repeated or torn.
 5. Which source comes when is what an undisturbed run of one rank got.
 6. The rolling digest that the dataset gave for each step is that of the tensors; states of all ranks are equal.
-7. Whatever was seen in the ledger: its counters equal the recount up to its index, that index never went back within
-   a generation, was never beyond what every rank had in hand at that time, and in the end is exactly that.
+7. Whatever was seen in the ledger: its counters equal the recount up to its index; that index never went back within
+   a generation (unless the ledger was made to lose data, and then nobody goes on there), was never beyond what every
+   rank had in hand at that time, and in the end is exactly that.
 """
 
 from __future__ import annotations
@@ -280,13 +281,25 @@ def _check_ledger(
         np.cumsum(order.sources == number, out=counts[number, 1:])
     row_ends = [np.cumsum([length + 1 for length in source.row_lengths()]) for source in SOURCES]
     last = {"generation": 0, "sample_index": 0, "epoch": 0}
-    for each in seen:
+    nothing = dict(last)
+    generations_seen = 0
+    # The generation in which the ledger lost data, and where that left it: nobody may go on there.
+    lost: tuple[int, int] | None = None
+    for number, each in enumerate(seen):
+        if "lost" in each:
+            last, lost = nothing, None
+            continue
         generation, index = each["generation"], each["sample_index"]
         what = f"the ledger (generation {generation}, sample {index})"
         if generation < last["generation"] or each["epoch"] < last["epoch"]:
             found.fault(f"{what}: went back from generation {last['generation']}, epoch {last['epoch']}")
         if generation == last["generation"] and index < last["sample_index"]:
             found.fault(f"{what}: went back from sample {last['sample_index']}")
+        if number and "lost" in seen[number - 1] and generation == generations_seen:
+            lost = generation, index
+        if lost is not None and generation == lost[0] and index != lost[1]:
+            found.fault(f"{what}: went on from sample {lost[1]}, where the ledger had lost what came behind it")
+        generations_seen = max(generations_seen, generation)
         last = each
         attempt = by_name.get(each["attempt"])
         if attempt is None:
@@ -302,8 +315,8 @@ def _check_ledger(
             found.fault(f"{what}: no trainer was ever given so many samples")
             continue
         _check_counters(each, counts[:, index], row_ends, digests[index], what, found)
-    found.observations = len(seen)
-    if final_index is not None and (not seen or last["sample_index"] != final_index):
+    found.observations = sum("lost" not in each for each in seen)
+    if final_index is not None and last["sample_index"] != final_index:
         found.fault(f"in the end the ledger is at sample {last['sample_index']}, but all ranks consumed {final_index}")
 
 

@@ -287,6 +287,27 @@ def redis_full(world: World, draw: random.Random) -> Iterator[None]:
     _set_memory(world, 0)
 
 
+@fault("all", 0.8, "redis", lost="everything")
+@fault("all", 0.8, "redis", lost="commits")
+def redis_back_without(world: World, draw: random.Random, lost: str) -> Iterator[None]:
+    """It comes back empty, or as it was a while ago: the job must hear of it, and its checkpoint makes it right."""
+    job = world.job
+    assert job is not None and world.redis is not None
+    earlier = None if lost == "everything" else world.redis.copy()
+    world.recover()
+    world.wait_states(1)
+    job.may_end_with.add("LedgerRolledBack")
+    world.redis.kill()
+    world.redis.put_back(earlier)
+    world.observer.note_loss()
+    yield
+    world.redis.start()
+    for rank, name in enumerate(job.names):
+        what = f"that rank {rank} of {job.attempt} hears of the ledger's loss"
+        world.wait(lambda name=name: world.ranks.status(name) is not None, what)  # type: ignore[misc]
+    world.relaunch(draw)
+
+
 def _set_memory(world: World, size_bytes: int) -> None:
     assert world.redis is not None
     with redis.Redis(port=world.redis.port) as client:
@@ -439,6 +460,21 @@ def rank_killed(world: World, draw: random.Random) -> Iterator[None]:
     world.pause(draw.uniform(0, 0.3))
     yield
     world.kill_job()
+    world.relaunch(draw)
+
+
+@fault("all", 0.4)
+def rank_killed_and_nobody_sees_it(world: World, draw: random.Random) -> Iterator[None]:
+    """The other ranks are told which one is missing, before their collectives would time out."""
+    job = world.job
+    assert job is not None
+    gone = draw.randrange(job.world_size)
+    job.may_end_with.add("RankStalled")
+    world.signal(signal.SIGKILL, job, gone)
+    yield
+    for rank, name in enumerate(job.names):
+        what = f"that rank {rank} of {job.attempt} hears that rank {gone} is gone"
+        world.wait(lambda name=name: world.ranks.status(name) is not None, what)  # type: ignore[misc]
     world.relaunch(draw)
 
 

@@ -35,6 +35,11 @@ class Observer:
                 log.write(json.dumps(found) + "\n")
         return found
 
+    def note_loss(self) -> None:
+        """From here on the ledger may be behind what it was: it was made to lose data."""
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({"lost": True}) + "\n")
+
     def _look_at_redis(self) -> dict[str, Any] | None:
         assert self._redis_port is not None
         options: dict[str, Any] = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "retry": None}

@@ -108,6 +108,12 @@ def test_files_that_are_right_pass_and_everything_in_them_is_counted(tmp_path: P
     assert found.delivered == 41 * 3 + 72 * 2
 
 
+def test_a_ledger_that_lost_data_may_be_behind_until_the_next_launch(tmp_path: Path) -> None:
+    files = Files()
+    files.seen[2:3] = [{"lost": True}, files.look(1, "0000", 48)]
+    assert check(files.write(tmp_path), SAMPLES).wrong == []
+
+
 def lose_a_step(files: Files) -> None:
     files.launches["0001"][1] = np.delete(files.launches["0001"][1], 20)
 
@@ -169,6 +175,10 @@ def move_the_counters_for_an_older_launch(files: Files) -> None:
     files.seen.append(files.look(1, "0000", 120))
 
 
+def go_on_in_a_ledger_that_lost_data(files: Files) -> None:
+    files.seen[2:3] = [{"lost": True}, files.look(1, "0000", 48), files.look(1, "0000", 54)]
+
+
 def lose_the_last_commit(files: Files) -> None:
     files.seen.pop()
 
@@ -190,6 +200,7 @@ def lose_the_last_commit(files: Files) -> None:
         (count_a_sample_twice, "docs counts"),
         (go_back_in_the_ledger, "went back from sample 150"),
         (move_the_counters_for_an_older_launch, "went back from generation 2"),
+        (go_on_in_a_ledger_that_lost_data, "went on from sample 48"),
         (lose_the_last_commit, "in the end the ledger is at sample 150"),
     ],
 )

@@ -33,7 +33,9 @@ LIVENESS_S = 30.0
 LEASE_S = 2.0
 #: A job that was not heard for so long may be followed by another, seconds.
 BUSY_S = 1.0
-OPTIONS = ["--lease", f"{LEASE_S:g}", "--liveness", f"{BUSY_S:g}"]
+#: Ranks that wait for another one for so long get an error, seconds: longer than any fault here keeps one away.
+RANK_TIMEOUT_S = 12.0
+OPTIONS = ["--lease", f"{LEASE_S:g}", "--liveness", f"{BUSY_S:g}", "--rank-timeout", f"{RANK_TIMEOUT_S:g}"]
 #: A process that was told to end has ended by then, seconds.
 ENDING_S = 30.0
 #: Between two looks at the world, seconds; and between two at the ledger.
