@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import yaml
@@ -43,6 +44,7 @@ from tokenloom_server.state import State
 
 RUN = "test"
 PATIENCE_S = 20.0
+T = TypeVar("T")
 
 
 class Sample(NamedTuple):
@@ -1031,7 +1033,7 @@ class Away(SqliteLedger):
         super().__init__(Path(ledger.description.removeprefix("sqlite:///")))
         ledger.close()
         self.away = False
-        self.lose_answer = False
+        self.lose_answer = self.lose_request = False
 
     def commit(self, *args: Any) -> int:
         if self.away:
@@ -1039,6 +1041,9 @@ class Away(SqliteLedger):
         return super().commit(*args)
 
     def open(self, *args: Any) -> None:
+        if self.lose_request:
+            self.lose_request = False
+            raise LedgerUnavailable("the request was lost on purpose")
         super().open(*args)
         if self.lose_answer:
             self.lose_answer = False
@@ -1067,7 +1072,20 @@ def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is
     assert counters_of(place) == recount(served, trainer.taken())
 
 
-def test_an_opening_whose_answer_was_lost_is_found_again(place: Place) -> None:
+def patiently(call: Callable[[], T]) -> T:
+    """What a client does while the server does not lead: it asks again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except NotLeader:
+            assert time.monotonic() < deadline, "the server does not lead any more"
+            time.sleep(0.01)
+
+
+def test_an_opening_whose_answer_was_lost_is_found_again_and_nothing_is_sent_to_the_launch_before(
+    place: Place,
+) -> None:
     served, ledger = away(place)
     trainer = Trainer(served)
     trainer.take(2)
@@ -1077,11 +1095,31 @@ def test_an_opening_whose_answer_was_lost_is_found_again(place: Place) -> None:
     calls = [call_of(rank, attempt="lost", state=state) for rank in range(2)]
     with pytest.raises(LedgerUnavailable):
         served.opener.join(calls[0])
-    joined = served.opener.join(calls[0])
-    assert joined.opening.generation == 2
-    assert served.opener.join(calls[1]) == joined
-    with pytest.raises(Fenced):
+    # Its generation is over in the ledger, and this server cannot know.
+    with pytest.raises((NotLeader, Fenced)):
         trainer.take(9)
+    ranks = [patiently(lambda call=call: Rank(served, call)) for call in calls]  # type: ignore[misc]
+    assert {rank.joined.opening.generation for rank in ranks} == {2}
+    assert [rank.take(3) for rank in ranks] == [3, 3]
+    with pytest.raises(Fenced):
+        trainer.ranks[0].connect(served)
+
+
+def test_an_opening_that_never_reached_the_ledger_leaves_the_launch_before_as_it_was(place: Place) -> None:
+    served, ledger = away(place)
+    trainer = Trainer(served)
+    trainer.take(2)
+    state = trainer.state()
+    trainer.settle()
+    ledger.lose_request = True
+    with pytest.raises(LedgerUnavailable):
+        served.opener.join(call_of(0, attempt="lost", state=state))
+    for rank in trainer.ranks:
+        patiently(lambda rank=rank: rank.connect(served))  # type: ignore[misc]
+    trainer.take(5)
+    trainer.settle()
+    assert served.host.live is not None and served.host.live.generation.number == 1
+    assert counters_of(place) == recount(served, trainer.taken())
 
 
 def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path: Path) -> None:
@@ -1094,7 +1132,7 @@ def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path
     ledger.lose_answer = True
     with pytest.raises(LedgerUnavailable):
         served.opener.join(call_of(0, attempt="moved", state=state))
-    rank = Rank(served, call_of(0, world_size=2, attempt="moved", state=state))
+    rank = patiently(lambda: Rank(served, call_of(0, world_size=2, attempt="moved", state=state)))
     Rank(served, call_of(1, world_size=2, attempt="moved", state=state))
     assert rank.take(3) == 3
     assert served.host.uid == json.loads(state)["run_uid"]

@@ -116,6 +116,9 @@ class Host:
         self.epoch = 0
         self.epoch_held = False
         self.leads_until = -math.inf
+        #: Whether it gave its epoch up by itself, see ``doubt``; and what then wakes the keeper of the lease.
+        self.in_doubt = False
+        self.lease_wanted = threading.Event()
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         self.lock = threading.Lock()
@@ -171,7 +174,7 @@ class Host:
     def lead(self, epoch: int, stored: StoredRun, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has."""
         with self.lock:
-            self.epoch, self.epoch_held, self.leads_until = epoch, True, until
+            self.epoch, self.epoch_held, self.leads_until, self.in_doubt = epoch, True, until, False
             self.uid = stored.uid
             self.wake_all()
             self.live = self.committed = self.committed_at = self.ledger_error = None
@@ -209,12 +212,24 @@ class Host:
         """Another server leads, or the ledger lost the run: this one writes and sends nothing more."""
         _log.error("%s: leads no longer: %s: %s", self.name, error.name, error)
         with self.lock:
-            self.epoch_held, self.leads_until = False, -math.inf
+            self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, False
             self.stands_by_for = str(error)
             if isinstance(error, LedgerRolledBack):
                 self.error = error
             self.wake_all()
             self.live = None
+
+    def doubt(self, reason: str) -> None:
+        """Nobody knows whether a new generation was opened: nothing is sent until this server has taken a new epoch, at
+        which the write cannot happen any more, and has read what there is (the caller holds the lock)."""
+        _log.warning(
+            "%s: whether a generation was opened is unknown; the ledger is read anew: %s", self.name, reason
+        )
+        self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
+        self.stands_by_for = reason
+        self.wake_all()
+        self.live = None
+        self.lease_wanted.set()
 
     def stand_by(self, reason: str) -> None:
         """Another server leads; ``reason`` names it."""
@@ -295,9 +310,9 @@ class Host:
             return
         base = self.order.decode(stored.committed.state)
         self.committed_state, self.committed_at = base, stored.committed_at
-        error = self.error
+        lost = self.error if isinstance(self.error, LedgerRolledBack) else None
         self.install(stored.opening, base, stored.committed, resumed=True)
-        self.error = error
+        self.error = lost
         if stored.lease is not None and stored.lease.heard_at is not None and self.live is not None:
             heard = self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at)
             for slot in self.live.generation.slots:

@@ -82,12 +82,14 @@ class Leadership(threading.Thread):
             except Exception:
                 _log.exception("%s: keeping the lease failed", self._host.name)
                 pause_s = self._lease_s / RENEWALS
-            self._ended.wait(pause_s)
+            self._host.lease_wanted.wait(pause_s)
+            self._host.lease_wanted.clear()
 
     def end(self) -> None:
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it."""
         host = self._host
         self._ended.set()
+        host.lease_wanted.set()
         if self.ident is not None:
             self.join(_END_S)  # else a renewal under way would come behind the release
         if not host.epoch_held:
@@ -116,7 +118,7 @@ class Leadership(threading.Thread):
         self._away_since = None
 
     def _ask(self) -> float:
-        if self._host.epoch and not self._host.epoch_held:
+        if self._host.epoch and not (self._host.epoch_held or self._host.in_doubt):
             # Who lost a lease is no restart of the one that has it: it waits like any other.
             self._holder = f"{self._name} (was at epoch {self._host.epoch})"
         try:

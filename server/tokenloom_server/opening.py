@@ -12,6 +12,7 @@ from tokenloom_server.errors import (
     AttemptUsed,
     JoinRefused,
     LedgerError,
+    LedgerUnavailable,
     NotFound,
     ResumePointNeeded,
     RunBusy,
@@ -136,7 +137,11 @@ class Opener:
             # Also where the answer of the write is lost: the same rank will ask again.
             self._asked = call.attempt, asked
             with host.lock:
-                host.ledger.open(uid, host.stream, host.epoch, opening, committed)
+                try:
+                    host.ledger.open(uid, host.stream, host.epoch, opening, committed)
+                except LedgerUnavailable as error:
+                    host.doubt(str(error))
+                    raise
                 host.uid = uid
                 # Older refusals are of no interest any more; nobody who joins from now on is to hear them.
                 self._refused.clear()

@@ -146,6 +146,8 @@ def _at_commit(world: World, draw: random.Random, point: str, how: str) -> Itera
 for _point in _COMMIT_POINTS:
     for _how in ("SIGKILL", "SIGSTOP"):
         fault("server", 1.5, point=_point, how=_how)(_at_commit)
+for _point in ("commit-before", "commit-after", "renew-after"):
+    fault("server", 0.7, point=_point, how="LOSE")(_at_commit)
 
 
 def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
@@ -204,6 +206,22 @@ def _at_join(world: World, draw: random.Random, point: str, how: str) -> Iterato
 for _point in _JOIN_POINTS:
     fault("all", 0.8, point=_point, how="SIGKILL")(_at_join)
 fault("all", 0.8, point="open-after", how="SIGSTOP")(_at_join)
+for _point in ("open-after", "claim_slot-after"):
+    fault("all", 0.7, point=_point, how="LOSE")(_at_join)
+
+
+@fault("all", 1.5)
+def takeover_whose_answer_is_lost(world: World, draw: random.Random) -> Iterator[None]:
+    """The ledger has a new generation, and the server does not know; the launch before it still trains."""
+    old = world.job
+    assert old is not None
+    old.may_end_with.add("Fenced")
+    server = _leader(world)
+    server.arm("open-after", "LOSE")
+    world.relaunch(draw, takeover=True)
+    _await_point(world, server, "takeover-whose-answer-is-lost", "LOSE")
+    yield
+    world.zombies.append(old)
 
 
 def _at_restore(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
@@ -224,6 +242,7 @@ def _at_restore(world: World, draw: random.Random, point: str, how: str) -> Iter
 
 for _point in _RESTORE_POINTS:
     fault("all", 0.5, point=_point, how="SIGKILL")(_at_restore)
+fault("all", 0.5, point="pin-after", how="LOSE")(_at_restore)
 
 
 class _Call(threading.Thread):

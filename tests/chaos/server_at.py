@@ -7,7 +7,8 @@ Points: ``NAME-before`` and ``NAME-after`` for every call of the ledger (``commi
 and not yet saved or sent), ``forward`` (the pipeline went forward to a resume point, which is not yet used).
 
 ``ARM_FILE`` is looked at whenever a point is reached, so that a server can be armed while it runs: a JSON object
-``{"point": …, "skip": n, "signal": "SIGKILL" | "SIGSTOP"}``. The process removes the file as it fires.
+``{"point": …, "skip": n, "how": "SIGKILL" | "SIGSTOP" | "LOSE"}``. The process removes the file as it fires. ``LOSE``
+is an answer that does not come: the call raises ``LedgerUnavailable``.
 
 Nothing of this is in the product: modules are patched in this process, before it serves.
 """
@@ -47,10 +48,14 @@ class Points:
             if armed["point"] != point:
                 return
             if armed["skip"]:
-                arm(self._arm_file, point, armed["skip"] - 1, armed["signal"])
+                arm(self._arm_file, point, armed["skip"] - 1, armed["how"])
                 return
             self._arm_file.unlink()
-            os.kill(os.getpid(), signal.Signals[armed["signal"]])
+            if armed["how"] == "LOSE":
+                from tokenloom_server.errors import LedgerUnavailable
+
+                raise LedgerUnavailable(f"the answer was lost ({point})")
+            os.kill(os.getpid(), signal.Signals[armed["how"]])
 
     def around(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -73,7 +78,7 @@ class Points:
 def arm(arm_file: Path, point: str, skip: int, how: str) -> None:
     """Arms the server that looks at ``arm_file``; as a whole, since it may be looking right now."""
     draft = arm_file.with_suffix(".draft")
-    draft.write_text(json.dumps({"point": point, "skip": skip, "signal": how}), encoding="utf-8")
+    draft.write_text(json.dumps({"point": point, "skip": skip, "how": how}), encoding="utf-8")
     draft.replace(arm_file)
 
 
