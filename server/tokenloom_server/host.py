@@ -222,9 +222,7 @@ class Host:
     def doubt(self, reason: str) -> None:
         """Nobody knows whether a new generation was opened: nothing is sent until this server has taken a new epoch, at
         which the write cannot happen any more, and has read what there is (the caller holds the lock)."""
-        _log.warning(
-            "%s: whether a generation was opened is unknown; the ledger is read anew: %s", self.name, reason
-        )
+        _log.warning("%s: whether a generation was opened is unknown; the ledger is read anew: %s", self.name, reason)
         self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
         self.stands_by_for = reason
         self.wake_all()

@@ -10,20 +10,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from chaos.corpus import write_corpus
-from chaos.story import quantile, tell
-
-#: By name: ledger, servers, and share of the faults.
-WORLDS = {"standby": ("redis", 2, 0.6), "redis": ("redis", 1, 0.25), "sqlite": ("sqlite", 1, 0.15)}
+from chaos.story import WORLDS, Kind, Story, quantile, tell
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", default="", help="replays; a new one if not given")
     parser.add_argument("--faults", type=int, default=1000, help="in all, over all worlds")
-    parser.add_argument("--world", choices=("all", *WORLDS), default="all")
+    parser.add_argument("--world", choices=("all", *(world.name for world in WORLDS)), default="all")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     parser.add_argument("--mutant", default="", help="a check to remove from the server: fence or deduplication")
     parser.add_argument("--folder", type=Path, help="where all files go; a temporary one if not given")
@@ -35,28 +33,33 @@ def main() -> int:
     replay = " ".join(["make chaos", *(f"{name}={value}" for name, value in chosen.items() if value)])
     print(f"seed {seed}; files in {folder}; replay with: {replay}", flush=True)
     corpus = write_corpus(folder / "corpus")
-    stories = []
+    chosen_worlds = [world for world in WORLDS if asked.world in ("all", world.name)]
     began = time.monotonic()
-    for name, (ledger, servers, share) in WORLDS.items():
-        if asked.world not in ("all", name):
-            continue
-        try:
-            stories.append(
-                tell(
-                    folder / name,
-                    corpus,
-                    f"{seed}-{name}",
-                    round(asked.faults * (share if asked.world == "all" else 1)),
-                    ledger=ledger,
-                    servers=servers,
-                    only=asked.only,
-                    mutant=asked.mutant,
-                    progress=lambda line, name=name: print(f"{name:8s} {line}", flush=True),  # type: ignore[misc]
-                )
-            )
-        except AssertionError as error:
-            print(f"\nFAILED: {error}\nfiles in {folder}; replay with: {replay}", file=sys.stderr, flush=True)
-            return 1
+
+    def run(world: Kind) -> Story:
+        faults = round(asked.faults * world.share) if asked.world == "all" else asked.faults
+        return tell(
+            folder / world.name,
+            corpus,
+            f"{seed}-{world.name}",
+            faults,
+            ledger=world.ledger,
+            servers=world.servers,
+            only=asked.only,
+            mutant=asked.mutant,
+            progress=lambda line: print(f"{world.name:8s} {line}", flush=True),
+        )
+
+    stories: list[Story] = []
+    with ThreadPoolExecutor() as pool:
+        for world, future in [(world, pool.submit(run, world)) for world in chosen_worlds]:
+            try:
+                stories.append(future.result())
+            except AssertionError as error:
+                print(f"\nFAILED in the world {world.name!r}: {error}", file=sys.stderr, flush=True)
+    if len(stories) < len(chosen_worlds):
+        print(f"\nFAILED; files in {folder}; replay with: {replay}", file=sys.stderr, flush=True)
+        return 1
     faults: Counter[str] = sum((story.faults for story in stories), Counter())
     recoveries_s = [each for story in stories for each in story.recoveries_s]
     figures = {

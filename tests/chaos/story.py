@@ -18,6 +18,19 @@ from chaos.checker import Findings, check
 from chaos.faults import FAULTS, Fault
 from chaos.world import LivenessFailed, World, reference
 
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of world, and its share of all faults: such that all take about as long side by side."""
+
+    name: str
+    ledger: str
+    servers: int
+    share: float
+
+
+WORLDS = (Kind("standby", "redis", 2, 0.34), Kind("redis", "redis", 1, 0.36), Kind("sqlite", "sqlite", 1, 0.3))
+
 #: How often a second fault, and then a third, begins while the first is there.
 AGAIN = 0.25
 
