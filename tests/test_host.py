@@ -977,6 +977,27 @@ def test_a_ledger_that_lost_commits_is_refused(place: Place) -> None:
         trainer.ranks[0].connect(served)
 
 
+@pytest.mark.parametrize(("generation", "index", "told"), [(1, 4, True), (1, 8, False), (2, 4, False), (0, 0, True)])
+def test_a_loss_is_told_until_the_ledger_has_caught_up_perhaps_by_another_server(
+    place: Place, generation: int, index: int, told: bool
+) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(2)
+    trainer.settle()
+    stored = place.stored()
+    assert stored.opening is not None and stored.committed is not None
+    host = served.host
+    host.lose(LedgerRolledBack("it lost data on purpose"))
+    found = replace(
+        stored,
+        opening=replace(stored.opening, generation=generation) if generation else None,
+        committed=replace(stored.committed, sample_index=index) if generation else None,
+    )
+    host.lead(host.epoch, found, host.clock(), host.clock() + 15)
+    assert isinstance(host.error, LedgerRolledBack) == told
+
+
 # --- restarts and ends -----------------------------------------------------------------------------
 
 

@@ -129,6 +129,8 @@ class Host:
         #: The state at the committed index (after a restart: at the boundary before it), for the figures.
         self.committed_state: State = order.initial()
         self.error: TokenloomError | None = None
+        #: What the ledger lost last: generation and sample index that it is behind, and when that was found, Unix time.
+        self.lost: tuple[int, float, float] = (0, 0, 0.0)
         self.ledger_error: str | None = None
         #: (time, commit) over the last minute or so, for rates and window shares.
         self.recent: deque[tuple[float, Commit]] = deque(maxlen=512)
@@ -179,8 +181,9 @@ class Host:
             self.wake_all()
             self.live = self.committed = self.committed_at = self.ledger_error = None
             self.committed_state = self.order.initial()
-            # What was lost is told to whoever still trains, until a trainer's state makes the ledger right again.
-            if not isinstance(self.error, LedgerRolledBack):
+            # What was lost is told to whoever still trains, until a trainer's state makes the ledger right again,
+            # perhaps by another server.
+            if self._made_right(stored):
                 self.error = None
             self.recover(stored)
             self._up_since = since if self._up_since is None else min(since, self._up_since)
@@ -216,6 +219,8 @@ class Host:
             self.stands_by_for = str(error)
             if isinstance(error, LedgerRolledBack):
                 self.error = error
+                index = self.committed.sample_index if self.committed is not None else 0
+                self._note_loss(index)
             self.wake_all()
             self.live = None
 
@@ -645,7 +650,24 @@ class Host:
         """Stops the run for all ranks (the caller holds the lock)."""
         _log.error("%s: stopped: %s: %s", self.name, error.name, error)
         self.error = error
+        if isinstance(error, LedgerRolledBack):
+            self._note_loss(math.inf)  # a rank knows more than this server does
         self.wake_all()
+
+    def _note_loss(self, known_index: float) -> None:
+        """The ledger is behind a commit (the caller holds the lock)."""
+        generation = self.live.generation.number if self.live is not None else self.lost[0]
+        self.lost = generation, known_index, self.wall_clock()
+
+    def _made_right(self, stored: StoredRun) -> bool:
+        """Whether the ledger is not, or no longer, behind what it had acknowledged."""
+        if not isinstance(self.error, LedgerRolledBack):
+            return True
+        if stored.opening is None or stored.committed is None:
+            return False
+        generation, index, found_at = self.lost
+        back = (stored.opening.generation, stored.committed.sample_index) >= (generation, index)
+        return back or stored.opening.opened_at > found_at
 
     def fail(self, live: Live, error: TokenloomError) -> None:
         """Stops the run with an error, if the generation is still the present one. Takes the lock."""

@@ -157,7 +157,8 @@ def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Ite
         world.missed.add(f"at-snapshot-{point}-{how}")
         yield
         return
-    index = draw.randint(0, (world.observer.look() or {"sample_index": 0})["sample_index"])
+    committed = (world.observer.look() or {"sample_index": 0})["sample_index"]
+    index = draw.randint(min(world.history_from, committed), committed)
     server.arm(point, how)
     call = _Call(server, f"/v1/runs/{RUN}/snapshots", {"sample_index": index})
     _await_point(world, server, f"at-snapshot-{point}-{how}", how)
@@ -229,7 +230,7 @@ def _at_restore(world: World, draw: random.Random, point: str, how: str) -> Iter
     server = _leader(world)
     world.kill_job()
     committed = world.wait_observed()["sample_index"]
-    index = draw.randint(max(0, committed - 500), committed)
+    index = draw.randint(min(max(world.history_from, committed - 500), committed), committed)
     server.arm(point, how)
     call = _Call(server, f"/v1/runs/{RUN}/restore", {"sample_index": index})
     _await_point(world, server, f"at-restore-{point}-{how}", how)
@@ -324,7 +325,10 @@ def redis_back_without(world: World, draw: random.Random, lost: str) -> Iterator
     for rank, name in enumerate(job.names):
         what = f"that rank {rank} of {job.attempt} hears of the ledger's loss"
         world.wait(lambda name=name: world.ranks.status(name) is not None, what)  # type: ignore[misc]
-    world.relaunch(draw)
+    launch = world.relaunch(draw)
+    if lost == "everything":
+        assert launch.start is not None
+        world.history_from = launch.start
 
 
 def _set_memory(world: World, size_bytes: int) -> None:

@@ -148,6 +148,8 @@ class World:
         self.launches: list[Launch] = []
         #: Launches that hang, and have to find out that another has taken their place.
         self.zombies: list[Launch] = []
+        #: Of what came before this sample index the ledger knows nothing: it was made to lose everything.
+        self.history_from = 0
         #: What is left to be seen once a fault is over and training goes on.
         self.afterwards: list[Callable[[], None]] = []
         #: How long each recovery took.
