@@ -587,8 +587,7 @@ def _await_takeover(world: World, old: ChaosServer) -> None:
     """Until another server leads, and trains the job."""
     others = [server for server in world.servers if server is not old]
     waited_s = world.wait(lambda: any(server.leads() for server in others), "that a server that stood by took over")
-    world.recover()
-    world.recoveries_s[-1] += waited_s
+    world.takeover_s = waited_s + world.recover()
 
 
 @fault("all", 2, "standby")

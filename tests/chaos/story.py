@@ -90,16 +90,17 @@ def tell(
                     for each in chosen:
                         healing.enter_context(each.begin(world, draw))
                         world.pause(draw.choice((0, 0, 0.05, 0.3)))
-                recovered_s = world.recover()
+                recovered_s = max(world.recover(), world.takeover_s or 0.0)
+                world.takeover_s = None
                 world.clear_up()
             except LivenessFailed as error:
                 raise LivenessFailed(f"fault {number} of seed {seed} ({names}): {error}") from error
             story.faults.update(each.name for each in chosen if each.name not in world.missed)
             world.missed.clear()
+            story.recoveries_s.append(recovered_s)
             elapsed = time.monotonic() - began
             progress(f"{elapsed:7.1f} s  fault {story.count:4d}/{faults}  recovered in {recovered_s:5.2f} s  {names}")
             number += 1
-        story.recoveries_s = world.recoveries_s
         story.final_index = world.finish()
         world.check_logs()
     finally:

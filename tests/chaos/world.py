@@ -152,8 +152,8 @@ class World:
         self.history_from = 0
         #: What is left to be seen once a fault is over and training goes on.
         self.afterwards: list[Callable[[], None]] = []
-        #: How long each recovery took.
-        self.recoveries_s: list[float] = []
+        #: How long it took until another server led and all ranks had what it made, where a fault waits for that.
+        self.takeover_s: float | None = None
         #: Names of faults that did not strike: another one kept them from it.
         self.missed: set[str] = set()
         self._observed_at = 0.0
@@ -391,9 +391,7 @@ class World:
     def recover(self) -> float:
         """Waits until every rank got what was made after now; how long that took, seconds."""
         launch, steps = self.fresh_index()
-        took_s = self.wait(lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}")
-        self.recoveries_s.append(took_s)
-        return took_s
+        return self.wait(lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}")
 
     def clear_up(self) -> None:
         """When training goes on again: what faults left to be looked at, and zombies. Each of those wakes, and finds
