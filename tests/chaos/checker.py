@@ -186,16 +186,16 @@ def _take_in(attempt: _Attempt, order: _Order, found: Findings, *, counted: bool
     if attempt.complete and not np.array_equal(np.sort(whole, axis=0), every):
         found.fault(f"{attempt.name}: two ranks were given the same samples of a step, or none was given some")
     for what, records, _ in slices:
-        at = records["samples"].ravel()
+        indices = records["samples"].ravel()
         sources, ids = records["sources"].ravel(), records["ids"].reshape(-1, LENGTH)
-        known = order.sources[at] >= 0
-        same = (order.sources[at] == sources) & (order.ids[at] == ids).all(axis=1)
+        known = order.sources[indices] >= 0
+        same = (order.sources[indices] == sources) & (order.ids[indices] == ids).all(axis=1)
         if (known & ~same).any():
-            index = int(at[(known & ~same).argmax()])
+            index = int(indices[(known & ~same).argmax()])
             found.fault(f"{what}: sample {index} is not what it was when it came before")
-        order.sources[at], order.ids[at] = sources, ids
+        order.sources[indices], order.ids[indices] = sources, ids
         if counted:
-            found.delivered += len(at)
+            found.delivered += len(indices)
 
 
 def _compare(order: _Order, expected: _Order, found: Findings) -> None:

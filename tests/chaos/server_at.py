@@ -107,9 +107,10 @@ class _PointedLedger:
 
 def install(arm_file: Path, mutant: str) -> None:
     """Patches the server's modules in this process."""
-    from tokenloom_server import server
+    import tokenloom_server.server
 
     points = Points(arm_file)
+    server: Any = tokenloom_server.server
     open_ledger = server.open_ledger
 
     def open_pointed(url: str, base_dir: Path) -> Any:

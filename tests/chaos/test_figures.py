@@ -1,0 +1,24 @@
+"""The README says of the long form what its kept figures say, and those are of whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+README = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
+FIGURES = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE / "figures").glob("*.json"))]
+
+
+def test_three_runs_of_the_long_form_with_different_seeds_are_kept() -> None:
+    assert len({each["seed"] for each in FIGURES}) == 3
+    assert all(each["faults"] >= 1000 and sum(each["by_kind"].values()) == each["faults"] for each in FIGURES)
+
+
+def test_the_readme_shows_them() -> None:
+    for each in FIGURES:
+        row = (
+            f"| `{each['seed']}` | {each['faults']:,} | {each['attempts']:,} | {each['samples_delivered']:,} | "
+            f"{each['ledger_observations']:,} | {each['recovery_s']['p50']:.2f} s | {each['recovery_s']['p99']:.2f} s |"
+        )
+        assert row in README, f"README.md lacks the row of tests/chaos/figures: {row}"
