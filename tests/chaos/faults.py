@@ -54,6 +54,21 @@ def fault(resource: str, weight: float, needs: str = "", **parameters: Any) -> C
     return add
 
 
+def group_of(name: str) -> str:
+    """What a fault is about, in few words: for tables."""
+    if name.startswith(("at-", "takeover-whose")) or "stopped-before-a-commit" in name:
+        return "a server at a named point"
+    if name.startswith(("leader-", "ranks-cut-off")):
+        return "from one server to the other"
+    if name.startswith("server-"):
+        return "a server killed, stopped, terminated"
+    if name.startswith("redis-"):
+        return "Redis killed, stopped, full, set back"
+    if name.endswith(("-ledger", "-ranks")) or name.startswith(("answer-", "late-")):
+        return "networks"
+    return "ranks and jobs"
+
+
 # The server
 
 
@@ -72,7 +87,8 @@ def server_terminated(world: World, draw: random.Random) -> Iterator[None]:
     """SIGTERM: it commits what it can, and ends in order even where its ledger is away."""
     server = draw.choice(world.servers)
     world.wait(lambda: server.ready, "a server that can be told to end")
-    server.terminate()
+    status = server.terminate()
+    assert status == 0, f"SIGTERM ended {server.folder.name} with {status}:\n{server.log[-3000:]}"
     yield
     server.start()
 

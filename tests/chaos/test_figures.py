@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+
+from chaos.faults import group_of
 
 HERE = Path(__file__).resolve().parent
 README = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
@@ -13,6 +16,15 @@ FIGURES = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE
 def test_three_runs_of_the_long_form_with_different_seeds_are_kept() -> None:
     assert len({each["seed"] for each in FIGURES}) == 3
     assert all(each["faults"] >= 1000 and sum(each["by_kind"].values()) == each["faults"] for each in FIGURES)
+
+
+def test_the_readme_says_how_many_faults_of_each_kind_there_were() -> None:
+    by_group: Counter[str] = Counter()
+    for each in FIGURES:
+        for name, count in each["by_kind"].items():
+            by_group[group_of(name)] += count
+    said = ", ".join(f"{group}: {count:,}" for group, count in by_group.most_common())
+    assert said in " ".join(README.split()), f"README.md lacks: {said}"
 
 
 def test_the_readme_shows_them() -> None:
