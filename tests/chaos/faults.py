@@ -29,7 +29,7 @@ Context = Callable[[World, random.Random], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Fault:
-    """``weight``: how often it is drawn. ``needs``: ``redis`` or ``standby``, or nothing."""
+    """``weight``: how often it is drawn. ``needs``: words of ``redis`` and ``standby``, or nothing."""
 
     name: str
     resource: str
@@ -649,7 +649,7 @@ def leader_stopped_before_a_commit_and_beyond_its_lease(world: World, draw: rand
     world.pause(0.5)
 
 
-@fault("all", 2, "standby")
+@fault("all", 2, "standby redis")
 def leader_cut_off_from_redis_beyond_its_lease(world: World, draw: random.Random) -> Iterator[None]:
     """It has all its ranks, and no ledger: it must let them go before the other one may serve them."""
     leader = _leader(world)
@@ -661,7 +661,7 @@ def leader_cut_off_from_redis_beyond_its_lease(world: World, draw: random.Random
     world.pause(0.5)
 
 
-@fault("all", 2, "standby")
+@fault("all", 2, "standby redis")
 def leader_killed_and_redis_restarted_between(world: World, draw: random.Random) -> Iterator[None]:
     assert world.redis is not None
     leader = _leader(world)

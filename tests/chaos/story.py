@@ -67,13 +67,8 @@ def tell(
     began = time.monotonic()
     story = Story(seed)
     world = World(folder, corpus, seed, ledger=ledger, servers=servers, mutant=mutant)
-    known = [
-        each
-        for each in FAULTS
-        if only in each.name
-        and (each.needs != "redis" or ledger == "redis")
-        and (each.needs != "standby" or (servers > 1 and ledger == "redis"))
-    ]
+    there = {name for name, is_there in (("redis", ledger == "redis"), ("standby", servers > 1)) if is_there}
+    known = [each for each in FAULTS if only in each.name and there.issuperset(each.needs.split())]
     try:
         for server in world.servers:
             server.start()
