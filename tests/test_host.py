@@ -1110,6 +1110,21 @@ def test_a_server_that_stops_commits_what_was_acknowledged(place: Place) -> None
     assert committed.sample_index == 20
 
 
+def test_a_server_that_stops_makes_no_more_blocks_ahead(place: Place) -> None:
+    def makers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(f"{RUN}-ahead")}
+
+    before = makers()
+    Trainer(place.serve()).take(2)
+    ours = makers() - before
+    assert ours
+    place.stop()
+    # The interpreter waits for them when it ends, and they for all that they have to do.
+    for thread in ours:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
 def test_streams_of_a_stopping_server_end_with_a_word(place: Place) -> None:
     served = place.serve()
     trainer = Trainer(served)

@@ -30,6 +30,7 @@ class Producer(threading.Thread):
             with host.lock:
                 host.producer_wakes.wait_for(lambda: host.stopping or host.steps_wanted())
                 if host.stopping:
+                    self._pipeline = self._group = None  # and what it has under way
                     return
                 live = host.live
                 assert live is not None
