@@ -50,6 +50,8 @@ class Producer(threading.Thread):
                 self._give_up(live, error)
                 continue
             except Exception as error:
+                if self._host.stopping:
+                    continue  # the interpreter ends: it lets nothing more be read ahead
                 _log.exception("%s: producing failed", host.name)
                 self._give_up(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
                 continue
