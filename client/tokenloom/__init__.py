@@ -14,11 +14,13 @@ from tokenloom.errors import (
     ConfigError,
     CounterOverflow,
     Fenced,
+    Forbidden,
     JoinRefused,
     LedgerError,
     LedgerRolledBack,
     LedgerUnavailable,
     LedgerUnsafe,
+    LimitExceeded,
     NotFound,
     NotLeader,
     OrderMismatch,
@@ -31,6 +33,7 @@ from tokenloom.errors import (
     SourceError,
     TokenizerError,
     TokenloomError,
+    Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
 
@@ -41,11 +44,13 @@ __all__ = [
     "ConfigError",
     "CounterOverflow",
     "Fenced",
+    "Forbidden",
     "JoinRefused",
     "LedgerError",
     "LedgerRolledBack",
     "LedgerUnavailable",
     "LedgerUnsafe",
+    "LimitExceeded",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
@@ -61,4 +66,5 @@ __all__ = [
     "TokenLRScheduler",
     "TokenizerError",
     "TokenloomError",
+    "Unauthenticated",
 ]

@@ -1,4 +1,4 @@
-"""Where a run is served: ``grpc://host:port/run``."""
+"""Where a run is served: ``grpc://host:port/run``, or ``grpcs://`` with TLS."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Address:
 
     target: str
     run: str
+    tls: bool = False
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -25,9 +26,14 @@ class Address:
             raise ValueError(f"{url!r} is not the address of a run ({error}): {EXPECTED}") from None
         run = unquote(parts.path.removeprefix("/"))
         extra = parts.query or parts.fragment or parts.username or parts.password
-        if parts.scheme != "grpc" or not host or not port or not run or "/" in run or extra:
+        if parts.scheme not in ("grpc", "grpcs") or not host or not port or not run or "/" in run or extra:
             raise ValueError(f"{url!r} is not the address of a run: {EXPECTED}")
-        return cls(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", run)
+        return cls(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", run, parts.scheme == "grpcs")
 
     def __str__(self) -> str:
-        return f"grpc://{self.target}/{self.run}"
+        return f"{'grpcs' if self.tls else 'grpc'}://{self.target}/{self.run}"
+
+    @property
+    def host(self) -> str:
+        """Without port; an IPv6 one in brackets."""
+        return self.target.rpartition(":")[0]

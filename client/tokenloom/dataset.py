@@ -14,6 +14,7 @@ from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Request, Source
+from tokenloom.credentials import Credentials
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import KEY, History, Loaded, Point
 
@@ -33,6 +34,11 @@ class RemoteDataset(IterableDataset[Batch]):
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most.
 
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
+
+    Where the server wants a token, it is ``token`` or the environment's ``TOKENLOOM_TOKEN``. With ``grpcs://`` the
+    connection uses TLS: ``tls_ca`` is the CA that is trusted (PEM), ``tls_cert`` and ``tls_key`` are for a server
+    that wants to see a certificate (or ``TOKENLOOM_TLS_CA``, ``_CERT`` and ``_KEY``). Without TLS a token is only sent
+    to this machine, and to the hosts that ``TOKENLOOM_PLAINTEXT_HOSTS`` names.
     """
 
     def __init__(
@@ -51,9 +57,22 @@ class RemoteDataset(IterableDataset[Batch]):
         position_ids: bool = False,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
+        token: str | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._address = Address.parse(url)
+        self._credentials = Credentials.find(
+            [self._address.host],
+            tls=self._address.tls,
+            token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            environment=os.environ,
+        )
         for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
@@ -226,6 +245,7 @@ class RemoteDataset(IterableDataset[Batch]):
         connection = Connection(
             Request(
                 address=self._address,
+                credentials=self._credentials,
                 stream=self._stream,
                 topology=self._topology,
                 batch_size=self._batch_size,

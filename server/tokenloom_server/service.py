@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tokenloom_server import config
 from tokenloom_server.committer import Committer
-from tokenloom_server.errors import ConfigError, NotFound
+from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
@@ -22,6 +23,12 @@ from tokenloom_server.producer import Producer
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
+
+#: Each has its threads, its window of samples, and a tokeniser.
+MAX_RUNS = 64
+#: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
+MAX_SAVED_SNAPSHOTS = 1000
+_ANYWHERE = DataRoots()
 
 
 class ServedRun:
@@ -37,8 +44,9 @@ class ServedRun:
 class Runs:
     """Implements ``stats.RunService``."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, data_roots: DataRoots = _ANYWHERE) -> None:
         self._ledger = ledger
+        self._data_roots = data_roots
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None) -> ServedRun:
@@ -46,6 +54,10 @@ class Runs:
 
         Raises what ``config.load``, ``Order.create`` and ``Order.load`` raise, and the ledger's errors.
         """
+        if len(self._runs) >= MAX_RUNS:
+            raise LimitExceeded(
+                f"{path}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+            )
         found = config.load(path)
         if found.run in self._runs:
             raise ConfigError(
@@ -56,11 +68,11 @@ class Runs:
         stored = self._ledger.read_run(found.run, stream)
         order = None
         if stored is None:
-            order = Order.create(found, base_dir, index_dir)
+            order = Order.create(found, base_dir, index_dir, self._data_roots)
             stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
         if order is None or order.record() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
-            order = Order.load(found, base_dir, index_dir, stored.record)
+            order = Order.load(found, base_dir, index_dir, stored.record, self._data_roots)
         epoch = self._ledger.acquire(stored.uid, stream)
         # Read behind the acquisition: nobody else can write any more.
         stored = self._ledger.read_run(found.run, stream) or stored
@@ -104,10 +116,15 @@ class Runs:
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)
+        host = served.host
+        if save and (saved := len(host.ledger.snapshots(host.uid, host.stream))) >= MAX_SAVED_SNAPSHOTS:
+            raise LimitExceeded(
+                f"run {run!r} has {saved} saved snapshots, and the ledger keeps at most {MAX_SAVED_SNAPSHOTS}; take "
+                "this one without saving it (the Snapshot RPC), or out of a trainer's checkpoint"
+            )
         text, index = served.history.snapshot(sample_index)
         if not save:
             return text, None
-        host = served.host
         snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         host.ledger.save_snapshot(
             host.uid,

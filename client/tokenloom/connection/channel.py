@@ -6,8 +6,10 @@ import random
 import time
 
 import grpc
+from tokenloom_proto.credentials import authorization
 
 from tokenloom.address import Address
+from tokenloom.credentials import Credentials
 from tokenloom.errors import ProtocolError, ServerUnavailable, TokenloomError, named
 
 FIRST_DELAY_S = 0.1
@@ -32,9 +34,17 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: Address) -> grpc.Channel:
+def open_channel(address: Address, credentials: Credentials) -> grpc.Channel:
     """A channel to the server; it connects with the first call."""
-    return grpc.insecure_channel(address.target, options=_OPTIONS)
+    if not credentials.tls:
+        return grpc.insecure_channel(address.target, options=_OPTIONS)
+    tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
+    return grpc.secure_channel(address.target, tls, options=_OPTIONS)
+
+
+def metadata_of(credentials: Credentials) -> tuple[tuple[str, str], ...]:
+    """What each call says about who asks."""
+    return (("authorization", authorization(credentials.token)),) if credentials.token is not None else ()
 
 
 def retryable(error: grpc.RpcError) -> bool:

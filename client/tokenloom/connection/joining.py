@@ -14,7 +14,8 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom.address import Address
 from tokenloom.batch import Layout
-from tokenloom.connection.channel import Retry, failure, retryable, summary
+from tokenloom.connection.channel import Retry, failure, metadata_of, retryable, summary
+from tokenloom.credentials import Credentials
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
@@ -30,6 +31,7 @@ class Request:
     """What a dataset asks for."""
 
     address: Address
+    credentials: Credentials
     stream: str
     topology: Topology
     batch_size: int
@@ -80,12 +82,15 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         resume=request.resume,
         state_json=request.state.encode(),
     )
+    metadata = metadata_of(request.credentials)
     retry = Retry(request.connect_timeout_s)
     warn_at = 0.0
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
-            return _opening(connect().Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
+            return _opening(
+                connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=metadata), request
+            )
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
             if not retryable(error) or delay_s is None:

@@ -24,7 +24,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom.batch import Batch, Message
 from tokenloom.buffer import Step, StepBuffer
-from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
+from tokenloom.connection.channel import Retry, failure, metadata_of, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ProtocolError, ServerUnavailable
@@ -85,7 +85,7 @@ class Connection:
         """Makes a new channel. One that failed tries again by itself, but nobody polls it between calls,
         so it notices seconds later that a server was not there, and much later that it is back."""
         self._disconnect()
-        self._channel = open_channel(self._request.address)
+        self._channel = open_channel(self._request.address, self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
@@ -144,7 +144,7 @@ class Connection:
         method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._connect().stream_stream(
             _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
         )
-        call = self._call = method(iter(writer))
+        call = self._call = method(iter(writer), metadata=metadata_of(self._request.credentials))
         try:
             for data in call:
                 self._receive(read(data))
