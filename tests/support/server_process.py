@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,17 @@ COMMAND_DEADLINE_S = 50
 class ServerProcess:
     """``tokenloom serve`` on free ports, with warnings as errors. ``start`` again: on the same ports.
 
-    ``options`` are the interpreter's.
+    ``options`` are the interpreter's, ``arguments`` the command's; ``environment`` is added to this process's.
     """
 
     def __init__(
-        self, folder: Path, *mixtures: Path, ledger: str = "sqlite:///ledger.db", options: Sequence[str] = ()
+        self,
+        folder: Path,
+        *mixtures: Path,
+        ledger: str = "sqlite:///ledger.db",
+        options: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
@@ -35,6 +41,8 @@ class ServerProcess:
         self.grpc, self.rest = "127.0.0.1:0", "127.0.0.1:0"
         self._mixtures = mixtures
         self._options = options
+        self._arguments = arguments
+        self._environment = os.environ | (environment or {})
         # A relative SQLite file lies beside the mixture file; servers of one mixture must not share it.
         self.ledger = ledger.replace("sqlite:///", f"sqlite:///{folder}/") if ledger.startswith("sqlite:") else ledger
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,8 +70,11 @@ class ServerProcess:
         command += map(str, self._mixtures)
         command += ["--grpc", self.grpc, "--rest", self.rest, "--ledger", self.ledger]
         command += ["--ready-file", str(self.ready_file), "--index-dir", str(self.log_path.parent / "index")]
+        command += self._arguments
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environment
+            )
         deadline = time.monotonic() + START_DEADLINE_S
         while not self.ready_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
