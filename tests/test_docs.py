@@ -104,7 +104,9 @@ def test_every_route_is_in_the_reference() -> None:
             assert f"| `{method.upper()} {path}` |" in REFERENCE
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md", "docs/reference.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md", "docs/reference.md"]
+)
 def test_links_between_the_documents_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

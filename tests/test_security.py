@@ -10,6 +10,7 @@ import hmac
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,15 +438,25 @@ def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch
     try:
         with grpc.insecure_channel(server.address) as channel:
             over = threading.Event()
-            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
-            waiting = [watch(b"", timeout=20) for _ in range(2)]
-            for call in waiting:
-                next(call)
-            found = outcome(channel, "/tokenloom.v1.DataLoader/Stats", None, b"")
-            assert found[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-            over.set()
-            for call in waiting:
-                call.cancel()
+
+            def silent() -> Iterator[bytes]:
+                over.wait(20)
+                yield from ()
+
+            open_stream = channel.stream_stream("/tokenloom.v1.DataLoader/Stream")
+            calls = [open_stream(silent(), timeout=20) for _ in range(5)]
+            try:
+                deadline = time.monotonic() + 15
+                while sum(call.done() for call in calls) < 3 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                refused = [call.code() for call in calls if call.done()]
+                assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
+                found = outcome(channel, "/tokenloom.v1.DataLoader/Stats", None, b"")
+                assert found == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
+            finally:
+                over.set()
+                for call in calls:
+                    call.cancel()
     finally:
         server.stop(0.1)
         ledger.close()
