@@ -12,23 +12,34 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import httpx
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
 from tokenloom_server import opening, snapshot
-from tokenloom_server.errors import ConfigError, Forbidden, Unauthenticated
+from tokenloom_server.errors import (
+    ConfigError,
+    Forbidden,
+    JoinRefused,
+    LimitExceeded,
+    SnapshotInvalid,
+    Unauthenticated,
+)
 from tokenloom_server.grpc_service import GrpcServer
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.opening import JoinCall
 from tokenloom_server.rest_api.app import create_app
 from tokenloom_server.rest_api.server import RestServer
 from tokenloom_server.security import ROUTES, RPCS, Access, Scope
@@ -423,6 +434,65 @@ def test_a_message_of_more_than_its_method_takes_is_refused(channel: grpc.Channe
     # Above the greatest of all, gRPC itself refuses, by the length that is announced.
     named = "" if most == MAX_REQUEST_BYTES else "LimitExceeded"
     assert over == (grpc.StatusCode.RESOURCE_EXHAUSTED, named)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    """A server's runs, none yet."""
+    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+    made = Runs(ledger)
+    yield made
+    made.stop()
+    ledger.close()
+
+
+def mixture_of(folder: Path, run: str) -> Path:
+    write_txt(folder / "rows.txt", [f"row {number}" for number in range(50)])
+    path = folder / f"{run}.yaml"
+    path.write_text(yaml.safe_dump(flat(["txt:rows.txt:text"], run=run)), encoding="utf-8")
+    return path
+
+
+def test_a_server_has_so_many_runs_and_the_next_is_refused_before_its_file_is_read(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.service.MAX_RUNS", 2)
+    for run in ("one", "two"):
+        runs.add(mixture_of(tmp_path, run), None)
+
+    with pytest.raises(LimitExceeded, match="this server has 2 runs, and one serves at most 2; start another"):
+        runs.add(tmp_path / "not-even-there.yaml", None)
+    assert runs.names() == ["one", "two"]
+
+
+def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.service.MAX_SAVED_SNAPSHOTS", 1)
+    runs.add(mixture_of(tmp_path, "saving"), None)
+    text, saved = runs.snapshot("saving", None, True)
+    assert saved is not None
+
+    with pytest.raises(LimitExceeded, match="'saving' has 1 saved snapshots, and the ledger keeps at most 1"):
+        runs.snapshot("saving", None, True)
+    assert [entry.id for entry in runs.snapshots("saving")] == [saved]
+    assert runs.snapshot("saving", None, False) == (text, None)
+
+
+def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() -> None:
+    largest = JoinCall(
+        rank=0, world_size=opening.MAX_WORLD_SIZE + 1, batch_size=1, attempt="a", nonce="n", resume="", state=b""
+    )
+    with pytest.raises(JoinRefused, match=r"world size is 4097; expected 1 to 4096"):
+        opening._check(largest, sample_bytes=1)
+    opening._check(replace(largest, world_size=opening.MAX_WORLD_SIZE), sample_bytes=1)
+
+
+def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.snapshot.unseal", lambda text: pytest.fail("it was parsed"))
+    shape = snapshot.Shape(specs=(), shards=(), nodes=(), sample_tokens=1)
+    with pytest.raises(SnapshotInvalid, match=f"has {snapshot.MAX_BYTES + 1} bytes; expected at most"):
+        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, shape)
 
 
 def test_the_bounds_fit_together() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokenloom_server.errors import ConfigError
-
-if TYPE_CHECKING:
-    import ssl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +33,6 @@ class Tls:
                 if file is not None
             )
             raise ConfigError(f"{given} without the rest; TLS needs --tls-cert and --tls-key")
-        # Not at the top: a server without TLS needs none of it.
-        import ssl
-
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
         try:
