@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-EXPECTED = "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code"
+EXPECTED = (
+    "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code, or, where others stand by, "
+    "grpc://HOST:PORT,HOST:PORT/RUN"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's gRPC target and the name of one of its runs."""
+    """The gRPC targets of the servers that may lead a run, and its name."""
 
-    target: str
+    targets: tuple[str, ...]
     run: str
     tls: bool = False
 
@@ -21,19 +24,27 @@ class Address:
         """Reads a URL; raises ``ValueError``, with the expected form, for any other text."""
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
+            targets = tuple(_target(place) for place in parts.netloc.split(","))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{url!r} is not the address of a run ({error}): {EXPECTED}") from None
         run = unquote(parts.path.removeprefix("/"))
-        extra = parts.query or parts.fragment or parts.username or parts.password
-        if parts.scheme not in ("grpc", "grpcs") or not host or not port or not run or "/" in run or extra:
+        extra = parts.query or parts.fragment
+        if parts.scheme not in ("grpc", "grpcs") or not run or "/" in run or extra:
             raise ValueError(f"{url!r} is not the address of a run: {EXPECTED}")
-        return cls(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", run, parts.scheme == "grpcs")
+        return cls(targets, run, parts.scheme == "grpcs")
 
     def __str__(self) -> str:
-        return f"{'grpcs' if self.tls else 'grpc'}://{self.target}/{self.run}"
+        return f"{'grpcs' if self.tls else 'grpc'}://{','.join(self.targets)}/{self.run}"
 
     @property
-    def host(self) -> str:
-        """Without port; an IPv6 one in brackets."""
-        return self.target.rpartition(":")[0]
+    def hosts(self) -> tuple[str, ...]:
+        """Without ports; an IPv6 one in brackets."""
+        return tuple(target.rpartition(":")[0] for target in self.targets)
+
+
+def _target(place: str) -> str:
+    parts = urlsplit(f"//{place}")
+    host, port = parts.hostname, parts.port
+    if not host or not port or parts.username or parts.password:
+        raise ValueError(f"{place!r} is not HOST:PORT")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -78,6 +78,24 @@ def serve(
         Path | None,
         typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.", show_default=False),
     ] = None,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Where another server leads a run, wait and take over when its lease lapses; else refuse."
+        ),
+    ] = False,
+    lease: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds after which a server that cannot reach the ledger may be replaced."),
+    ] = 15.0,
+    liveness: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of silence after which a rank no longer keeps its run from a new attempt."),
+    ] = 15.0,
+    rank_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
+    ] = 300.0,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -129,6 +147,10 @@ def serve(
                 ledger=ledger,
                 ready_file=ready_file,
                 index_dir=index_dir,
+                standby=standby,
+                lease_s=lease,
+                liveness_s=liveness,
+                rank_timeout_s=rank_timeout,
                 access=Access.find(os.environ, token_file, read_token_file),
                 tls=Tls.load(tls_cert, tls_key, tls_client_ca),
                 data_roots=DataRoots.of(data_root or ()),
@@ -138,8 +160,8 @@ def serve(
         _fail(error)
     # One line, plain, for people and scripts alike.
     print(
-        f"tokenloom is ready: gRPC on {server.grpc_address}, REST and page on {server.page_url} "
-        f"(runs: {', '.join(server.run_names)})",
+        f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
+        f"{server.page_url} (runs: {', '.join(server.run_names)})",
         flush=True,
     )
     stopping.wait()

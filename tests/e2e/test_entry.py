@@ -57,7 +57,7 @@ def test_a_trainer_takes_the_token_from_its_environment(
     file = tmp_path / "token"
     file.write_text(CONTROL, encoding="utf-8")
     file.chmod(0o600)
-    server = start_server(mixture, arguments=("--token-file", str(file)))
+    server = start_server(mixture, flags=("--token-file", str(file)))
     monkeypatch.setenv("TOKENLOOM_TOKEN_FILE", str(file))
 
     with World(server.url(RUN)) as world:
@@ -198,7 +198,7 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
     mixture: Path, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     cert, key = authority.issue("127.0.0.1", "localhost")
-    server = start_server(mixture, arguments=tls_arguments(cert, key), environment=TOKENS)
+    server = start_server(mixture, flags=tls_arguments(cert, key), environment=TOKENS)
 
     with World(secure(server), world_size=2, token=CONTROL, tls_ca=authority.file) as world:
         world.steps(3)
@@ -240,7 +240,7 @@ def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
     cert, key = clients.issue("trainer")
     server = start_server(
         mixture,
-        arguments=tls_arguments(*authority.issue("127.0.0.1"), clients.file),
+        flags=tls_arguments(*authority.issue("127.0.0.1"), clients.file),
         environment=TOKENS,
     )
     known = {"tls_ca": authority.file, "tls_cert": cert, "tls_key": key}
@@ -333,8 +333,8 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
     ledger = RedisServer(folder).start()
     with redis.Redis(port=ledger.port) as client:
         client.config_set("requirepass", password)
-    arguments = ("--log-level", "debug")
-    options: dict[str, Any] = {"arguments": arguments, "environment": TOKENS}
+    flags = ("--log-level", "debug")
+    options: dict[str, Any] = {"flags": flags, "environment": TOKENS}
     url = f"redis://:{password}@127.0.0.1:{ledger.port}/0"
     server = ServerProcess(tmp_path / "server", mixture, ledger=url, **options).start()
     try:

@@ -58,8 +58,12 @@ def authorization_of(metadata: Iterable[Any]) -> str | None:
     return found[0] if len(found) == 1 and isinstance(found[0], str) else None
 
 
-def abort(context: grpc.ServicerContext, status: str, name: str, message: str) -> NoReturn:
-    """Ends a call with an error: the name in the metadata, the message in the details."""
-    context.set_trailing_metadata((("tokenloom-error", name),))
+def abort(
+    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
+) -> NoReturn:
+    """Ends a call with an error: the name in the metadata, the message in the details. ``retry_for_s``: for how long
+    trying again makes sense, where the server knows."""
+    retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
+    context.set_trailing_metadata((("tokenloom-error", name), *retry))
     context.abort(getattr(grpc.StatusCode, status), message[:_MAX_DETAILS])
     raise AssertionError("unreachable: abort raises")
