@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 EXPECTED = (
     "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code, or, where others stand by, "
-    "grpc://HOST:PORT,HOST:PORT/RUN"
+    "grpc://HOST:PORT,HOST:PORT/RUN; with TLS grpcs://…"
 )
 
 

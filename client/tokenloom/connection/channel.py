@@ -52,7 +52,10 @@ def retryable(error: grpc.RpcError) -> bool:
     code, details = error.code(), error.details() or ""
     # A server that dies mid-call shows as any of these; CANCELLED is its abort when it is not ours.
     broken = code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details
-    return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and (broken or code is grpc.StatusCode.CANCELLED))
+    # gRPC's own words where every place for a call is taken: it gets free, or the budget ends.
+    full = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in details
+    passing = broken or full or code is grpc.StatusCode.CANCELLED
+    return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and passing)
 
 
 def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
@@ -60,7 +63,7 @@ def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
     code, details = error.code(), error.details() or "no details"
     if name := _name(error):
         return named(name, details)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+    if retryable(error) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailable(f"{address}: {code.name}: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolError(f"{address} is not a Tokenloom server of this version: {details}")
