@@ -267,8 +267,11 @@ def test_every_rpc_has_a_scope_and_no_scope_is_for_an_rpc_that_is_gone() -> None
     assert set(rpcs()) == set(RPCS)
 
 
-def test_a_method_of_the_contract_is_one_that_the_server_has() -> None:
-    assert [path for path, scope in RPCS.items() if scope is Scope.OPEN] == ["/grpc.health.v1.Health/Check"]
+def test_only_health_is_open_and_what_trains_or_changes_something_takes_control() -> None:
+    names = {scope: {method.rpartition("/")[2] for method, s in RPCS.items() if s is scope} for scope in Scope}
+
+    assert names[Scope.OPEN] == {"Check"}
+    assert names[Scope.CONTROL] == {"Join", "Stream", "Restore"}
 
 
 @pytest.fixture(scope="module")
