@@ -104,7 +104,7 @@ class StreamRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[StreamOpen, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch")
+    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch", "attempt")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class StreamOpen(_message.Message):
     DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     run_uid: str
@@ -129,7 +130,8 @@ class StreamOpen(_message.Message):
     document_starts: bool
     received_digest: str
     server_epoch: int
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ...) -> None: ...
+    attempt: str
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., attempt: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("consumed_through", "credit_steps", "digest")

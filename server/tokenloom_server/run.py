@@ -182,9 +182,9 @@ class Generation:
                 f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {behind}; "
                 "restart the training job from its checkpoint"
             )
-        self.slots.attach(slot, step, now)
         if digest:
             self.claim(rank, step, digest)
+        self.slots.attach(slot, step, now)
         return slot.session
 
     def leave(self, rank: int, session: int) -> None:
@@ -309,9 +309,10 @@ class Generation:
     def stalled(self, rank: int, session: int, now: float) -> float:
         """For how long, seconds, the stream has had nothing because other ranks do not go on; 0 where it has not."""
         slot = self.slots[rank]
+        if slot.session != session:
+            return 0.0
         held_back = (
-            slot.session == session
-            and self.end is None
+            self.end is None
             and slot.consumed >= self.produced
             and not self.steps_wanted()
             and self.acknowledged() < self.produced

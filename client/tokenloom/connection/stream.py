@@ -219,6 +219,7 @@ class Connection:
                 stream=asked.stream,
                 run_uid=self.opening.run_uid,
                 generation=self.opening.generation,
+                attempt=asked.topology.attempt,
                 rank=asked.topology.rank,
                 nonce=self._nonce,
                 received_through=received.sample_index,

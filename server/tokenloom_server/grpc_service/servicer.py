@@ -103,6 +103,7 @@ class DataLoader:
                 opened.committed_through,
                 opened.received_digest,
                 opened.server_epoch,
+                opened.attempt,
             )
             try:
                 progress = opened.progress
