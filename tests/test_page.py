@@ -62,7 +62,7 @@ def test_the_page_has_nothing_inline_and_points_to_this_server_only() -> None:
     served = {url.lstrip("/") for url in FILES} | {"v1/runs", "openapi.json", "metrics", "readyz"}
     assert set(markup.urls) <= served, "relative URLs of this server, so that it also works behind a path prefix"
     for name in ("page.js", "page.css"):
-        assert "://" not in re.sub(r"grpc://", "", content(name))
+        assert "://" not in re.sub(r"grpcs?://", "", content(name))
 
 
 def test_the_script_writes_texts_only_as_text() -> None:

@@ -258,8 +258,10 @@ class RunView extends View {
 function example(run, address) {
   // What a server bound to every interface is called from here.
   const target = (address ?? "HOST:PORT").replace(/^(0\.0\.0\.0|\[::\])(?=:)/, location.hostname);
+  // Both endpoints use TLS, or none does.
+  const scheme = location.protocol === "https:" ? "grpcs://" : "grpc://";
   return `from tokenloom import RemoteDataset
-dataset = RemoteDataset("grpc://${target}/${run}", batch_size=4)
+dataset = RemoteDataset("${scheme}${target}/${run}", batch_size=4)
 for batch in dataset: ...`;
 }
 
