@@ -36,6 +36,7 @@ from tokenloom_server.errors import (
     Unauthenticated,
 )
 from tokenloom_server.grpc_service import GrpcServer
+from tokenloom_server.grpc_service.entry import FIGURE_THREADS
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.ledger.open import open_ledger
@@ -341,11 +342,39 @@ def test_a_stranger_is_refused_before_a_message_is_read(channel: grpc.Channel, m
     assert outcome(channel, method, None, ends=False) == (grpc.StatusCode.UNAUTHENTICATED, "Unauthenticated")
 
 
-def test_strangers_take_no_thread_of_the_trainers(channel: grpc.Channel) -> None:
+def test_strangers_take_few_threads_and_none_of_the_trainers(channel: grpc.Channel) -> None:
     for _ in range(100):
         outcome(channel, "/tokenloom.v1.DataLoader/Join", None, b"")
 
     assert len([thread for thread in threading.enumerate() if thread.name.startswith("grpc-refusal_")]) <= 2
+
+
+def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_of_its_own(
+    grpc_server: GrpcServer, channel: grpc.Channel
+) -> None:
+    over = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        over.wait(30)
+        yield from ()
+
+    # More calls than there are threads for them; each waits for a request that does not come.
+    stats = channel.stream_stream("/tokenloom.v1.DataLoader/Stats")
+    waiting = [stats(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=40) for _ in range(FIGURE_THREADS + 5)]
+    try:
+        deadline = time.monotonic() + 20
+        names: list[str] = []
+        while len(names) < FIGURE_THREADS and time.monotonic() < deadline:
+            names = [thread.name for thread in threading.enumerate() if thread.name.startswith("grpc-figures_")]
+        assert len(names) == FIGURE_THREADS
+        join = outcome(channel, "/tokenloom.v1.DataLoader/Join", f"Bearer {CONTROL}", b"")
+        assert join == (grpc.StatusCode.NOT_FOUND, "NotFound")
+        assert outcome(channel, "/grpc.health.v1.Health/Check", None, b"")[0] is grpc.StatusCode.OK
+        assert outcome(channel, "/tokenloom.v1.DataLoader/Stats", None, b"")[0] is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        over.set()
+        for call in waiting:
+            call.cancel()
 
 
 def test_a_method_that_nobody_has_is_only_told_to_who_may_do_everything(channel: grpc.Channel) -> None:

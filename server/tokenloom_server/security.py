@@ -42,6 +42,9 @@ RPCS: Mapping[str, Scope] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Scope.READ,
 }
 
+#: The RPCs of trainers: each of a world has one open, all the time.
+TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
+
 #: By method and path, as the app names them.
 ROUTES: Mapping[tuple[str, str], Scope] = {
     ("GET", "/v1/runs"): Scope.READ,

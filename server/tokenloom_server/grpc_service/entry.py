@@ -1,20 +1,27 @@
-"""Who may call: the token of a call, looked at before anything of the call is read."""
+"""The way in: the token of a call, looked at before anything of it is read, and the threads that the call may take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.security import RPCS, Access, Scope
+from tokenloom_server.security import RPCS, TRAINING, Access, Scope
 
-#: Refusals are said by threads of their own, so that strangers take none of the trainers'.
-_REFUSERS = 2
+if TYPE_CHECKING:
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+
+#: Threads for those who do not train. They take none of the trainers', strangers none of those who look, and no more
+#: requests than this are in memory at a time, each of MAX_REQUEST_BYTES at most.
+REFUSAL_THREADS, OPEN_THREADS, FIGURE_THREADS = 2, 16, 32
 #: Details travel in an HTTP/2 header: they are kept well below its limit.
 _MAX_DETAILS = 6000
+
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class Entry(grpc.ServerInterceptor):
@@ -23,33 +30,50 @@ class Entry(grpc.ServerInterceptor):
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._refusers = ThreadPoolExecutor(_REFUSERS, thread_name_prefix="grpc-refusal")
+        self._refusals = ThreadPoolExecutor(REFUSAL_THREADS, thread_name_prefix="grpc-refusal")
+        self._open = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="grpc-open")
+        self._figures = ThreadPoolExecutor(FIGURE_THREADS, thread_name_prefix="grpc-figures")
 
     def close(self) -> None:
         """Ends the threads. To be called when the server takes no call any more."""
-        self._refusers.shutdown(wait=False)
+        for pool in (self._refusals, self._open, self._figures):
+            pool.shutdown(wait=False)
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> _Handler | None:
+        method = handler_call_details.method
         # A method that is not in the table is not there either; only who may do everything is told so.
-        needed = RPCS.get(handler_call_details.method, Scope.CONTROL)
+        needed = RPCS.get(method, Scope.CONTROL)
         try:
             self._access.check(authorization_of(handler_call_details.invocation_metadata), needed)
         except TokenloomError as error:
             return self._refusal(error)
-        return continuation(handler_call_details)
+        handler = continuation(handler_call_details)
+        if handler is None or method in TRAINING:
+            return handler
+        return _in_pool(handler, self._open if needed is Scope.OPEN else self._figures)
 
-    def _refusal(self, error: TokenloomError) -> grpc.RpcMethodHandler[Any, Any]:
+    def _refusal(self, error: TokenloomError) -> _Handler:
         def refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             abort(context, error.grpc_status, error.name, str(error))
 
-        # gRPC's own name for the pool that a handler runs in, without which it is the server's.
-        refuse.experimental_thread_pool = self._refusers  # type: ignore[attr-defined]
         # Whatever the method is: of a stream of requests nothing is read that is not asked for.
-        return grpc.stream_stream_rpc_method_handler(refuse)
+        return _in_pool(grpc.stream_stream_rpc_method_handler(refuse), self._refusals)
+
+
+def _in_pool(handler: _Handler, pool: ThreadPoolExecutor) -> _Handler:
+    """The handler, with threads that are not the server's. gRPC calls that experimental: a release that knows nothing
+    of it takes the server's own."""
+    kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
+    behavior = getattr(handler, kind)
+    if hasattr(behavior, "experimental_non_blocking"):
+        return handler  # it holds no thread
+    apart = partial(behavior)
+    apart.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    return handler._replace(**{kind: apart})  # type: ignore[attr-defined,no-any-return]
 
 
 def authorization_of(metadata: Iterable[Any]) -> str | None:

@@ -35,11 +35,10 @@ class GrpcServer:
         Without ``access`` everything is open.
         """
         self._access = access or Access()
-        # Nobody is asked where everything is open.
-        self._entry = Entry(self._access) if self._access.closed else None
+        self._entry = Entry(self._access)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
-            interceptors=[self._entry] if self._entry is not None else [],
+            interceptors=[self._entry],
             maximum_concurrent_rpcs=MAX_CALLS,
             options=[
                 ("grpc.max_send_message_length", -1),
@@ -92,8 +91,7 @@ class GrpcServer:
         if self._health is not None:
             self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
-        if self._entry is not None:
-            self._entry.close()
+        self._entry.close()
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
