@@ -603,8 +603,9 @@ class Host:
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. Bring its "
-                "data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger right again"
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data "
+                "back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger right "
+                "again"
             )
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")
