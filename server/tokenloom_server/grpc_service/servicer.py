@@ -118,7 +118,7 @@ class DataLoader:
         with _errors(context):
             _read(request)
             if request.save:
-                self._access.check(authorization_of(context.invocation_metadata()), Scope.CONTROL)
+                self._needs_control(context)
             self._served(request.run, request.stream)
             index = None if request.sample_index == -1 else request.sample_index
             if index is not None and index < 0:
@@ -168,6 +168,10 @@ class DataLoader:
             ),
         }
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+    def _needs_control(self, context: grpc.ServicerContext) -> None:
+        """For a request that asks for more than its method's scope. Raises ``Forbidden``."""
+        self._access.check(authorization_of(context.invocation_metadata()), Scope.CONTROL)
 
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
