@@ -272,7 +272,8 @@ def test_only_health_is_open_and_what_trains_or_changes_something_takes_control(
     names = {scope: {method.rpartition("/")[2] for method, s in RPCS.items() if s is scope} for scope in Scope}
 
     assert names[Scope.OPEN] == {"Check"}
-    assert names[Scope.CONTROL] == {"Join", "Stream", "Restore"}
+    # And what BY_REQUEST has.
+    assert names[Scope.CONTROL] == {"Restore"}
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,23 @@ def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrpcServer
 def channel(grpc_server: GrpcServer) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(grpc_server.address, options=[("grpc.enable_http_proxy", 0)]) as opened:
         yield opened
+
+
+#: Requests that ask for more than their method does at least, and that ask for no more.
+BY_REQUEST = {
+    "/tokenloom.v1.DataLoader/Join": (
+        wire.JoinRequest(run=RUN, world_size=1, batch_size=1, attempt="a", nonce="n"),
+        wire.JoinRequest(run=RUN, world_size=1, batch_size=1, peek=True),
+    ),
+    "/tokenloom.v1.DataLoader/Stream": (
+        wire.StreamRequest(open=wire.StreamOpen(run=RUN, nonce="n")),
+        wire.StreamRequest(open=wire.StreamOpen(run=RUN, peek=True)),
+    ),
+    "/tokenloom.v1.DataLoader/Snapshot": (
+        wire.SnapshotRequest(run=RUN, save=True),
+        wire.SnapshotRequest(run=RUN),
+    ),
+}
 
 
 def metadata_of(header: str | None) -> tuple[tuple[str, str], ...]:
@@ -324,8 +342,9 @@ def outcome(
 def test_an_rpc_is_there_for_who_brings_what_it_asks_for_and_for_nobody_else(
     channel: grpc.Channel, method: str
 ) -> None:
+    looks = BY_REQUEST[method][1].SerializeToString() if method in BY_REQUEST else b""
     for what, (header, scope) in BROUGHT.items():
-        found = outcome(channel, method, header, b"")
+        found = outcome(channel, method, header, looks)
         if scope >= RPCS[method]:
             # Let in: an empty request is wrong in its own way, or is not.
             assert found[0] not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED), (what, found)
@@ -385,15 +404,6 @@ def test_a_method_that_nobody_has_is_only_told_to_who_may_do_everything(channel:
     assert outcome(channel, method, f"Bearer {CONTROL}")[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
-#: Requests that ask for more than their method does at least, and that ask for no more.
-BY_REQUEST = {
-    "/tokenloom.v1.DataLoader/Snapshot": (
-        wire.SnapshotRequest(run=RUN, save=True),
-        wire.SnapshotRequest(run=RUN),
-    ),
-}
-
-
 @pytest.mark.parametrize("method", BY_REQUEST)
 def test_what_changes_something_needs_control_where_the_method_alone_does_not(
     channel: grpc.Channel, method: str
@@ -441,6 +451,7 @@ MOST = {
     "Snapshot": SMALL_REQUEST_BYTES,
     "Restore": MAX_REQUEST_BYTES,
     "Stats": SMALL_REQUEST_BYTES,
+    "Tokenizer": SMALL_REQUEST_BYTES,
 }
 
 

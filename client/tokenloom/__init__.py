@@ -36,6 +36,7 @@ from tokenloom.errors import (
     SourceError,
     TokenizerError,
     TokenloomError,
+    TooManyPeeks,
     Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
@@ -72,5 +73,6 @@ __all__ = [
     "TokenLRScheduler",
     "TokenizerError",
     "TokenloomError",
+    "TooManyPeeks",
     "Unauthenticated",
 ]

@@ -107,6 +107,10 @@ class ServerStopping(TokenloomError):
     """The server is closing in an orderly way."""
 
 
+class TooManyPeeks(TokenloomError):
+    """As many peeks at the run are open as the server makes at once."""
+
+
 class Unauthenticated(TokenloomError):
     """The server wants a token, and this client brought none or another one."""
 

@@ -172,6 +172,13 @@ class ServerStopping(TokenloomError):
     http_status = 503
 
 
+class TooManyPeeks(TokenloomError):
+    """As many peeks at a run are open as a server makes at once. Retried: others end."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 429
+
+
 class Unauthenticated(TokenloomError):
     """The call brings no token, or one that this server does not know. Never retried."""
 

@@ -14,6 +14,9 @@ from pydantic import ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     READ_VARIABLE,
+    TLS_CA_VARIABLE,
+    TLS_CERT_VARIABLE,
+    TLS_KEY_VARIABLE,
     authorization,
     find_token,
     read_token,
@@ -24,8 +27,6 @@ from tokenloom_server.errors import ConfigError, Forbidden, NotFound, TokenloomE
 from tokenloom_server.stats import RunStats
 
 _TIMEOUT_S = 10.0
-
-TLS_CA_VARIABLE, TLS_CERT_VARIABLE, TLS_KEY_VARIABLE = "TOKENLOOM_TLS_CA", "TOKENLOOM_TLS_CERT", "TOKENLOOM_TLS_KEY"
 
 
 class ServerUnreachable(TokenloomError):
@@ -54,7 +55,7 @@ class Remote:
                 f"{url!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
             )
         try:
-            self._token = _find_token(environment, token_file)
+            self._token = token_to_look(environment, token_file)
             if self._token is not None and parts.scheme == "http":
                 refuse_plaintext(parts.hostname or "", environment, "serve with --tls-cert and use https://")
         except ValueError as error:
@@ -104,7 +105,11 @@ class Remote:
 _STATUSES: Mapping[int, type[TokenloomError]] = {401: Unauthenticated, 403: Forbidden, 404: NotFound}
 
 
-def _find_token(environment: Mapping[str, str], file: Path | None) -> str | None:
+def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:
+    """The token of who only looks: of the file, else of the environment, the one for reading first.
+
+    Raises ``ValueError`` for what is no token.
+    """
     if file is not None:
         return read_token(file)
     return find_token(READ_VARIABLE, environment) or find_token(CONTROL_VARIABLE, environment)

@@ -22,7 +22,7 @@ class Scope(enum.IntEnum):
     OPEN = 0
     """Nothing: health, and the page's own files, which hold no figure."""
     READ = 1
-    """Looking: figures, snapshots, metrics. Moves nothing."""
+    """Looking: figures, metrics, snapshots, peeks. Moves nothing."""
     CONTROL = 2
     """Everything: training, saving a snapshot, pinning a restore."""
 
@@ -31,11 +31,12 @@ _DATA_LOADER = "/tokenloom.v1.DataLoader"
 
 #: The least that an RPC asks for. Where more than this depends on what the request says, the servicer checks it.
 RPCS: Mapping[str, Scope] = {
-    f"{_DATA_LOADER}/Join": Scope.CONTROL,
-    f"{_DATA_LOADER}/Stream": Scope.CONTROL,
+    f"{_DATA_LOADER}/Join": Scope.READ,  # control, but to peek
+    f"{_DATA_LOADER}/Stream": Scope.READ,  # control, but to peek
     f"{_DATA_LOADER}/Snapshot": Scope.READ,  # control where it is to be saved
     f"{_DATA_LOADER}/Restore": Scope.CONTROL,
     f"{_DATA_LOADER}/Stats": Scope.READ,
+    f"{_DATA_LOADER}/Tokenizer": Scope.READ,
     "/grpc.health.v1.Health/Check": Scope.OPEN,
     # It stays open for as long as the caller likes; a stranger could take every place with it.
     "/grpc.health.v1.Health/Watch": Scope.READ,
@@ -102,10 +103,13 @@ class Access:
         """Whether there is a token to show."""
         return bool(self._control)
 
-    def check(self, authorization: str | None, needed: Scope) -> None:
-        """Passes a call that brings what it needs. Raises ``Unauthenticated`` or ``Forbidden``."""
-        if needed is Scope.OPEN or not self.closed:
-            return
+    def check(self, authorization: str | None, needed: Scope) -> Scope:
+        """Passes a call that brings what it needs, and says what it may do. Raises ``Unauthenticated`` or
+        ``Forbidden``."""
+        if not self.closed:
+            return Scope.CONTROL
+        if needed is Scope.OPEN:
+            return needed
         kind, _, token = (authorization or "").partition(" ")
         if kind.lower() != "bearer":
             raise Unauthenticated(
@@ -122,6 +126,7 @@ class Access:
                 "the token is for reading, and this call changes something or trains; use the control token "
                 "(TOKENLOOM_TOKEN of the server)"
             )
+        return held
 
     def _scope_of(self, token: str) -> Scope:
         given = _digest(token)

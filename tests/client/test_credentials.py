@@ -11,9 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from tokenloom import Forbidden, RemoteDataset, Unauthenticated
-from tokenloom.connection.channel import metadata_of
-from tokenloom.credentials import Credentials
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.credentials import Credentials
 
 TOKEN = "a-token-0123456789"
 
@@ -28,8 +27,8 @@ def test_a_token_is_the_one_given_or_the_environments() -> None:
     assert find().token is None
     assert find(environment=environment).token == "the-environments-token"
     assert find(environment=environment, token=TOKEN).token == TOKEN
-    assert metadata_of(find(token=TOKEN)) == (("authorization", f"Bearer {TOKEN}"),)
-    assert metadata_of(find()) == ()
+    assert find(token=TOKEN).metadata == (("authorization", f"Bearer {TOKEN}"),)
+    assert find().metadata == ()
 
 
 def test_what_is_no_token_is_refused_without_showing_it() -> None:

@@ -6,10 +6,9 @@ import random
 import time
 
 import grpc
-from tokenloom_proto.credentials import authorization
+from tokenloom_proto.credentials import Credentials
 
 from tokenloom.address import Address
-from tokenloom.credentials import Credentials
 from tokenloom.errors import ProtocolError, ServerUnavailable, TokenloomError, named
 
 FIRST_DELAY_S = 0.1
@@ -40,11 +39,6 @@ def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
         return grpc.insecure_channel(target, options=_OPTIONS)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
     return grpc.secure_channel(target, tls, options=_OPTIONS)
-
-
-def metadata_of(credentials: Credentials) -> tuple[tuple[str, str], ...]:
-    """What each call says about who asks."""
-    return (("authorization", authorization(credentials.token)),) if credentials.token is not None else ()
 
 
 def retryable(error: grpc.RpcError) -> bool:

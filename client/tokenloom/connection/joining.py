@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom import topology
@@ -20,13 +21,11 @@ from tokenloom.connection.channel import (
     Retry,
     failure,
     is_named,
-    metadata_of,
     retry_for_s,
     retryable,
     summary,
     times_out,
 )
-from tokenloom.credentials import Credentials
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
@@ -52,6 +51,7 @@ class Request:
     document_ids: bool
     prefetch_steps: int | None
     takeover: bool
+    peek: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
 
@@ -96,8 +96,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         state_json=request.state.encode(),
         takeover=request.takeover,
         process=topology.process(),
+        peek=request.peek,
     )
-    metadata = metadata_of(request.credentials)
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
     told: grpc.RpcError | None = None
@@ -106,7 +106,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
             return _opening(
-                connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=metadata), request
+                connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=request.credentials.metadata),
+                request,
             )
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()

@@ -24,7 +24,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom.batch import Batch, Message
 from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
-from tokenloom.connection.channel import Retry, failure, metadata_of, open_channel, retryable, summary
+from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ProtocolError, ServerUnavailable
@@ -65,6 +65,7 @@ class Connection:
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
             step_samples=request.topology.world_size * request.batch_size,
             columns=self.opening.layout.columns(),
+            counted=not request.peek,
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
@@ -135,7 +136,7 @@ class Connection:
 
     def _report_once(self) -> None:
         """On closing between two streams: one more try to say how far the trainer came."""
-        if self.buffer.committed_through < self.buffer.consumed_through:
+        if not self.buffer.nothing_to_commit():
             self._stream()
 
     def _stream(self) -> str | None:
@@ -147,7 +148,7 @@ class Connection:
         method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._connect().stream_stream(
             _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
         )
-        call = self._call = method(iter(writer), metadata=metadata_of(self._request.credentials))
+        call = self._call = method(iter(writer), metadata=self._request.credentials.metadata)
         try:
             for data in call:
                 self._receive(read(data))
@@ -228,6 +229,8 @@ class Connection:
                 server_epoch=self._server_epoch,
                 progress=self.progress(consumed),
                 document_starts=asked.position_ids or asked.document_ids,
+                peek=asked.peek,
+                batch_size=asked.batch_size if asked.peek else 0,
             )
         )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Threads for those who do not train. They take none of the trainers', strangers none of those who look, and no more
 #: requests than this are in memory at a time, each of MAX_REQUEST_BYTES at most.
-REFUSAL_THREADS, OPEN_THREADS, FIGURE_THREADS = 2, 16, 32
+REFUSAL_THREADS, OPEN_THREADS, FIGURE_THREADS, PEEK_THREADS = 2, 8, 16, 32
 #: Details travel in an HTTP/2 header: they are kept well below its limit.
 _MAX_DETAILS = 6000
 
@@ -33,10 +33,11 @@ class Entry(grpc.ServerInterceptor):
         self._refusals = ThreadPoolExecutor(REFUSAL_THREADS, thread_name_prefix="grpc-refusal")
         self._open = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="grpc-open")
         self._figures = ThreadPoolExecutor(FIGURE_THREADS, thread_name_prefix="grpc-figures")
+        self._peeks = ThreadPoolExecutor(PEEK_THREADS, thread_name_prefix="grpc-peeks")
 
     def close(self) -> None:
         """Ends the threads. To be called when the server takes no call any more."""
-        for pool in (self._refusals, self._open, self._figures):
+        for pool in (self._refusals, self._open, self._figures, self._peeks):
             pool.shutdown(wait=False)
 
     def intercept_service(
@@ -48,12 +49,14 @@ class Entry(grpc.ServerInterceptor):
         # A method that is not in the table is not there either; only who may do everything is told so.
         needed = RPCS.get(method, Scope.CONTROL)
         try:
-            self._access.check(authorization_of(handler_call_details.invocation_metadata), needed)
+            held = self._access.check(authorization_of(handler_call_details.invocation_metadata), needed)
         except TokenloomError as error:
             return self._refusal(error)
         handler = continuation(handler_call_details)
-        if handler is None or method in TRAINING:
+        if handler is None or (method in TRAINING and held is Scope.CONTROL):
             return handler
+        if method in TRAINING:
+            return _in_pool(handler, self._peeks)
         return _in_pool(handler, self._open if needed is Scope.OPEN else self._figures)
 
     def _refusal(self, error: TokenloomError) -> _Handler:
