@@ -36,7 +36,7 @@ from tokenloom_server.errors import (
     Unauthenticated,
 )
 from tokenloom_server.grpc_service import GrpcServer
-from tokenloom_server.grpc_service.entry import FIGURE_THREADS
+from tokenloom_server.grpc_service.entry import FIGURE_THREADS, PEEK_THREADS
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.ledger.open import open_ledger
@@ -368,8 +368,11 @@ def test_strangers_take_few_threads_and_none_of_the_trainers(channel: grpc.Chann
     assert len([thread for thread in threading.enumerate() if thread.name.startswith("grpc-refusal_")]) <= 2
 
 
+@pytest.mark.parametrize(
+    ("name", "pool", "most"), [("Stats", "grpc-figures_", FIGURE_THREADS), ("Stream", "grpc-peeks_", PEEK_THREADS)]
+)
 def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_of_its_own(
-    grpc_server: GrpcServer, channel: grpc.Channel
+    channel: grpc.Channel, name: str, pool: str, most: int
 ) -> None:
     over = threading.Event()
 
@@ -378,14 +381,15 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
         yield from ()
 
     # More calls than there are threads for them; each waits for a request that does not come.
-    stats = channel.stream_stream("/tokenloom.v1.DataLoader/Stats")
-    waiting = [stats(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=40) for _ in range(FIGURE_THREADS + 5)]
+    call_it = channel.stream_stream(f"/tokenloom.v1.DataLoader/{name}")
+    waiting = [call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=40) for _ in range(most + 5)]
     try:
         deadline = time.monotonic() + 20
         names: list[str] = []
-        while len(names) < FIGURE_THREADS and time.monotonic() < deadline:
-            names = [thread.name for thread in threading.enumerate() if thread.name.startswith("grpc-figures_")]
-        assert len(names) == FIGURE_THREADS
+        while len(names) < most and time.monotonic() < deadline:
+            time.sleep(0.01)
+            names = [thread.name for thread in threading.enumerate() if thread.name.startswith(pool)]
+        assert len(names) == most
         join = outcome(channel, "/tokenloom.v1.DataLoader/Join", f"Bearer {CONTROL}", b"")
         assert join == (grpc.StatusCode.NOT_FOUND, "NotFound")
         assert outcome(channel, "/grpc.health.v1.Health/Check", None, b"")[0] is grpc.StatusCode.OK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import ssl
 import time
 from pathlib import Path
@@ -49,6 +51,28 @@ def test_a_trainer_brings_the_token_and_others_do_not_get_in(mixture: Path, star
     ):
         with dataset(url, **options) as refused, pytest.raises(error):
             next(iter(refused))
+
+
+def test_who_only_looks_needs_no_more_than_the_token_for_reading(
+    mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    server = start_server(mixture, environment=TOKENS)
+    file = tmp_path / "token"
+    file.write_text(READ, encoding="utf-8")
+    file.chmod(0o600)
+    with (
+        World(server.url(RUN), token=CONTROL) as world,
+        RemoteDataset(server.url(RUN), 1, peek=True, resume="fresh", token=READ, connect_timeout_s=20.0) as peek,
+    ):
+        batches = [batch["input_ids"].tolist() for batch in itertools.islice(peek, 4)]
+        world.steps(4)
+        assert batches == [[list(sample.ids)] for sample in world.receipt.sequence()]
+    shown = tokenloom("peek", server.url(RUN), "--token-file", file, "--samples", 2, "--json", "--at", 0)
+    assert [json.loads(line)["ids"] for line in shown.output.splitlines()] == [ids for (ids,) in batches[:2]]
+    refused = tokenloom("peek", server.url(RUN))
+    assert (refused.status, refused.output.startswith("Unauthenticated: ")) == (2, True), refused.output
+    elsewhere = tokenloom("peek", "grpc://127.0.0.1:1,192.0.2.1:1/run", "--token-file", file)
+    assert "would travel to 192.0.2.1 unencrypted" in " ".join(elsewhere.output.split())
 
 
 def test_a_trainer_takes_the_token_from_its_environment(
@@ -229,6 +253,8 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
     assert f"https://{server.rest}/" in server.log
     shown = tokenloom("stats", url, "--token-file", file, "--tls-ca", authority.file)
     assert (shown.status, RUN in shown.output) == (0, True), shown.output
+    peeked = tokenloom("peek", secure(server), "--token-file", file, "--tls-ca", authority.file, "--json")
+    assert (peeked.status, len(peeked.output.splitlines())) == (0, 8), peeked.output
     distrusting = tokenloom("stats", url, "--token-file", file)
     assert (distrusting.status, "CERTIFICATE_VERIFY_FAILED" in distrusting.output) == (2, True), distrusting.output
 

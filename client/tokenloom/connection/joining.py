@@ -98,6 +98,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         process=topology.process(),
         peek=request.peek,
     )
+    metadata = request.credentials.metadata
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
     told: grpc.RpcError | None = None
@@ -105,10 +106,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
-            return _opening(
-                connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=request.credentials.metadata),
-                request,
-            )
+            answer = connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=metadata)
+            return _opening(answer, request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
             if is_named(error):
