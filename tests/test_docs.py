@@ -12,10 +12,12 @@ import yaml
 from tokenloom_server import config, errors, peeking
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
 from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
+from tokenloom_server.peeking import MAX_PEEKS
 from tokenloom_server.rest_api.app import create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
@@ -133,8 +135,18 @@ def test_every_rpc_is_in_the_reference_with_its_token() -> None:
 
 def test_every_bound_is_in_the_reference() -> None:
     section = REFERENCE.split("| bound | |")[1].split("\n## ")[0]
-    for bound in (MAX_CALLS, MAX_WORLD_SIZE, MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_CONNECTIONS):
-        assert f"| {bound:,}" in section
+    aside = REFUSAL_THREADS + OPEN_THREADS + FIGURE_THREADS + PEEK_THREADS
+    for bound in (
+        aside,
+        PEEK_THREADS,
+        MAX_PEEKS,
+        MAX_CALLS,
+        MAX_WORLD_SIZE,
+        MAX_RUNS,
+        MAX_SAVED_SNAPSHOTS,
+        MAX_CONNECTIONS,
+    ):
+        assert re.search(rf"[| ]{bound:,}\b", section), bound
     for size in (MAX_REQUEST_BYTES, MAX_BODY_BYTES, MAX_STEP_BYTES, MAX_SNAPSHOT_BYTES, SMALL_REQUEST_BYTES):
         unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
         assert f"{size // unit} {name}" in section
