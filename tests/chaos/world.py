@@ -27,8 +27,9 @@ from chaos.trainer import FAILED, RankPlan, Ranks
 
 RUN = "chaos"
 #: Once a fault is over, every rank has a batch that is newer than the fault within this time, seconds. A server's
-#: start takes about two of them where two cores are busy; the rest is generous, as a bound in a test must be.
-LIVENESS_S = 30.0
+#: start takes about two of them where two cores are busy, a hanging one is noticed after 20; the rest is generous, as a
+#: bound in a test must be.
+LIVENESS_S = 40.0
 #: A server may be replaced once it could not reach the ledger for so long, seconds.
 LEASE_S = 2.0
 #: A job that was not heard for so long may be followed by another, seconds.
