@@ -168,12 +168,12 @@ for _point in ("commit-before", "commit-after", "renew-after"):
 
 def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
     """A snapshot of a past sample is asked for, and made by going forward."""
-    server = world.leader(POINT_S)
-    if server is None:
+    server, seen = world.leader(POINT_S), world.observer.look()
+    if server is None or seen is None:
         world.missed.add(f"at-snapshot-{point}-{how}")
         yield
         return
-    committed = (world.observer.look() or {"sample_index": 0})["sample_index"]
+    committed = seen["sample_index"]
     index = draw.randint(min(world.history_from, committed), committed)
     server.arm(point, how)
     call = _Call(server, f"/v1/runs/{RUN}/snapshots", {"sample_index": index})
