@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 #: How long the other ranks' Joins wait for rank 0's, seconds.
 RANK_0_WAIT_S = 120.0
+#: Ranks of a launch: fewer than the calls that gRPC serves at a time (``grpc_service.server.MAX_THREADS``), since the
+#: last ones would never be served, and all others wait for them.
+MAX_WORLD_SIZE = 4000
 #: The largest step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30
 #: Refused attempts that are remembered, so that waiting ranks hear why.
@@ -290,8 +293,11 @@ class Opener:
 
 
 def _check(call: JoinCall, sample_bytes: int) -> None:
-    if not 1 <= call.world_size <= 2**20:
-        raise JoinRefused(f"world size is {call.world_size}; expected 1 to {2**20}")
+    if not 1 <= call.world_size <= MAX_WORLD_SIZE:
+        raise JoinRefused(
+            f"world size is {call.world_size}; expected 1 to {MAX_WORLD_SIZE}: each rank's stream takes a thread, so "
+            "only the processes of the data-parallel group join"
+        )
     if call.rank >= call.world_size:
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
     if not 1 <= call.batch_size <= 2**20:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 #: Streams and calls that are served at a time: one thread each. Ranks beyond it would wait for a place.
 MAX_THREADS = 4096
+#: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
+#: time again, seconds.
+KEEPALIVE_S = 30
 #: Requests are small but for a loaded state.
 _MAX_REQUEST_BYTES = 17 * 2**20
 
@@ -31,6 +34,10 @@ class GrpcServer:
             options=[
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
+                ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+                ("grpc.http2.max_pings_without_data", 0),
                 # Clients ping when a call is long silent, such as a Join that waits for rank 0.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
                 ("grpc.keepalive_permit_without_calls", 1),

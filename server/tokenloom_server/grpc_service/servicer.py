@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 #: How long the end of a client's stream waits for its last commit, seconds.
 _FINISH_S = 2.0
+#: A stream whose first message does not come within this time is ended, seconds: it has a thread.
+OPEN_TIMEOUT_S = 30.0
 
 SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 _STREAM = "train"
@@ -77,7 +79,8 @@ class DataLoader:
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
     ) -> Iterator[wire.StreamResponse | bytes]:
         with _errors(context):
-            first = next(requests, None)
+            with _within(OPEN_TIMEOUT_S, context):
+                first = next(requests, None)
             if first is None or first.WhichOneof("kind") != "open":
                 raise JoinRefused("a stream begins with StreamOpen")
             opened = first.open
@@ -207,6 +210,18 @@ class _Reader(threading.Thread):
             _log.debug("rank %d: the request stream ended: %s", self._session.rank, error)
         self.closed = True
         self._host.wake(self._session)
+
+
+@contextlib.contextmanager
+def _within(seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
+    """Cancels the call where what is done here takes longer."""
+    timer = threading.Timer(seconds, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
