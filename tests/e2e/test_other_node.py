@@ -19,7 +19,7 @@ def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_
     run = "moved"
     mixture = corpus.mixture(run, window_steps=4)
     received = Receipt()
-    first = start_server(mixture, name="node-0")
+    first = start_server(mixture, name="node-0", flags=("--liveness", 1))
     with World(first.url(run), 2, 3) as world:
         checkpoint = world.steps(5).state()
         received.samples.update(world.receipt.samples)
@@ -29,7 +29,7 @@ def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_
 
     # Other numbers of ranks, and nodes that have nothing; the last is the first again, with its old ledger.
     for node, world_size, batch_size, steps in (("node-1", 3, 1, 4), ("node-2", 1, 4, 5), ("node-0", 2, 2, 3)):
-        server = first.start() if node == "node-0" else start_server(mixture, name=node)
+        server = first.start() if node == "node-0" else start_server(mixture, name=node, flags=("--liveness", 1))
         at = len(received.samples)
         with World(server.url(run), world_size, batch_size, state=checkpoint) as world:
             world.join()
