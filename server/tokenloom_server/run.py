@@ -310,9 +310,10 @@ class Generation:
     def stalled(self, rank: int, session: int, now: float) -> float:
         """For how long, seconds, the stream has had nothing because other ranks do not go on; 0 where it has not."""
         slot = self.slots[rank]
+        if slot.session != session:
+            return 0.0
         held_back = (
-            slot.session == session
-            and self.end is None
+            self.end is None
             and slot.consumed >= self.produced
             and not self.steps_wanted()
             and self.acknowledged() < self.produced
