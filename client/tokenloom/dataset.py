@@ -56,13 +56,18 @@ class RemoteDataset(IterableDataset[Batch]):
         position_ids: bool = False,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
+        batch_timeout_s: float = 3600.0,
     ) -> None:
         super().__init__()
         self._address = Address.parse(url)
         for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-        for name, seconds in (("connect_timeout_s", connect_timeout_s), ("reconnect_timeout_s", reconnect_timeout_s)):
+        for name, seconds in (
+            ("connect_timeout_s", connect_timeout_s),
+            ("reconnect_timeout_s", reconnect_timeout_s),
+            ("batch_timeout_s", batch_timeout_s),
+        ):
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
         if resume is not None and not resume:
@@ -76,6 +81,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._position_ids = position_ids
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
+        self._batch_timeout_s = batch_timeout_s
         self._topology = topology.resolve(
             run=self._address.run,
             stream=stream,
@@ -243,6 +249,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 takeover=self._takeover,
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
+                batch_timeout_s=self._batch_timeout_s,
             )
         )
         start = connection.opening.start

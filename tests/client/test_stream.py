@@ -172,6 +172,23 @@ def test_a_long_wait_is_logged_with_what_is_waited_for(
     assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
 
 
+def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trainer_may_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffer, "TICK_S", 0.1)
+    script = Script(on_message=lambda number, begin: "silent" if number == 1 else None)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, batch_timeout_s=0.5) as dataset:
+        batches = iter(dataset)
+        with pytest.raises(
+            ServerUnavailable, match=r"no batch for 0\.5 s \(batch_timeout_s\); waiting for: the stream"
+        ):
+            next(batches)
+        assert dataset._connection is not None
+        dataset._connection.on_silence()
+
+        assert next(batches)["sample_index"] == 1
+
+
 def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_first() -> None:
     with serving(Script()) as (_, url, server):
         dataset = RemoteDataset(url, 1, prefetch_steps=4, reconnect_timeout_s=0.5)

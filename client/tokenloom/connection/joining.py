@@ -43,6 +43,7 @@ class Request:
     takeover: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
+    batch_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Connection:
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
             step_samples=request.topology.world_size * request.batch_size,
             columns=self.opening.layout.columns(),
+            timeout_s=request.batch_timeout_s,
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
