@@ -101,6 +101,7 @@ class Runs:
             served.peeks.stop()
             served.host.stop()
             served.leadership.end()
+            served.host.order.close()
 
     # --- stats.RunService --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from tokenloom_server.tokenizer.choose import (
     EngineRecord,
     choose_engine,
     load_engine,
+    other_engine,
 )
 from tokenloom_server.tokenizer.definition import AddedToken, TokenizerDefinition, find_tokenizer, id_dtype
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
@@ -31,4 +32,5 @@ __all__ = [
     "find_tokenizer",
     "id_dtype",
     "load_engine",
+    "other_engine",
 ]
