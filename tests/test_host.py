@@ -1144,6 +1144,43 @@ def test_a_server_that_stops_commits_what_was_acknowledged(place: Place) -> None
     assert committed.sample_index == 20
 
 
+def test_a_server_that_stops_makes_no_more_blocks_ahead(place: Place) -> None:
+    def makers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(f"{RUN}-ahead")}
+
+    before = makers()
+    Trainer(place.serve()).take(2)
+    ours = makers() - before
+    assert ours
+    place.stop()
+    # The interpreter waits for them when it ends, and they for all that they have to do.
+    for thread in ours:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_what_still_produces_when_the_interpreter_ends_is_no_fault(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    producing, ends = threading.Event(), threading.Event()
+
+    def fill(*_: Any) -> None:
+        producing.set()
+        ends.wait(PATIENCE_S)
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(Pipeline, "fill", fill)
+    served = place.serve()
+    Rank(served, call_of(world_size=1))
+    assert producing.wait(PATIENCE_S)
+    served.host.stop(0.01)
+    ends.set()
+    for worker in served.host._workers:
+        worker.join(PATIENCE_S)
+    assert served.host.error is None
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def test_streams_of_a_stopping_server_end_with_a_word(place: Place) -> None:
     served = place.serve()
     trainer = Trainer(served)
