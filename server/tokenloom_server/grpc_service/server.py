@@ -37,6 +37,7 @@ class GrpcServer:
                 # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
                 ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
                 ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+                ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
                 ("grpc.http2.max_pings_without_data", 0),
                 # Clients ping when a call is long silent, such as a Join that waits for rank 0.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
