@@ -27,11 +27,10 @@ _log = logging.getLogger(__name__)
 
 #: How long the other ranks' Joins wait for rank 0's, seconds.
 RANK_0_WAIT_S = 120.0
-#: Ranks of a launch: fewer than the calls that gRPC serves at a time (``grpc_service.server.MAX_THREADS``), since the
-#: last ones would never be served, and all others wait for them.
-MAX_WORLD_SIZE = 4000
 #: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
 BUSY_MARGIN_S = 6.0
+#: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``grpc_service.server.MAX_CALLS``).
+MAX_WORLD_SIZE = 4096
 #: The largest step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30
 #: Refused attempts that are remembered, so that waiting ranks hear why.

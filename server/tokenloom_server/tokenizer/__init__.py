@@ -10,7 +10,13 @@ from tokenloom_server.tokenizer.choose import (
     load_engine,
     other_engine,
 )
-from tokenloom_server.tokenizer.definition import AddedToken, TokenizerDefinition, find_tokenizer, id_dtype
+from tokenloom_server.tokenizer.definition import (
+    AddedToken,
+    TokenizerDefinition,
+    find_tokenizer,
+    id_dtype,
+    tokenizer_files,
+)
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
 from tokenloom_server.tokenizer.engine import Encoded, Engine, SpecialTokensInText
 
@@ -33,4 +39,5 @@ __all__ = [
     "id_dtype",
     "load_engine",
     "other_engine",
+    "tokenizer_files",
 ]
