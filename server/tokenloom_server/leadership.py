@@ -92,8 +92,8 @@ class Leadership(threading.Thread):
         host.lease_wanted.set()
         if self.ident is not None:
             self.join(_END_S)  # else a renewal under way would come behind the release
-        if not host.epoch_held:
-            return
+        if not host.epoch_held or self._away_since is not None:
+            return  # nothing to let go, or nobody who would hear it in time
         try:
             host.ledger.release(host.uid, host.stream, host.epoch)
         except TokenloomError as error:
