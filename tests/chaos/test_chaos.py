@@ -56,7 +56,7 @@ def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_b
 @pytest.mark.parametrize(
     ("mutant", "only", "message"),
     [
-        # Where the job ends before it is as far as the commit of the older launch, the ledger does not end where it does.
+        # Where the job ends before it is as far as the older commit, the ledger does not end where the job does.
         ("fence", "late-commit-of-an-older-launch", "the ledger .* beyond sample|the last commit did not happen"),
         # Whoever sees the commits go back: the checker, or the server, which takes it for lost data.
         ("deduplication", "late-commit", "the ledger .* went back from sample|LedgerRolledBack"),
