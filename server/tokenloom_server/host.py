@@ -80,7 +80,15 @@ class Live:
 class Host:
     """Owns one run of this server. Thread-safe."""
 
-    def __init__(self, order: Order, ledger: Ledger, uid: str, epoch: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        order: Order,
+        ledger: Ledger,
+        uid: str,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.order = order
         self.ledger = ledger
         self.uid = uid
@@ -98,7 +106,7 @@ class Host:
         #: (time, commit) over the last minute or so, for rates and window shares.
         self.recent: deque[tuple[float, Commit]] = deque(maxlen=512)
         self.clock = clock
-        self.wall_clock = time.time
+        self.wall_clock = wall_clock
         self.stopping = False
         self.producer_wakes = threading.Condition(self.lock)
         self.committer_wakes = threading.Condition(self.lock)
@@ -237,7 +245,7 @@ class Host:
         Raises ``Fenced``, ``ServerStopping``, or the error that stopped the run (after all that was
         produced before it).
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self.clock() + timeout_s
         with self.lock:
             while True:
                 if self.stopping:
@@ -253,7 +261,7 @@ class Host:
                 # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
                 if self.error is not None and live.generation.consumed_all(session.rank):
                     raise self.error
-                left = deadline - time.monotonic()
+                left = deadline - self.clock()
                 if left <= 0 or interrupted():
                     return Waiting(self.waiting_for())
                 live.slots[session.rank].wait(left)
