@@ -39,13 +39,13 @@ class Stream:
         """Has the server do something with what the client sent."""
         if not self.broken:
             self._up_at = max(self._up_at, self._world.now + self._world.latency())
-            self._world.at(self._up_at - self._world.now, self.server, self._arrive_up, work, args)
+            self._world.at_time(self._up_at, self.server, self._arrive_up, work, args)
 
     def down(self, work: Callable[..., None], *args: Any) -> None:
         """Has the rank do something with what the server sent."""
         if not self.broken:
             self._down_at = max(self._down_at, self._world.now + self._world.latency())
-            self._world.at(self._down_at - self._world.now, self.rank, self._arrive_down, work, args)
+            self._world.at_time(self._down_at, self.rank, self._arrive_down, work, args)
 
     def _arrive_up(self, work: Callable[..., None], args: tuple[Any, ...]) -> None:
         if not self._loses_up:
@@ -92,6 +92,7 @@ def call_join(world: World, rank: Rank, server: Server | None, number: int) -> N
         if chance() < 0.6:
             world.at(world.latency() + chance() * 10, server, server.join, rank, call, -1)
         return
+    server.calls[rank, number] = None
     world.at(world.latency(), server, server.join, rank, call, number)
     if chance() < world.loses_calls:
         world.at(world.latency() + chance() * 5, server, server.join, rank, call, -1)

@@ -59,7 +59,11 @@ class Scheduler:
 
     def at(self, delay_s: float, process: Process | None, work: Callable[..., None], *args: Any) -> None:
         """Does work of a process later; never, where it is dead by then."""
-        heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), process, work, args))
+        self.at_time(self.now + delay_s, process, work, *args)
+
+    def at_time(self, time: float, process: Process | None, work: Callable[..., None], *args: Any) -> None:
+        """Does work at a time; what is for the same time in the order in which it was asked for."""
+        heapq.heappush(self._events, (time, next(self._numbers), process, work, args))
 
     def soon(self, longest_s: float, process: Process | None, work: Callable[..., None], *args: Any) -> None:
         """Does work within a while."""

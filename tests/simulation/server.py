@@ -124,6 +124,8 @@ class Server(Process):
         self._rate = 1 + world.plan.clock_drift * (2 * world.rng.random() - 1)
         self.host: Host | None = None
         self.streams: dict[Stream, _Stream] = {}
+        #: Joins that were sent here and not answered, and those that arrived.
+        self.calls: dict[tuple[Rank, int], None] = {}
         self._joining: dict[_Waiting, None] = {}
         self._joins_due = False
         self._producing = self._committing = False
@@ -174,11 +176,11 @@ class Server(Process):
         """Ends it here and now; ``Killed`` unwinds what it is in the middle of."""
         self.alive = False
         self.reachable = False
-        for stream in list(self.streams):
-            stream.cut()
-        for waiting in self._joining:
-            rank = waiting.rank
-            self._world.soon(1.0, rank, rank.answered, waiting.number, Unavailable("the connection broke"))
+        for stream in self._world.streams:
+            if stream.server is self:
+                stream.cut()
+        for rank, number in self.calls:
+            self._world.soon(1.0, rank, rank.answered, number, Unavailable("the connection broke"))
 
     def stop(self) -> None:
         """SIGTERM: commits what is acknowledged, ends streams, and goes."""
@@ -241,6 +243,7 @@ class Server(Process):
         """A Join arrives. ``number`` −1: nobody waits for the answer."""
         world = self._world
         if self.host is None or not self.reachable:
+            self.calls.pop((rank, number), None)
             world.soon(0.3, rank, rank.answered, number, Unavailable("nobody listens there"))
             return
         waiting = _Waiting(rank, call, number)
@@ -272,6 +275,7 @@ class Server(Process):
 
     def _answer(self, waiting: _Waiting, answer: Accepted | TokenloomError) -> None:
         self._joining.pop(waiting, None)
+        self.calls.pop((waiting.rank, waiting.number), None)
         self._world.checker.answered(self, waiting.call, answer)
         if waiting.number >= 0:
             self._world.at(self._world.latency(), waiting.rank, waiting.rank.answered, waiting.number, answer)
@@ -393,10 +397,10 @@ class Server(Process):
             elif isinstance(found, EndOfData):
                 world.checker.sent(self, stream.rank, session, committed)
                 stream.down(stream.rank.receive, found, committed)
-            elif isinstance(found, Waiting) and self.clock() >= state.heartbeat_at:
+            elif isinstance(found, Waiting) and world.now >= state.heartbeat_at:
                 stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed)
-                state.heartbeat_at = self.clock() + HEARTBEAT_S
-                world.at(HEARTBEAT_S, self, self._pump_soon, state, WOKEN_S)
+                state.heartbeat_at = world.now + HEARTBEAT_S
+                world.at_time(state.heartbeat_at, self, self._pump_soon, state, WOKEN_S)
         except TokenloomError as error:
             self._end(state, error)
             return

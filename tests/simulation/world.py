@@ -247,7 +247,7 @@ class World(Scheduler):
             self._next_ask = "", ""
         elif error.name == "ResumePointNeeded":
             self._next_ask = "latest", ""
-        elif error.name == "NotFound" and launch.resume:
+        elif (error.name == "NotFound" and launch.resume) or error.name == "SnapshotInvalid":
             self._next_ask = self.rng.choice(["latest", "fresh"]), ""
         if self.lost and isinstance(error, LedgerError | NotFound):
             # The remedy that the error names: restart the server, and the job from its checkpoint.
