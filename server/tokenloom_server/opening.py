@@ -11,6 +11,7 @@ from tokenloom_server.errors import (
     AttemptUsed,
     JoinRefused,
     LedgerError,
+    LedgerRolledBack,
     NotFound,
     ResumePointNeeded,
     ServerStopping,
@@ -183,7 +184,11 @@ class Opener:
                 )
             return None
         opening = self._stored().opening
-        assert opening is not None
+        if opening is None:
+            raise LedgerRolledBack(
+                f"attempt {call.attempt!r} opened a generation of run {host.name!r}, but {host.ledger.description} has "
+                "none: it lost data; restore the ledger, or restart the training job from its checkpoint"
+            )
         if opening.attempt != call.attempt:
             raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
         return opening

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 #: How long a call takes at most, and one that hangs, seconds.
 CALL_S, HANG_S = 0.004, 3.0
-#: A write that was given up may reach the store so much later, seconds.
-LATE_S = 8.0
+#: A write that was given up, or that is done twice, reaches the store so much later on average, seconds.
+LATE_S = 0.7
 
 
 class LedgerLink:
@@ -46,7 +46,7 @@ class LedgerLink:
         if world.ledger_is_away or fault in ("unreachable", "late"):
             if fault == "late" and not world.ledger_is_away:
                 world.note(server.name, "given up, and on its way", name)
-                world.soon(LATE_S, None, self._alone, name, call, args)
+                world.at(world.rng.expovariate(1 / LATE_S), None, self._alone, name, call, args)
             world.note(server.name, "ledger away", name)
             raise LedgerUnavailable("the store cannot be reached")
         try:
@@ -55,7 +55,7 @@ class LedgerLink:
             if world.rng.random() < world.plan.overlap:
                 world.breathe(server, CALL_S)
         if fault == "twice":
-            world.soon(LATE_S, None, self._alone, name, call, args)
+            world.at(world.rng.expovariate(1 / LATE_S), None, self._alone, name, call, args)
         elif fault == "dies after":
             world.note(server.name, "killed after", name)
             world.kill_server(server)

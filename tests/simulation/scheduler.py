@@ -89,6 +89,8 @@ class Scheduler:
                     work(*args)
                 except Killed:
                     assert not process.alive
+                except Exception as error:
+                    raise Violation(f"{process.name} met what nobody expects: {error!r}") from error
                 self._catch_up(process)
         return True
 

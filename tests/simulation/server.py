@@ -262,6 +262,7 @@ class Server(Process):
             joined = opener.try_join(call)
             if joined is None:
                 waiting.asked = opener._ask_of(call)
+                self._wake_joins()  # it was decided meanwhile, perhaps
                 return
             self._answer(waiting, self._accepted(joined))
         except TokenloomError as error:

@@ -76,7 +76,7 @@ class Plan:
             loses_calls=rng.choice([0.0, 0.0, 0.1, 0.3]),
             clock_drift=rng.choice([0.0, 0.001]),
             ledger_faults=tuple(rng.sample(LEDGER_FAULTS, rng.randint(1, 4))),
-            ledger_fault_rate=rng.choice([0.0, 0.0, 0.02, 0.1]),
+            ledger_fault_rate=rng.choice([0.0, 0.0, 0.03, 0.1, 0.3]),
             faults=tuple(kind for kind in FAULTS if kind in kinds),
             fault_count=rng.randint(1, 8) if kinds else 0,
             fault_gap_s=rng.choice([0.05, 0.3, 1.0]),

@@ -1,0 +1,50 @@
+"""A thousand worlds and more, each drawn from its seed: nothing is lost, repeated or reordered in any of them.
+
+Where one fails: ``python -m tests.simulation SEED`` tells what happened in it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.scheduler import Violation
+from tests.simulation.world import World
+
+#: Seeds of the worlds that are run each time, in chunks.
+WORLDS, CHUNK = 1000, 50
+
+
+def broken(seed: int) -> str | None:
+    """What was violated in the world of a seed."""
+    try:
+        World(seed).run()
+    except Violation as violation:
+        return f"seed {seed}: {violation}"
+    return None
+
+
+@pytest.mark.parametrize("first", range(0, WORLDS, CHUNK))
+def test_no_world_breaks_a_promise(first: int) -> None:
+    found = [fault for seed in range(first, first + CHUNK) if (fault := broken(seed)) is not None]
+    assert not found, "\n".join([*found, "replay one: python -m tests.simulation SEED"])
+
+
+@pytest.mark.parametrize("seed", range(0, WORLDS, WORLDS // 10))
+def test_a_seed_replays_to_the_event(seed: int) -> None:
+    worlds = [World(seed), World(seed)]
+    for world in worlds:
+        world.run()
+    assert worlds[0].log == worlds[1].log
+    assert len(worlds[0].log) > 10
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = MUTANTS[name](monkeypatch)
+    for seed in range(WORLDS):
+        try:
+            World(seed, ledger).run()
+        except Violation:
+            return
+    pytest.fail(f"{name} survived {WORLDS} worlds")
