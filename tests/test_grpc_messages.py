@@ -9,7 +9,7 @@ import pytest
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server import config
 from tokenloom_server.grpc_service.messages import _varint, encode_delivery
-from tokenloom_server.host import Host
+from tokenloom_server.host import Host, Terms
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan
@@ -36,7 +36,8 @@ def test_the_bytes_are_the_message_field_by_field(
     )
     order = Order.create(found, tmp_path, None)
     ledger = SqliteLedger(tmp_path / "ledger.db")
-    host = Host(order, ledger, "uid", 1)
+    host = Host(order, ledger, "uid", Terms())
+    host.epoch = 3
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_steps=5))
     pipeline.fill(group, 5)
@@ -64,6 +65,7 @@ def test_the_bytes_are_the_message_field_by_field(
             base=wire.Base(sample_index=0, resume_state=order.encode(group.base).encode()) if with_base else None,
         ),
         committed_through=6,
+        server_epoch=3,
     )
     assert wire.StreamResponse.FromString(text) == expected
     assert len(text) == expected.ByteSize()

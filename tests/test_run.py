@@ -472,6 +472,59 @@ def test_a_rank_that_holds_more_than_is_produced_again_waits_for_it() -> None:
     assert received(generation, 0, session)[0][0] == 5
 
 
+def test_a_rank_with_another_digest_is_found_out_at_once_or_when_its_step_is_produced_again() -> None:
+    generation = generation_of(committed=2)
+    right, wrong = digest_hex(point(30).digest), "ab" * 16
+    generation.attach(0, "n", 30, 0, 0.0, right)
+    generation.attach(1, "m", 30, 0, 0.0, wrong)
+    producer = Producer(generation, 10**9, False)
+    while generation.produced < 5:
+        generation.check_claims()
+        producer.produce()
+    with pytest.raises(OrderMismatch, match=rf"rank 1 has digest {wrong} at sample 30, but .* has {right} there"):
+        generation.check_claims()
+    generation.progress(0, 1, 30, 8, 0.0, right)
+    with pytest.raises(OrderMismatch, match="rank 0 has digest"):
+        generation.progress(0, 1, 30, 8, 0.0, wrong)
+    assert generation.slots[0].consumed == 5, "what was right before is kept"
+
+
+def test_only_a_rank_that_others_hold_back_is_starved_and_they_are_named() -> None:
+    generation = generation_of(window=4)
+    first, second = attached(generation)
+    produced(generation)
+    assert generation.stalled(0, first, 1.0) == 0, "it has something to take"
+    generation.next_for(0, first)
+    generation.progress(0, first, generation.index_of(generation.produced), 9, 2.0)
+    assert generation.stalled(0, first, 3.0) == 0
+    assert generation.stalled(0, first, 10.5) == 7.5
+    assert generation.stalled(0, first + 1, 11.0) == 0, "another stream of the slot"
+    assert generation.stalled(0, first, 12.0) == 9.0
+    assert generation.stalled(1, second, 12.0) == 0
+    expected = "rank 1 (connected, last heard 12 s ago, at sample 0, 24 behind the first)"
+    assert generation.describe_laggards(12.0) == expected
+    generation.next_for(1, second)
+    generation.progress(1, second, generation.index_of(generation.produced), 9, 13.0)
+    assert generation.stalled(0, first, 60.0) == 0, "all are at the same place: it waits for the server"
+
+
+def test_a_run_is_heard_only_while_every_rank_is() -> None:
+    generation = generation_of()
+    assert generation.slots.heard_at() is None
+    first = generation.attach(0, "n", 0, 0, 5.0)
+    assert generation.slots.heard_at() is None
+    generation.attach(1, "m", 0, 0, 7.0)
+    assert generation.slots.heard_at() == 5.0
+    generation.progress(0, first, 0, 1, 9.0)
+    assert generation.slots.heard_at() == 7.0
+    generation.leave(0, first + 1)
+    assert generation.slots.heard_at() == 7.0
+    generation.leave(0, first)
+    assert generation.slots.heard_at() is None, "it said goodbye"
+    generation.attach(0, "n", 0, 0, 11.0)
+    assert generation.slots.heard_at() == 7.0
+
+
 def test_a_smaller_window_after_a_restart_does_not_stop_the_run() -> None:
     # Every rank consumed eight steps, two are committed, and the window is now four.
     generation = generation_of(window=4, committed=2)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-EXPECTED = "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code"
+EXPECTED = (
+    "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code, or, where others stand by, "
+    "grpc://HOST:PORT,HOST:PORT/RUN"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's gRPC target and the name of one of its runs."""
+    """The gRPC targets of the servers that may lead a run, and its name."""
 
-    target: str
+    targets: tuple[str, ...]
     run: str
 
     @classmethod
@@ -20,14 +23,22 @@ class Address:
         """Reads a URL; raises ``ValueError``, with the expected form, for any other text."""
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
+            targets = tuple(_target(place) for place in parts.netloc.split(","))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{url!r} is not the address of a run ({error}): {EXPECTED}") from None
         run = unquote(parts.path.removeprefix("/"))
-        extra = parts.query or parts.fragment or parts.username or parts.password
-        if parts.scheme != "grpc" or not host or not port or not run or "/" in run or extra:
+        extra = parts.query or parts.fragment
+        if parts.scheme != "grpc" or not run or "/" in run or extra:
             raise ValueError(f"{url!r} is not the address of a run: {EXPECTED}")
-        return cls(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", run)
+        return cls(targets, run)
 
     def __str__(self) -> str:
-        return f"grpc://{self.target}/{self.run}"
+        return f"grpc://{','.join(self.targets)}/{self.run}"
+
+
+def _target(place: str) -> str:
+    parts = urlsplit(f"//{place}")
+    host, port = parts.hostname, parts.port
+    if not host or not port or parts.username or parts.password:
+        raise ValueError(f"{place!r} is not HOST:PORT")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -24,13 +24,15 @@ from tokenloom.snapshot import Point
 log = logging.getLogger("tokenloom")
 
 #: A server that says nothing for so long, not even a heartbeat, is taken for gone.
-SILENCE_S = 60.0
+SILENCE_S = 20.0
 #: After so long a wait for a batch, and again after each further, the log says what it waits for.
 PATIENCE_S = 30.0
 #: The server hears of consumed steps within this time, for what it commits and shows.
 REPORT_WITHIN_S = 0.02
 #: It hears earlier where it may be waiting for that, but never more often than this: each report costs a message.
 REPORT_APART_S = 0.005
+#: And without news at least this often, so that the server knows that somebody is here.
+SIGN_OF_LIFE_S = 2.0
 #: When the trainer has waited so long for a step, the server may be waiting, too: its window may be full.
 STARVED_S = 0.01
 #: How often sleepers look for silence; all else wakes them.
@@ -43,11 +45,12 @@ Step: TypeAlias = tuple[Point, Message, int]
 class StepBuffer:
     """Steps that were received and not yet yielded, and how the stream stands."""
 
-    def __init__(self, start_index: int, *, capacity_steps: int, step_samples: int, columns: Columns) -> None:
+    def __init__(self, start: Point, *, capacity_steps: int, step_samples: int, columns: Columns) -> None:
         self.capacity_steps = capacity_steps
         self._half_of_credits = max(1, capacity_steps // 2) * step_samples
-        self.received_through = start_index
-        self.consumed_through = start_index
+        self.received = start
+        #: Where the trainer stands; what lies before is reported as consumed.
+        self.consumed = start
         self.committed_through = 0
         self.end_reason: str | None = None
         self.closing = False
@@ -66,6 +69,16 @@ class StepBuffer:
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
         self._writer_delays = False
         self._wakes_writer_at = math.inf
+
+    @property
+    def received_through(self) -> int:
+        """End index of the last step that was received."""
+        return self.received.sample_index
+
+    @property
+    def consumed_through(self) -> int:
+        """End index of the last step that ``next()`` returned."""
+        return self.consumed.sample_index
 
     # The reader's side
 
@@ -89,7 +102,7 @@ class StepBuffer:
                 self._reader_waits = False
                 self._heard_at = time.monotonic()
             self._steps.extend(steps)
-            self.received_through = steps[-1][0].sample_index
+            self.received = steps[-1][0]
             self._step_ready.notify_all()
 
     def end(self, reason: str) -> None:
@@ -138,8 +151,8 @@ class StepBuffer:
                 self._steps.popleft()
             except IndexError:  # fenced just now
                 self._await_step(on_silence)
-            self.consumed_through = point.sample_index
-            if self.consumed_through >= self._wakes_writer_at:
+            self.consumed = point
+            if point.sample_index >= self._wakes_writer_at:
                 self._wakes_writer_at = math.inf  # once
                 self.wake_writer()
             if self._reader_waits:
@@ -183,9 +196,9 @@ class StepBuffer:
 
     def next_report(
         self, reported: int, last_at: float, over: Callable[[], bool], on_silence: Callable[[], None]
-    ) -> int:
-        """Sleeps until the trainer is beyond ``reported`` and the server should know, or all is said; returns
-        how far the trainer is."""
+    ) -> Point:
+        """Sleeps until the trainer is beyond ``reported`` and the server should know, a sign of life is due, or all is
+        said; returns where the trainer stands."""
         with self._lock:
             while not (over() or self.closing or self.all_committed()):
                 rest_s = self._plan_report(reported, time.monotonic() - last_at)
@@ -195,7 +208,7 @@ class StepBuffer:
                     on_silence()
                 if self.consumed_through < self._wakes_writer_at:
                     self._report.wait(rest_s)
-            return self.consumed_through
+            return self.consumed
 
     def _plan_report(self, reported: int, age_s: float) -> float:
         """For how long the writer may sleep, ``age_s`` after its last report; notes what is to wake it before."""
@@ -205,7 +218,7 @@ class StepBuffer:
             return REPORT_APART_S - age_s
         if self.consumed_through == reported:
             self._wakes_writer_at = reported + 1
-            return TICK_S
+            return min(TICK_S, SIGN_OF_LIFE_S - age_s)
         if self._starved or self.consumed_through >= reported + self._half_of_credits:
             return 0
         self._writer_delays = True

@@ -24,13 +24,17 @@ if TYPE_CHECKING:  # a build of torch may lack it
 class RemoteDataset(IterableDataset[Batch]):
     """The batches of one rank, streamed from a Tokenloom server.
 
-    ``url`` is ``grpc://host:port/run``. Rank and world size are fixed here: as given, else those of
-    ``process_group`` (or of the default group), else the launcher's. All ranks of one launch share an
-    ``attempt`` id, by the process group's store, the SLURM job step, or as given.
+    ``url`` is ``grpc://host:port/run``; with a standby ``grpc://a:50051,b:50051/run``: whichever leads is found.
+    Rank and world size are fixed here: as given, else those of ``process_group`` (or of the default group), else the
+    launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as
+    given.
 
     The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
     from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most.
+
+    A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
+    ``takeover=True`` ends it on purpose.
 
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
     """
@@ -45,6 +49,7 @@ class RemoteDataset(IterableDataset[Batch]):
         attempt: str | None = None,
         process_group: ProcessGroup | None = None,
         resume: str | None = None,
+        takeover: bool = False,
         stream: str = "train",
         prefetch_steps: int | None = None,
         document_ids: bool = False,
@@ -64,6 +69,7 @@ class RemoteDataset(IterableDataset[Batch]):
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
         self._batch_size = batch_size
         self._resume = resume or ""
+        self._takeover = takeover
         self._stream = stream
         self._prefetch_steps = prefetch_steps
         self._document_ids = document_ids
@@ -234,6 +240,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 position_ids=self._position_ids,
                 document_ids=self._document_ids,
                 prefetch_steps=self._prefetch_steps,
+                takeover=self._takeover,
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
             )

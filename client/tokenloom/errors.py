@@ -55,6 +55,10 @@ class NotLeader(LedgerError):
     """Another server has taken this run over."""
 
 
+class LeaseHeld(LedgerError):
+    """Another server serves this run, and its lease has not lapsed."""
+
+
 class OrderMismatch(LedgerError):
     """The same sample index was committed with another digest: two orders exist."""
 
@@ -69,6 +73,14 @@ class AttemptUsed(TokenloomError):
 
 class JoinRefused(TokenloomError):
     """Ranks disagree, or a rank does not fit its world."""
+
+
+class RunBusy(TokenloomError):
+    """Another attempt trains on this run: every rank of it was heard just now. ``takeover=True`` ends it on purpose."""
+
+
+class RankStalled(TokenloomError):
+    """A rank is missing, dead or does not go on, and this one has waited for it long enough."""
 
 
 class ResumePointNeeded(TokenloomError):

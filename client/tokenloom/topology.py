@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -67,6 +69,16 @@ def resolve(
     elif not attempt:
         raise ValueError("attempt is empty: it must be an id that is new for each launch and equal on its ranks")
     return Topology(rank, world_size, attempt)
+
+
+def process() -> str:
+    """This process among all that there are and were: host, process id and, on Linux, when it started (in clock ticks
+    since the machine did): ids repeat, in containers at once."""
+    try:
+        started = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        started = ""
+    return f"{socket.gethostname()}:{os.getpid()}:{started}".rstrip(":")
 
 
 def _launched(environ: Mapping[str, str]) -> tuple[int, int]:

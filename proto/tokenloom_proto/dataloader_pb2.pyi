@@ -28,7 +28,7 @@ LABELS_SAME: Labels
 LABELS_SHIFTED: Labels
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json")
+    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class JoinRequest(_message.Message):
     NONCE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     STATE_JSON_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     rank: int
@@ -47,7 +49,9 @@ class JoinRequest(_message.Message):
     nonce: str
     resume: str
     state_json: bytes
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ...) -> None: ...
+    takeover: bool
+    process: str
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("id", "spec", "alias")
@@ -60,7 +64,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +78,7 @@ class JoinResponse(_message.Message):
     GROUP_STEPS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     generation: int
     start_index: int
@@ -87,7 +92,8 @@ class JoinResponse(_message.Message):
     group_steps: int
     snapshot_template: bytes
     base: Base
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ...) -> None: ...
+    server_epoch: int
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ...) -> None: ...
 
 class StreamRequest(_message.Message):
     __slots__ = ("open", "progress")
@@ -98,7 +104,7 @@ class StreamRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[StreamOpen, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts")
+    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +115,8 @@ class StreamOpen(_message.Message):
     COMMITTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     run_uid: str
@@ -119,27 +127,33 @@ class StreamOpen(_message.Message):
     committed_through: int
     progress: Progress
     document_starts: bool
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ...) -> None: ...
+    received_digest: str
+    server_epoch: int
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("consumed_through", "credit_steps")
+    __slots__ = ("consumed_through", "credit_steps", "digest")
     CONSUMED_THROUGH_FIELD_NUMBER: _ClassVar[int]
     CREDIT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     consumed_through: int
     credit_steps: int
-    def __init__(self, consumed_through: _Optional[int] = ..., credit_steps: _Optional[int] = ...) -> None: ...
+    digest: str
+    def __init__(self, consumed_through: _Optional[int] = ..., credit_steps: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class StreamResponse(_message.Message):
-    __slots__ = ("batches", "heartbeat", "end_of_data", "committed_through")
+    __slots__ = ("batches", "heartbeat", "end_of_data", "committed_through", "server_epoch")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     END_OF_DATA_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     batches: Batches
     heartbeat: Heartbeat
     end_of_data: EndOfData
     committed_through: int
-    def __init__(self, batches: _Optional[_Union[Batches, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., end_of_data: _Optional[_Union[EndOfData, _Mapping]] = ..., committed_through: _Optional[int] = ...) -> None: ...
+    server_epoch: int
+    def __init__(self, batches: _Optional[_Union[Batches, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., end_of_data: _Optional[_Union[EndOfData, _Mapping]] = ..., committed_through: _Optional[int] = ..., server_epoch: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("sample_index", "resume_state")

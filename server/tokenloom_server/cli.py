@@ -70,6 +70,24 @@ def serve(
         Path | None,
         typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.", show_default=False),
     ] = None,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Where another server leads a run, wait and take over when its lease lapses; else refuse."
+        ),
+    ] = False,
+    lease: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds after which a server that cannot reach the ledger may be replaced."),
+    ] = 15.0,
+    liveness: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of silence after which a rank no longer keeps its run from a new attempt."),
+    ] = 15.0,
+    rank_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
+    ] = 300.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
@@ -87,15 +105,24 @@ def serve(
     try:
         server = Server(
             ServeOptions(
-                mixtures=mixtures, grpc=grpc, rest=rest, ledger=ledger, ready_file=ready_file, index_dir=index_dir
+                mixtures=mixtures,
+                grpc=grpc,
+                rest=rest,
+                ledger=ledger,
+                ready_file=ready_file,
+                index_dir=index_dir,
+                standby=standby,
+                lease_s=lease,
+                liveness_s=liveness,
+                rank_timeout_s=rank_timeout,
             )
         )
     except TokenloomError as error:
         _fail(error)
     # One line, plain, for people and scripts alike.
     print(
-        f"tokenloom is ready: gRPC on {server.grpc_address}, REST and page on http://{server.rest_address}/ "
-        f"(runs: {', '.join(server.run_names)})",
+        f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
+        f"http://{server.rest_address}/ (runs: {', '.join(server.run_names)})",
         flush=True,
     )
     stopping.wait()

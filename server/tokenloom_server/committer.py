@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
+from tokenloom_server.errors import LedgerError, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
 from tokenloom_server.host import Host, Live
 from tokenloom_server.ledger.base import Commit
 from tokenloom_server.pipeline import Group
@@ -69,11 +69,15 @@ class Committer(threading.Thread):
             if live is None or not steps:
                 return False
             group = live.generation.group_of(steps - 1)
+            known = host.committed.sample_index if host.committed is not None else 0
             self._commit_at_s = host.clock() + COMMIT_EVERY_S
         if live is not self._live:
             self._live, self._journalled = live, live.base.sample_index
         try:
-            self._commit(live, group, steps)
+            self._commit(live, group, steps, known)
+        except (NotLeader, LedgerRolledBack) as error:
+            if live is host.live:
+                host.lose(error)
         except TokenloomError as error:
             host.fail(live, error)
         except Exception as error:
@@ -81,16 +85,16 @@ class Committer(threading.Thread):
             host.fail(live, LedgerError(f"committing failed: {type(error).__name__}: {error}"))
         return True
 
-    def _commit(self, live: Live, group: Group, steps: int) -> None:
+    def _commit(self, live: Live, group: Group, steps: int, known: int) -> None:
         host = self._host
         state = group.state_behind((steps - 1) % group.plan.group_steps)
         commit = host.commit_of(state, host.resume_state(group))
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
         try:
-            host.ledger.commit(host.uid, host.stream, host.epoch, live.generation.number, commit, journal)
+            host.ledger.commit(host.uid, host.stream, live.epoch, live.generation.number, commit, journal, known)
             if journal:
                 self._journalled = group.begin
-                self._bound_journal()
+                self._bound_journal(live)
         except LedgerUnavailable as error:
             self._ledger_is_away(commit, error)
             return
@@ -113,9 +117,9 @@ class Committer(threading.Thread):
             self._commit_at_s = host.clock() + _LEDGER_BACKOFF_S[min(self._failures, len(_LEDGER_BACKOFF_S) - 1)]
         self._failures += 1
 
-    def _bound_journal(self) -> None:
+    def _bound_journal(self, live: Live) -> None:
         host = self._host
         _, size = host.ledger.journal_size(host.uid, host.stream)
         if size > JOURNAL_BYTES:
-            host.ledger.thin_journal(host.uid, host.stream, host.epoch)
+            host.ledger.thin_journal(host.uid, host.stream, live.epoch)
             self._journal_stride *= 2

@@ -12,6 +12,8 @@ class TokenloomError(Exception):
 
     grpc_status: str = "INTERNAL"
     http_status: int = 500
+    #: For how long, seconds, trying again makes sense; None where that is not known.
+    retry_for_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +80,13 @@ class NotLeader(LedgerError):
     http_status = 503
 
 
+class LeaseHeld(LedgerError):
+    """Another server serves this run, and its lease has not lapsed."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
 class OrderMismatch(LedgerError):
     """The same sample index was committed with another digest: two orders exist. Everything stops."""
 
@@ -104,6 +113,24 @@ class JoinRefused(TokenloomError):
 
     grpc_status = "FAILED_PRECONDITION"
     http_status = 409
+
+
+class RunBusy(TokenloomError):
+    """Every rank of the run's present attempt was heard just now: another launch may not end it by mistake."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 409
+
+    def __init__(self, message: str, retry_for_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_for_s = retry_for_s
+
+
+class RankStalled(TokenloomError):
+    """A rank is missing, dead or does not go on, and the others have waited for it long enough."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
 
 
 class ResumePointNeeded(TokenloomError):

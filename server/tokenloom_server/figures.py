@@ -38,6 +38,7 @@ class Figures:
             # Before the first generation: nothing, of every source.
             committed = host.committed or host.commit_of(host.order.initial(), "")
             error, ledger_error = host.error, host.ledger_error
+            leads, epoch = host.leads(), host.epoch
             committed_at, waiting_for = host.committed_at, host.waiting_for()
             recent = [entry for entry in host.recent if now - entry[0] <= LOOK_BACK_S] or list(host.recent)[-1:]
             generation = live.generation if live is not None else None
@@ -68,6 +69,8 @@ class Figures:
             run_uid=host.uid,
             seed=order.config.seed,
             generation=generation.number if generation is not None else 0,
+            leads=leads,
+            server_epoch=epoch,
             world_size=generation.plan.world_size if generation is not None else 0,
             batch_size=generation.plan.batch_size if generation is not None else 0,
             sequence_length=order.config.sequence_length,

@@ -12,6 +12,7 @@ once the new one is durable.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -22,7 +23,11 @@ from typing import NamedTuple
 from tokenloom_server.errors import (
     Fenced,
     LedgerError,
+    LedgerRolledBack,
     NotFound,
+    NotLeader,
+    OrderMismatch,
+    RankStalled,
     ServerStopping,
     TokenloomError,
 )
@@ -47,8 +52,22 @@ GROUP_BYTES = 64 * 2**20
 #: not yet committed takes no memory to speak of: its ids are gone.)
 WINDOW_BYTES = 64 * 2**20
 WINDOW_GROUPS = (4, 64)
+#: After so long a wait for another rank the log names it, and again after each further, seconds.
+RANK_WARNING_S = 30.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How long what lasts, seconds."""
+
+    #: A server that could not renew its lease for so long has lost it.
+    lease_s: float = 15.0
+    #: A run whose every rank was heard within this time is busy.
+    liveness_s: float = 15.0
+    #: After so long a wait for a rank that does not go on, the others get an error.
+    rank_timeout_s: float = 300.0
 
 
 class Session(NamedTuple):
@@ -75,6 +94,11 @@ class Live:
     slots: list[threading.Condition] = field(default_factory=list)
     #: The committed digest that production has to meet again after a restart; None once met.
     expected_digest: str | None = None
+    #: The server epoch at which it was opened or taken up.
+    epoch: int = 0
+    #: Unix time, and rank 0's process, as far as known; for people, and for a process that starts anew.
+    opened_at: float = 0.0
+    process: str = ""
 
 
 class Host:
@@ -85,15 +109,21 @@ class Host:
         order: Order,
         ledger: Ledger,
         uid: str,
-        epoch: int,
+        terms: Terms,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.order = order
         self.ledger = ledger
         self.uid = uid
-        self.epoch = epoch
+        self.terms = terms
         self.stream = "train"
+        #: The newest server epoch that this server had; whether it has it still; and until when by its own clock.
+        self.epoch = 0
+        self.epoch_held = False
+        self.leads_until = -math.inf
+        #: Who leads where this server does not, or why it may not go on; for people.
+        self.stands_by_for = "another server"
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.live: Live | None = None
@@ -113,6 +143,9 @@ class Host:
         #: Whether the committer sleeps until a commit is due; it alone sets this.
         self.committer_idle = False
         self._workers: tuple[threading.Thread, ...] = ()
+        # When this server, or its leading, began: until the first batch went out.
+        self._up_since: float | None = None
+        self._warn_at = -math.inf
 
     @property
     def name(self) -> str:
@@ -138,6 +171,101 @@ class Host:
         if self.stopping:
             return None
         return next((worker.name for worker in self._workers if not worker.is_alive()), None)
+
+    # --- the lease (``leadership`` keeps it) ---------------------------------------------------------
+
+    def lead(self, epoch: int, stored: StoredRun, since: float, until: float) -> None:
+        """This server leads from now on, at a new epoch; takes up what the ledger has."""
+        with self.lock:
+            self.epoch, self.epoch_held, self.leads_until = epoch, True, until
+            self.uid = stored.uid
+            self.wake_all()
+            self.live = self.committed = self.committed_at = self.ledger_error = None
+            self.committed_state = self.order.initial()
+            # What was lost is told to whoever still trains, until a trainer's state makes the ledger right again.
+            if not isinstance(self.error, LedgerRolledBack):
+                self.error = None
+            self.recover(stored)
+            self._up_since = since if self._up_since is None else min(since, self._up_since)
+            self.wake_all()
+        if stored.opening is not None and stored.committed is not None:
+            _log.info(
+                "%s: leads at server epoch %d; generation %d goes on behind sample %d",
+                self.name, epoch, stored.opening.generation, stored.committed.sample_index,
+            )  # fmt: skip
+
+    def extend(self, until: float) -> None:
+        """The lease was renewed."""
+        with self.lock:
+            self.leads_until = until
+
+    def suspend(self, reason: str) -> None:
+        """The lease lapsed, and nobody knows whether another server has it: streams end until it is renewed."""
+        with self.lock:
+            news = self.stands_by_for != reason
+            self.stands_by_for = reason
+            self.wake_all()
+        if news:
+            _log.error(
+                "%s: the lease lapsed, so nothing is sent until the ledger is back, for another server may lead: %s",
+                self.name, reason,
+            )  # fmt: skip
+
+    def lose(self, error: TokenloomError) -> None:
+        """Another server leads, or the ledger lost the run: this one writes and sends nothing more."""
+        _log.error("%s: leads no longer: %s: %s", self.name, error.name, error)
+        with self.lock:
+            self.epoch_held, self.leads_until = False, -math.inf
+            self.stands_by_for = str(error)
+            if isinstance(error, LedgerRolledBack):
+                self.error = error
+            self.wake_all()
+            self.live = None
+
+    def stand_by(self, reason: str) -> None:
+        """Another server leads; ``reason`` names it."""
+        with self.lock:
+            self.stands_by_for = reason
+
+    def standing(self) -> tuple[int, int, float | None]:
+        """(generation, what is committed in it, Unix time at which all of its ranks had been heard)."""
+        with self.lock:
+            if self.live is None or self.committed is None:
+                return 0, 0, None
+            heard = self.live.generation.slots.heard_at()
+            heard_at = None if heard is None else self.wall_clock() - (self.clock() - heard)
+            return self.live.generation.number, self.committed.sample_index, heard_at
+
+    def leads(self) -> bool:
+        """Whether the lease is this server's by its own clock."""
+        return self.epoch_held and self.clock() < self.leads_until
+
+    def require_lead(self) -> None:
+        """Raises ``NotLeader`` where the lease is not, or perhaps no longer, this server's."""
+        if self.leads():
+            return
+        what = "its lease lapsed" if self.epoch_held else "it stands by"
+        raise NotLeader(f"this server does not lead run {self.name!r}: {what}: {self.stands_by_for}")
+
+    def busy(self, process: str) -> str | None:
+        """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
+        None where nobody does."""
+        with self.lock:
+            live = self.live
+            if live is None or self.error is not None or (process and live.process == process):
+                return None
+            generation = live.generation
+            heard = generation.slots.heard_at()
+            over = generation.end is not None and generation.committed == generation.produced
+            if heard is None or over or self.clock() - heard >= self.terms.liveness_s:
+                return None
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(live.opened_at))
+            process = f", rank 0 in process {live.process}" if live.process else ""
+            return (
+                f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
+                f"{process}) trains on it since {since}, and each rank of it was heard {self.clock() - heard:.1f} s "
+                "ago or later"
+            )
 
     # --- generations -------------------------------------------------------------------------------
 
@@ -173,9 +301,15 @@ class Host:
             return
         base = self.order.decode(stored.committed.state)
         self.committed_state, self.committed_at = base, stored.committed_at
+        error = self.error
         self.install(stored.opening, base, stored.committed, resumed=True)
+        self.error = error
+        if stored.lease is not None and stored.lease.heard_at is not None and self.live is not None:
+            heard = self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at)
+            for slot in self.live.generation.slots:
+                slot.last_heard = heard
 
-    def install(self, opening: Opening, base: State, committed: Commit, *, resumed: bool) -> None:
+    def install(self, opening: Opening, base: State, committed: Commit, *, resumed: bool, process: str = "") -> None:
         """Makes a generation the present one (the caller holds the lock). ``resumed``: after a restart
         of the server, where production has to meet the committed digest again."""
         plan = self.plan(opening)
@@ -196,6 +330,9 @@ class Host:
             base,
             slots=[threading.Condition(self.lock) for _ in range(plan.world_size)],
             expected_digest=committed.digest if resumed else None,
+            epoch=self.epoch,
+            opened_at=opening.opened_at,
+            process=process,
         )
         self.committed = committed
         self.recent.clear()
@@ -206,18 +343,40 @@ class Host:
     # --- streams -----------------------------------------------------------------------------------
 
     def attach(
-        self, uid: str, generation: int, rank: int, nonce: str, received_through: int, committed_through: int
+        self,
+        uid: str,
+        generation: int,
+        rank: int,
+        nonce: str,
+        received_through: int,
+        committed_through: int,
+        received_digest: str = "",
+        epoch: int = 0,
     ) -> Session:
-        """Begins a stream. Raises ``Fenced`` for another generation, and what ``Generation.attach`` raises."""
+        """Begins a stream. ``epoch`` is the newest server epoch that the client has met.
+
+        Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
+        """
         with self.lock:
-            live = self._live_of(uid, generation)
+            if epoch > self.epoch and self.epoch_held:
+                # Proof that another server leads: no need to wait for the next renewal to tell.
+                self.leads_until = -math.inf
+                self.stands_by_for = f"rank {rank} was served at server epoch {epoch} already, and this is {self.epoch}"
+            self.require_lead()
+            live = self._live_of(uid, generation, committed_through)
             known = rank < len(live.slots) and live.generation.slots[rank].nonce is not None
         if not known and rank < len(live.slots):
             # After a restart of the server only the ledger knows whose slot it is.
-            self.ledger.claim_slot(self.uid, self.stream, self.epoch, generation, rank, nonce)
+            self.ledger.claim_slot(self.uid, self.stream, live.epoch, generation, rank, nonce)
         with self.lock:
-            live = self._live_of(uid, generation)
-            number = live.generation.attach(rank, nonce, received_through, committed_through, self.clock())
+            live = self._live_of(uid, generation, committed_through)
+            try:
+                number = live.generation.attach(
+                    rank, nonce, received_through, committed_through, self.clock(), received_digest
+                )
+            except (LedgerRolledBack, OrderMismatch) as error:
+                self._alarm(error)
+                raise
             live.slots[rank].notify_all()
             self._wake_producer()
             return Session(live.generation, rank, number)
@@ -227,12 +386,28 @@ class Host:
             session.generation.detach(session.rank, session.number)
             self.changed.notify_all()
 
-    def progress(self, session: Session, consumed_through: int, credit_steps: int) -> None:
+    def leave(self, session: Session) -> None:
+        """The client said goodbye: nobody has to wait for it to be silent."""
+        with self.lock:
+            session.generation.leave(session.rank, session.number)
+
+    def heard(self, generation: int, rank: int) -> None:
+        """A rank joined."""
+        with self.lock:
+            if self.live is not None and self.live.generation.number == generation:
+                slot = self.live.generation.slots[rank]
+                slot.last_heard, slot.left = self.clock(), False
+
+    def progress(self, session: Session, consumed_through: int, credit_steps: int, digest: str = "") -> None:
         """Raises ``Fenced`` where the session's generation, or stream, is over."""
         with self.lock:
-            live = self._live_of(self.uid, session.generation.number)
+            live = self._live_for(session)
             generation = live.generation
-            generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock())
+            try:
+                generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock(), digest)
+            except OrderMismatch as error:
+                self._alarm(error)
+                raise
             self._wake_committer()
             self._wake_stream(live, session.rank)
             self._wake_producer()
@@ -250,19 +425,23 @@ class Host:
             while True:
                 if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
-                live = self._live_of(self.uid, session.generation.number)
                 if isinstance(self.error, LedgerError):
                     raise self.error
+                self.require_lead()
+                live = self._live_for(session)
                 # Behind an error nothing more is produced: what is there goes out as it is, then the error.
                 found = live.generation.next_for(session.rank, session.number, flush=self.error is not None)
                 if found is not None:
                     self._wake_producer()
+                    if self._up_since is not None:
+                        self._log_first_batch()
                     return found
                 # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
                 if self.error is not None and live.generation.consumed_all(session.rank):
                     raise self.error
                 left = deadline - self.clock()
                 if left <= 0 or interrupted():
+                    self._watch(live, session)
                     return Waiting(self.waiting_for())
                 live.slots[session.rank].wait(left)
 
@@ -295,6 +474,8 @@ class Host:
 
     def waiting_for(self) -> str:
         """What production or delivery waits for (the caller holds the lock)."""
+        if not self.leads():
+            return f"the lease: {self.stands_by_for}"
         if self.live is None:
             return "a trainer"
         generation = self.live.generation
@@ -308,6 +489,30 @@ class Host:
             return f"rank {named} to connect"
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
+
+    def _watch(self, live: Live, session: Session) -> None:
+        """Names the ranks that hold the others back: in the log, and after ``rank_timeout_s`` as an error for all."""
+        now = self.clock()
+        waited_s = live.generation.stalled(session.rank, session.number, now)
+        if waited_s < min(RANK_WARNING_S, self.terms.rank_timeout_s) or self.error is not None:
+            return
+        named = live.generation.describe_laggards(now)
+        if waited_s >= self.terms.rank_timeout_s:
+            error = RankStalled(
+                f"the other ranks waited {waited_s:.0f} s for {named}; look at its log and its machine, and restart "
+                "the training job from its last checkpoint (--rank-timeout sets how long they wait)"
+            )
+            _log.error("%s: stopped: %s: %s", self.name, error.name, error)
+            self.error = error
+            self.wake_all()
+        elif now >= self._warn_at:
+            self._warn_at = now + RANK_WARNING_S
+            _log.warning("%s: ranks have waited %.0f s for %s", self.name, waited_s, named)
+
+    def _log_first_batch(self) -> None:
+        assert self._up_since is not None
+        _log.info("%s: first batch %.2f s after the server was up", self.name, self.clock() - self._up_since)
+        self._up_since = None
 
     # --- what the producer and the committer ask and tell (the caller holds the lock) ----------------
 
@@ -323,14 +528,15 @@ class Host:
         if fresh:
             generation.add_group(group)
         generation.filled(ended, dropped)
-        if live.expected_digest is not None and (generation.produced >= generation.committed or ended is not None):
-            try:
+        try:
+            if live.expected_digest is not None and (generation.produced >= generation.committed or ended is not None):
                 generation.check_digest(live.expected_digest)
-            except TokenloomError as error:
-                self.error = error
-                self.wake_all()
-                return
-            live.expected_digest = None
+                live.expected_digest = None
+            if generation.claims:
+                generation.check_claims()
+        except OrderMismatch as error:
+            self._alarm(error)
+            return
         if ended is not None:
             _log.info("%s: end of data at sample %d: %s", self.name, group.end, ended)
         for rank in range(len(live.slots)):
@@ -391,16 +597,47 @@ class Host:
 
     # -----------------------------------------------------------------------------------------------
 
-    def _live_of(self, uid: str, generation: int) -> Live:
-        if self.live is None:
+    def _live_of(self, uid: str, generation: int, committed_through: int) -> Live:
+        """The present generation, for a client that says which it is of and which commit it has seen."""
+        live = self.live
+        if isinstance(self.error, LedgerRolledBack):
+            raise self.error
+        number = live.generation.number if live is not None else 0
+        if generation > number or (uid != self.uid and committed_through > 0):
+            error = LedgerRolledBack(
+                f"a rank trains generation {generation} of run_uid {uid} (sample {committed_through} was committed), "
+                f"but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data back, or "
+                "restart the training job from its last checkpoint: load_state_dict() makes the ledger right again"
+            )
+            if uid == self.uid:
+                self._alarm(error)
+            raise error
+        if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")
-        number = self.live.generation.number
         if uid != self.uid or generation != number:
             raise Fenced(
                 f"generation {generation} of run {self.name!r} is over: generation {number} "
-                f"(attempt {self.live.generation.attempt!r}) has taken its place"
+                f"(attempt {live.generation.attempt!r}) has taken its place"
             )
-        return self.live
+        return live
+
+    def _live_for(self, session: Session) -> Live:
+        """The present generation, for a stream of it."""
+        live = self.live
+        if live is not None and live.generation is session.generation:
+            return live
+        if live is None or live.generation.number == session.generation.number:
+            raise NotLeader(f"run {self.name!r} was taken up anew, here or by another server; the stream begins again")
+        raise Fenced(
+            f"generation {session.generation.number} of run {self.name!r} is over: generation {live.generation.number} "
+            f"(attempt {live.generation.attempt!r}) has taken its place"
+        )
+
+    def _alarm(self, error: TokenloomError) -> None:
+        """Stops the run for all ranks (the caller holds the lock)."""
+        _log.error("%s: stopped: %s: %s", self.name, error.name, error)
+        self.error = error
+        self.wake_all()
 
     def fail(self, live: Live, error: TokenloomError) -> None:
         """Stops the run with an error, if the generation is still the present one. Takes the lock."""

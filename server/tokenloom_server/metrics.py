@@ -56,6 +56,8 @@ RUN_FIGURES: tuple[Figure[RunStats], ...] = (
     Figure("tokenloom_produced_index", "Sample index up to which is produced.", lambda run: run.produced_index),
     Figure("tokenloom_tokens_per_second", "Committed tokens/s over the last seconds.", lambda run: run.tokens_per_s),
     Figure("tokenloom_generation", "Fencing number; 0 before the first trainer.", lambda run: run.generation),
+    Figure("tokenloom_leads", "1 while this server has the lease on the run.", lambda run: run.leads),
+    Figure("tokenloom_server_epoch", "This server's number among those that led.", lambda run: run.server_epoch),
     Figure("tokenloom_world_size", "Ranks of the present generation.", lambda run: run.world_size),
     Figure("tokenloom_batch_size", "Samples per rank and step.", lambda run: run.batch_size),
     Figure("tokenloom_sequence_length", "Tokens per sample.", lambda run: run.sequence_length),

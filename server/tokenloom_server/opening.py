@@ -14,6 +14,7 @@ from tokenloom_server.errors import (
     LedgerRolledBack,
     NotFound,
     ResumePointNeeded,
+    RunBusy,
     ServerStopping,
     TokenloomError,
 )
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 #: How long the other ranks' Joins wait for rank 0's, seconds.
 RANK_0_WAIT_S = 120.0
+#: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
+BUSY_MARGIN_S = 6.0
 #: The largest step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30
 #: Refused attempts that are remembered, so that waiting ranks hear why.
@@ -48,6 +51,10 @@ class JoinCall:
     resume: str
     #: A snapshot's text; empty where none is brought.
     state: bytes
+    #: Which process this is; empty where it does not say. One may begin anew without waiting for itself.
+    process: str = ""
+    #: End an attempt that is still alive.
+    takeover: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,7 @@ class Opener:
     def join(self, call: JoinCall) -> Joined:
         """Takes a slot; rank 0 opens the attempt's generation, the others wait for it, bounded.
 
-        Raises ``JoinRefused``, ``AttemptUsed``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
+        Raises ``JoinRefused``, ``AttemptUsed``, ``RunBusy``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
         joined = self.try_join(call)
@@ -95,6 +102,7 @@ class Opener:
     def try_join(self, call: JoinCall) -> Joined | None:
         """``join`` without waiting: None where rank 0 has to join first."""
         _check(call, self._host.order.sample_bytes)
+        self._host.require_lead()
         if call.rank == 0:
             try:
                 opening = self._open(call)
@@ -109,6 +117,7 @@ class Opener:
             self._agree(call, opening)
         host = self._host
         host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
+        host.heard(opening.generation, call.rank)
         return Joined(uid=host.uid, opening=opening, start=host.order.decode(opening.start_state))
 
     def no_rank_0(self, call: JoinCall) -> JoinRefused:
@@ -132,6 +141,7 @@ class Opener:
                         host.recover(stored)
                         self._refused.clear()
                 return stored.opening
+            self._refuse_busy(call)
             point, asked = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
@@ -157,9 +167,24 @@ class Opener:
                 # Older refusals are of no interest any more; nobody who joins from now on is to hear them.
                 self._refused.clear()
                 host.committed_state, host.committed_at = start, opening.opened_at
-                host.install(opening, start, committed, resumed=False)
+                host.install(opening, start, committed, resumed=False, process=call.process)
         self._log_resume(opening, start)
         return opening
+
+    def _refuse_busy(self, call: JoinCall) -> None:
+        """A second launch, or a notebook, must not end a training run by mistake."""
+        holder = self._host.busy(call.process)
+        if holder is None:
+            return
+        if call.takeover:
+            _log.warning("%s: attempt %s takes over: %s", self._host.name, call.attempt, holder)
+            return
+        raise RunBusy(
+            f"run {self._host.name!r} is busy: {holder}. Wait until it has ended ({self._host.terms.liveness_s:g} s "
+            "after its last sign of life another may begin), look at the run with peek=True, or end it on purpose with "
+            "takeover=True",
+            self._host.terms.liveness_s + BUSY_MARGIN_S,
+        )
 
     def _decided(self, attempt: str, asked: tuple[str, str]) -> bool:
         """Whether rank 0 opened the attempt, or was refused (the caller holds the host's lock)."""

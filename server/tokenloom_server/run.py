@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
@@ -33,6 +34,8 @@ class EndOfData(NamedTuple):
     dropped_samples: int
 
 
+#: Ranks that a message names, at most.
+_NAMED = 8
 #: Groups that are made ready beyond what any rank was sent.
 LEAD_GROUPS = 4
 
@@ -56,6 +59,8 @@ class Generation:
     end: EndOfData | None = None
     #: Steps whose ids are let go, because every rank has consumed them.
     released: int = 0
+    #: By rank: the step and digest that it has, where that is still to be produced (again).
+    claims: dict[int, tuple[int, str]] = field(default_factory=dict)
     _ramp: int = 1
 
     def __post_init__(self) -> None:
@@ -153,8 +158,11 @@ class Generation:
 
     # --- slots -------------------------------------------------------------------------------------
 
-    def attach(self, rank: int, nonce: str, received_through: int, committed_through: int, now: float) -> int:
-        """A stream of a slot begins behind ``received_through``; returns its session number.
+    def attach(
+        self, rank: int, nonce: str, received_through: int, committed_through: int, now: float, digest: str = ""
+    ) -> int:
+        """A stream of a slot begins behind ``received_through``, where the client has the rolling digest ``digest``
+        (empty: it does not say); returns its session number.
 
         Raises ``AttemptUsed`` (another process's slot), ``LedgerRolledBack`` (the client saw a later
         commit than the ledger holds) and ``JoinRefused`` (a position that no step ends at, or that was
@@ -175,7 +183,31 @@ class Generation:
                 "restart the training job from its checkpoint"
             )
         self.slots.attach(slot, step, now)
+        if digest:
+            self.claim(rank, step, digest)
         return slot.session
+
+    def leave(self, rank: int, session: int) -> None:
+        """The client of the stream said goodbye."""
+        slot = self.slots[rank]
+        if slot.session == session:
+            slot.left = True
+
+    def claim(self, rank: int, step: int, digest: str) -> None:
+        """A rank says what the rolling digest is behind a step. Raises ``OrderMismatch`` where it is another here,
+        at once or, after a restart, as soon as the step is produced again (``check_claims``)."""
+        if step > self.produced:
+            self.claims[rank] = step, digest
+        elif step > self._held_from():
+            self._check_claim(rank, step, digest)
+
+    def check_claims(self) -> None:
+        """Raises ``OrderMismatch`` where a rank had something else than what is produced now."""
+        for rank, (step, digest) in list(self.claims.items()):
+            if step <= self.produced:
+                del self.claims[rank]
+                if step > self._held_from():
+                    self._check_claim(rank, step, digest)
 
     def detach(self, rank: int, session: int) -> None:
         """The stream ended; a newer one of the slot is left alone."""
@@ -183,10 +215,15 @@ class Generation:
         if slot.session == session:
             self.slots.detach(slot)
 
-    def progress(self, rank: int, session: int, consumed_through: int, credit_steps: int, now: float) -> None:
-        """A rank consumed up to a sample index. An older report changes nothing."""
+    def progress(
+        self, rank: int, session: int, consumed_through: int, credit_steps: int, now: float, digest: str = ""
+    ) -> None:
+        """A rank consumed up to a sample index, where it has the rolling digest ``digest`` (empty: it does not say).
+        An older report changes nothing. Raises ``OrderMismatch`` for another digest than was produced."""
         slot = self._current(rank, session)
         step = self.step_at(consumed_through, f"rank {rank}'s consumed_through")
+        if digest:
+            self.claim(rank, step, digest)
         if step > slot.sent:
             raise JoinRefused(
                 f"rank {rank} reports sample {consumed_through} as consumed, but it was sent nothing beyond "
@@ -269,7 +306,54 @@ class Generation:
                 f"gives {found}: the data, the tokeniser or the software changed; nothing was delivered"
             )
 
+    def stalled(self, rank: int, session: int, now: float) -> float:
+        """For how long, seconds, the stream has had nothing because other ranks do not go on; 0 where it has not."""
+        slot = self.slots[rank]
+        if slot.session != session:
+            return 0.0
+        held_back = (
+            self.end is None
+            and slot.consumed >= self.produced
+            and not self.steps_wanted()
+            and self.acknowledged() < self.produced
+        )
+        if not held_back:
+            slot.starved_since = None
+            return 0.0
+        if slot.starved_since is None:
+            slot.starved_since = now
+        return now - slot.starved_since
+
+    def describe_laggards(self, now: float) -> str:
+        """The ranks that hold the others back, with position, lag and when they were heard; for people."""
+        ahead = max(slot.consumed for slot in self.slots)
+        named = []
+        for slot in islice(self.slots.laggards(), _NAMED):
+            heard = "never heard" if slot.last_heard is None else f"last heard {now - slot.last_heard:.0f} s ago"
+            state = "connected" if slot.connected else "not connected"
+            lag = self.index_of(ahead) - self.index_of(slot.consumed)
+            named.append(
+                f"rank {slot.rank} ({state}, {heard}, at sample {self.index_of(slot.consumed)}, {lag} behind the first)"
+            )
+        more = sum(1 for _ in self.slots.laggards()) - len(named)
+        return ", ".join(named) + (f" and {more} more" if more else "")
+
     # -----------------------------------------------------------------------------------------------
+
+    def _held_from(self) -> int:
+        """Behind this step the marks are held."""
+        return (
+            (self.groups[0].begin - self.plan.start_index) // self.plan.step_samples if self.groups else self.produced
+        )
+
+    def _check_claim(self, rank: int, step: int, digest: str) -> None:
+        found = self.digest_behind(step)
+        if found != digest:
+            raise OrderMismatch(
+                f"rank {rank} has digest {digest} at sample {self.index_of(step)}, but this server's order has {found} "
+                "there: the ranks no longer see one order, because the data, the tokeniser or the software changed "
+                "while they trained; nothing more is served. Restart the training job from its last checkpoint"
+            )
 
     def _boundary_step(self, steps: int) -> int:
         """The group begin of the last of the first ``steps`` steps."""

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,10 @@ class ServeOptions:
     ledger: str
     ready_file: Path | None
     index_dir: Path | None
+    standby: bool = False
+    lease_s: float = 15.0
+    liveness_s: float = 15.0
+    rank_timeout_s: float = 300.0
 
 
 class Server:
@@ -66,11 +71,13 @@ class Server:
 
     def _bring_up(self, options: ServeOptions) -> None:
         rest = self._rest = RestServer(*split_address("--rest", options.rest))
+        from tokenloom_server.host import Terms
         from tokenloom_server.service import Runs
 
         ledger = self._ledger = open_ledger(options.ledger, options.mixtures[0].resolve().parent)
         ledger.check()
-        runs = self._runs = Runs(ledger)
+        terms = Terms(lease_s=options.lease_s, liveness_s=options.liveness_s, rank_timeout_s=options.rank_timeout_s)
+        runs = self._runs = Runs(ledger, _holder(self.grpc_address), terms, standby=options.standby)
         rest.start(runs, grpc_address=self.grpc_address)
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.
@@ -107,6 +114,16 @@ class Server:
             self._ledger.close()
         if self._ready_file is not None:
             _remove_ready(self._ready_file)
+
+
+def _holder(grpc_address: str) -> str:
+    """Who holds a lease: the same for this server and for its restart, which has the same address again only
+    because the one before is gone; another after the machine itself was restarted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {grpc_address} {boot}".rstrip()
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:

@@ -14,7 +14,8 @@ from tokenloom_server.committer import Committer
 from tokenloom_server.errors import ConfigError, NotFound
 from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
-from tokenloom_server.host import Host
+from tokenloom_server.host import Host, Terms
+from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Ledger, StoredSnapshot
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
@@ -27,8 +28,9 @@ _log = logging.getLogger(__name__)
 class ServedRun:
     """One run with everything that answers for it."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, leadership: Leadership) -> None:
         self.host = host
+        self.leadership = leadership
         self.history = History(host)
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
@@ -37,14 +39,24 @@ class ServedRun:
 class Runs:
     """Implements ``stats.RunService``."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(
+        self, ledger: Ledger, holder: str | None = None, terms: Terms | None = None, *, standby: bool = False
+    ) -> None:
+        """``holder`` names this server in the ledger: equal for its own restart, and for no other server.
+
+        ``standby``: where another server leads a run, wait for its lease instead of refusing to start.
+        """
         self._ledger = ledger
+        self._holder = holder or uuid.uuid4().hex
+        self._terms = terms or Terms()
+        self._standby = standby
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None) -> ServedRun:
-        """Brings up the run of a mixture file: a new one is recorded, a known one is taken over.
+        """Brings up the run of a mixture file: a new one is recorded, a known one is taken over once its lease lapsed.
 
-        Raises what ``config.load``, ``Order.create`` and ``Order.load`` raise, and the ledger's errors.
+        Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
+        and ``Order.load`` raise, and the ledger's errors.
         """
         found = config.load(path)
         if found.run in self._runs:
@@ -61,24 +73,16 @@ class Runs:
         if order is None or order.record() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
             order = Order.load(found, base_dir, index_dir, stored.record)
-        epoch = self._ledger.acquire(stored.uid, stream)
-        # Read behind the acquisition: nobody else can write any more.
-        stored = self._ledger.read_run(found.run, stream) or stored
         for warning in order.warnings():
             _log.warning("%s: %s", found.run, warning)
-        host = Host(order, self._ledger, stored.uid, epoch)
-        with host.lock:
-            host.recover(stored)
-        if stored.opening is not None and stored.committed is not None:
-            _log.info(
-                "%s: generation %d goes on behind sample %d",
-                found.run,
-                stored.opening.generation,
-                stored.committed.sample_index,
-            )
-        served = ServedRun(host)
+        host = Host(order, self._ledger, stored.uid, self._terms)
+        leadership = Leadership(host, self._holder)
+        if not self._standby:
+            leadership.wait_to_lead()
+        served = ServedRun(host, leadership)
         self._runs[found.run] = served
         host.start(Producer(host), Committer(host))
+        leadership.start()
         return served
 
     def get(self, run: str) -> ServedRun:
@@ -93,6 +97,7 @@ class Runs:
         """Commits what is acknowledged and ends every run's threads; bounded."""
         for served in self._runs.values():
             served.host.stop()
+            served.leadership.end()
 
     # --- stats.RunService --------------------------------------------------------------------------
 
@@ -104,6 +109,7 @@ class Runs:
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)
+        served.host.require_lead()
         text, index = served.history.snapshot(sample_index)
         if not save:
             return text, None
@@ -145,6 +151,7 @@ class Runs:
             text, _ = served.history.snapshot(sample_index)
         assert text is not None
         host = served.host
+        host.require_lead()
         point = served.history.parse(text)
         stored = host.ledger.read_run(run, host.stream)
         if stored is not None:
@@ -157,6 +164,8 @@ class Runs:
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
+            if not served.host.leads():
+                return f"run {run}: stands by: {served.host.stands_by_for}"
             dead = served.host.dead_worker()
             if dead is not None:
                 return f"run {run}: its thread {dead} has ended; restart the server, and report its log"

@@ -25,6 +25,10 @@ class Slot:
     consumed: int = 0
     credit_steps: int = 1
     last_heard: float | None = None
+    #: The client said goodbye: nobody is behind the slot until it comes again.
+    left: bool = False
+    #: Since when the stream has had all that is produced, and more is held back by other ranks.
+    starved_since: float | None = None
     #: Begin of the group whose base the present stream has.
     base_index: int | None = None
     ended: bool = False
@@ -62,6 +66,8 @@ class Slots:
         slot.base_index = None
         slot.ended = False
         slot.last_heard = now
+        slot.left = False
+        slot.starved_since = None
         self._look()
 
     def detach(self, slot: Slot) -> None:
@@ -72,6 +78,7 @@ class Slots:
     def send(self, slot: Slot, step: int) -> None:
         """The slot was sent everything up to a step."""
         slot.sent = step
+        slot.starved_since = None
         self.sent_to_one = max(self.sent_to_one, step)
 
     def consume(self, slot: Slot, step: int) -> None:
@@ -84,6 +91,11 @@ class Slots:
             self._ranks_at_least -= 1
             if not self._ranks_at_least:
                 self._look()
+
+    def heard_at(self) -> float | None:
+        """When the rank that has been silent longest was heard; None where one was never, or has left."""
+        heard = [None if slot.left else slot.last_heard for slot in self._slots]
+        return None if None in heard else min(time for time in heard if time is not None)
 
     def laggards(self) -> Iterator[Slot]:
         """The slots that hold the others back."""

@@ -71,6 +71,10 @@ class RunStats(_Figures):
     seed: int
     generation: int
     """0 before the first trainer."""
+    leads: bool
+    """Whether this server has the lease on the run; one that stands by shows no ranks and no progress."""
+    server_epoch: int
+    """The newest number of this server among those that led the run; 0 before it led."""
     world_size: int
     batch_size: int
     sequence_length: int

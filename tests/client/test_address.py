@@ -7,15 +7,16 @@ from tokenloom.address import Address
 
 
 @pytest.mark.parametrize(
-    ("url", "target", "run"),
+    ("url", "targets", "run"),
     [
-        ("grpc://127.0.0.1:50051/wiki-and-code", "127.0.0.1:50051", "wiki-and-code"),
-        ("grpc://data.example:1/a%20b", "data.example:1", "a b"),
-        ("grpc://[::1]:50051/run", "[::1]:50051", "run"),
+        ("grpc://127.0.0.1:50051/wiki-and-code", ("127.0.0.1:50051",), "wiki-and-code"),
+        ("grpc://data.example:1/a%20b", ("data.example:1",), "a b"),
+        ("grpc://[::1]:50051/run", ("[::1]:50051",), "run"),
+        ("grpc://a:1,[::1]:2/run", ("a:1", "[::1]:2"), "run"),
     ],
 )
-def test_a_url_names_a_server_and_a_run(url: str, target: str, run: str) -> None:
-    assert Address.parse(url) == Address(target, run)
+def test_a_url_names_a_server_and_a_run(url: str, targets: tuple[str, ...], run: str) -> None:
+    assert Address.parse(url) == Address(targets, run)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteSt
 from tokenloom_server.errors import (
     AttemptUsed,
     Fenced,
+    LeaseHeld,
     LedgerError,
+    LedgerRolledBack,
     NotFound,
     NotLeader,
     OrderMismatch,
@@ -76,7 +79,7 @@ class Server:
 
 def lead(ledger: Ledger) -> Server:
     ledger.create_run(NAME, STREAM, UID, "{}")
-    return Server(ledger, ledger.acquire(UID, STREAM))
+    return Server(ledger, ledger.acquire(UID, STREAM, "one", 0.0))
 
 
 @pytest.fixture
@@ -106,6 +109,7 @@ def test_a_new_run_has_no_generation_and_nothing_committed(ledger: Ledger) -> No
         committed=None,
         committed_at=None,
         pin=None,
+        lease=None,
     )
     assert ledger.read_run(NAME, STREAM) == created
     assert (ledger.openings(UID, STREAM), ledger.snapshots(UID, STREAM)) == ([], [])
@@ -118,7 +122,7 @@ def test_creating_a_run_that_is_there_returns_the_one_that_is_there(store: Ledge
     assert second.create_run(NAME, STREAM, "uid-2", '{"made_by":"second"}') == first
     assert second.create_run(NAME, STREAM, UID, '{"made_by":"first"}') == first
     with pytest.raises(NotFound):
-        second.acquire("uid-2", STREAM)
+        second.acquire("uid-2", STREAM, "a", 0.0)
 
 
 def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: LedgerStore) -> None:
@@ -126,7 +130,7 @@ def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: Ledger
     with ThreadPoolExecutor(6) as pool:
         runs = list(pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6)))
     assert len({run.uid for run in runs}) == 1
-    assert ledgers[0].acquire(runs[0].uid, STREAM) == 1
+    assert ledgers[0].acquire(runs[0].uid, STREAM, "one", 0.0) == 1
 
 
 def test_a_uid_belongs_to_one_run(ledger: Ledger) -> None:
@@ -141,7 +145,7 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
     for name, stream, uid in [("b", "train", "u1"), ("a", "train", "u2"), ("a", "eval", "u2")]:
         ledger.create_run(name, stream, uid, "{}")
     assert list(ledger.run_names()) == [("a", "eval"), ("a", "train"), ("b", "train")]
-    ledger.acquire("u2", "train")
+    ledger.acquire("u2", "train", "a", 0.0)
     evaluation = ledger.read_run("a", "eval")
     assert evaluation is not None
     assert evaluation.epoch == 0
@@ -149,7 +153,9 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
 
 def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
     calls: list[Callable[[], object]] = [
-        lambda: ledger.acquire("nobody", STREAM),
+        lambda: ledger.acquire("nobody", STREAM, "a", 0.0),
+        lambda: ledger.renew("nobody", STREAM, 1, 1.0, None, 0, 0),
+        lambda: ledger.release("nobody", STREAM, 1),
         lambda: ledger.adopt("nobody", STREAM, 1, "else"),
         lambda: ledger.open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0)),
         lambda: ledger.claim_slot("nobody", STREAM, 1, 1, 0, "n"),
@@ -164,8 +170,10 @@ def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
         lambda: ledger.snapshot("nobody", STREAM, "s"),
     ]
     for call in calls:
-        with pytest.raises(NotFound, match="nobody"):
+        with pytest.raises((NotFound, LedgerRolledBack), match="nobody") as refusal:
             call()
+        # Who names an epoch has got it from this ledger.
+        assert isinstance(refusal.value, NotFound) != ("no longer in the ledger" in str(refusal.value))
 
 
 # Server epochs.
@@ -185,6 +193,8 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
         lambda: old.ledger.pin(UID, STREAM, old.epoch, "{}"),
         lambda: old.ledger.thin_journal(UID, STREAM, old.epoch),
         lambda: old.ledger.adopt(UID, STREAM, old.epoch, "uid-2"),
+        lambda: old.ledger.renew(UID, STREAM, old.epoch, 5.0, None, 1, 4),
+        lambda: old.ledger.release(UID, STREAM, old.epoch),
     ]
     for write in writes:
         with pytest.raises(NotLeader, match=r"epoch 2, this server has 1.*Another server"):
@@ -194,7 +204,7 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
 
 
 def test_an_epoch_that_was_never_given_is_refused(server: Server) -> None:
-    with pytest.raises(NotLeader):
+    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
         replace(server, epoch=server.epoch + 1).commit(1)
 
 
@@ -203,8 +213,54 @@ def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> Non
     first.create_run(NAME, STREAM, UID, "{}")
     ledgers = [first, store.open(), store.open()]
     with ThreadPoolExecutor(6) as pool:
-        epochs = list(pool.map(lambda k: ledgers[k % 3].acquire(UID, STREAM), range(12)))
+        epochs = list(pool.map(lambda k: ledgers[k % 3].acquire(UID, STREAM, "one", 0.0), range(12)))
     assert sorted(epochs) == list(range(1, 13))
+
+
+# Leases.
+
+
+def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: LedgerStore) -> None:
+    one, two = store.open(), store.open()
+    one.create_run(NAME, STREAM, UID, "{}")
+    epoch = one.acquire(UID, STREAM, "one", 1000.0)
+    with pytest.raises(LeaseHeld, match=r"served by one since 20.* s more unless"):
+        two.acquire(UID, STREAM, "two", 1000.0)
+    assert one.acquire(UID, STREAM, "one", 1000.0) == epoch + 1  # the same server, started again
+    one.release(UID, STREAM, epoch + 1)
+    assert two.acquire(UID, STREAM, "two", 0.05) == epoch + 2
+    with pytest.raises(NotLeader):
+        one.renew(UID, STREAM, epoch + 1, 1000.0, None, 0, 0)
+    time.sleep(0.1)
+    two.renew(UID, STREAM, epoch + 2, 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
+    with pytest.raises(LeaseHeld):
+        one.acquire(UID, STREAM, "one", 1000.0)
+    run = one.read_run(NAME, STREAM)
+    assert run is not None
+    assert run.lease is not None
+    assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
+    assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
+
+
+def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(ledger: Ledger) -> None:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    assert ledger.acquire(UID, STREAM, "one", 0.0, above=41) == 42
+    assert ledger.acquire(UID, STREAM, "one", 0.0, above=7) == 43
+
+
+def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(server: Server) -> None:
+    server.commit(8)
+    with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
+        server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12)
+    with pytest.raises(LedgerRolledBack):
+        server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 1, 9)
+    with pytest.raises(LedgerRolledBack):
+        server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 2, 0)
+    with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
+        server.commit(16, 2)
+    assert server.committed == commit_at(8)
+    server.open(2, 0)
+    server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 1, 8)  # an older generation's: no rollback
 
 
 # Opening a generation.
@@ -300,6 +356,8 @@ def test_a_slot_belongs_to_one_client_process_which_may_claim_it_again(server: S
     with pytest.raises(AttemptUsed, match=r"rank 0 of generation 1.*new attempt id"):
         server.claim(0, "second")
     with pytest.raises(Fenced):
+        server.claim(0, "first", generation=0)
+    with pytest.raises(LedgerRolledBack):
         server.claim(0, "first", generation=2)
 
 
@@ -344,7 +402,7 @@ def test_two_digests_for_one_sample_index_stop_everything(server: Server) -> Non
     assert server.committed == commit_at(8)
 
 
-@pytest.mark.parametrize("generation", [0, 1, 3])
+@pytest.mark.parametrize("generation", [0, 1])
 def test_a_commit_of_another_generation_is_fenced(server: Server, generation: int) -> None:
     server.open(2, 0)
     with pytest.raises(Fenced, match=f"at generation 2, the call belongs to generation {generation}"):
@@ -355,9 +413,9 @@ def test_a_commit_of_another_generation_is_fenced(server: Server, generation: in
 @pytest.mark.parametrize("generation", [0, 1])
 def test_nothing_is_committed_before_the_first_generation(ledger: Ledger, generation: int) -> None:
     server = lead(ledger)
-    with pytest.raises(Fenced, match="no generation of it yet"):
+    with pytest.raises(LedgerRolledBack if generation else Fenced, match=r"no generation of it yet|at generation 0"):
         server.commit(4, generation)
-    with pytest.raises(Fenced):
+    with pytest.raises((Fenced, LedgerRolledBack)):
         server.claim(0, "n", generation)
 
 
@@ -403,7 +461,7 @@ def test_only_openings_and_commits_write_counters(server: Server) -> None:
     server.ledger.thin_journal(UID, STREAM, server.epoch)
     server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
     server.ledger.create_run(NAME, STREAM, "uid-9", "{}")
-    server.ledger.acquire(UID, STREAM)
+    server.ledger.acquire(UID, STREAM, "one", 0.0)
     assert server.committed == commit_at(8)
 
 
@@ -521,14 +579,14 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
         with pytest.raises(NotLeader):
             ledger.openings(UID, STREAM)
         with pytest.raises(NotLeader):
-            ledger.acquire(UID, STREAM)
+            ledger.acquire(UID, STREAM, "one", 0.0)
     with pytest.raises(NotLeader):
         server.ledger.adopt(UID, STREAM, server.epoch, "uid-from-elsewhere")
     start = commit_at(20)
     other.ledger.open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start)
     assert other.ledger.commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True) == 24
     fresh = store.open()
-    assert fresh.acquire("uid-from-elsewhere", STREAM) == other.epoch + 1
+    assert fresh.acquire("uid-from-elsewhere", STREAM, "a", 0.0) == other.epoch + 1
     assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
     assert other.committed == commit_at(24)
     assert fresh.create_run(NAME, STREAM, "uid-7", "{}").uid == "uid-from-elsewhere"
@@ -548,7 +606,7 @@ def test_a_run_with_a_generation_keeps_its_uid(server: Server) -> None:
         server.ledger.adopt(UID, STREAM, server.epoch, "uid-2")
     assert server.run.uid == UID
     with pytest.raises(NotFound):
-        server.ledger.acquire("uid-2", STREAM)
+        server.ledger.acquire("uid-2", STREAM, "a", 0.0)
 
 
 def test_a_uid_that_another_run_has_is_not_adopted(ledger: Ledger) -> None:
@@ -559,7 +617,7 @@ def test_a_uid_that_another_run_has_is_not_adopted(ledger: Ledger) -> None:
     ledger.adopt(UID, STREAM, server.epoch, "uid-2")
     ledger.create_run("third", STREAM, "uid-third", "{}")
     with pytest.raises(LedgerError, match="uid-2"):
-        ledger.adopt("uid-third", STREAM, ledger.acquire("uid-third", STREAM), "uid-2")
+        ledger.adopt("uid-third", STREAM, ledger.acquire("uid-third", STREAM, "a", 0.0), "uid-2")
     with pytest.raises(LedgerError, match="uid-2"):
         ledger.create_run("fourth", STREAM, "uid-2", "{}")
     assert server.run.uid == "uid-2"

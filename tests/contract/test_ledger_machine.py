@@ -18,12 +18,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.ledger_data import commit_at, opening_of
 from support.ledger_stores import LedgerStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
-from tokenloom_server.errors import AttemptUsed, Fenced, LedgerError, NotLeader, OrderMismatch
+from tokenloom_server.errors import (
+    AttemptUsed,
+    Fenced,
+    LeaseHeld,
+    LedgerError,
+    LedgerRolledBack,
+    NotLeader,
+    OrderMismatch,
+)
 from tokenloom_server.ledger.base import Ledger, Opening, StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
 NAME, STREAM, UID = "run", "train", "uid"
+
+#: A lease that does not lapse while a history is under way.
+LONG_S = 1000.0
 
 #: What a call did: it returned, or it raised this.
 Outcome = int | type[Exception] | None
@@ -34,6 +45,9 @@ class Model:
     """The contract, in memory."""
 
     epoch: int = 0
+    #: The server whose lease has not lapsed.
+    held_by: int | None = None
+    heard_at: float | None = None
     generation: int = 0
     committed: tuple[int, str] | None = None
     pin: str | None = None
@@ -43,6 +57,31 @@ class Model:
     slots: dict[int, str] = field(default_factory=dict)
     journal: dict[int, dict[int, str]] = field(default_factory=dict)
     snapshots: dict[str, StoredSnapshot] = field(default_factory=dict)
+
+    def acquire(self, who: int, lasts: bool) -> Outcome:
+        if self.held_by not in (None, who):
+            return LeaseHeld
+        self.epoch += 1
+        self.held_by = who if lasts else None
+        return self.epoch
+
+    def renew(self, who: int, epoch: int, lasts: bool, heard_at: float | None, generation: int, known: int) -> Outcome:
+        if epoch != self.epoch:
+            return NotLeader
+        if self._is_behind(generation, known):
+            return LedgerRolledBack
+        self.held_by, self.heard_at = who if lasts else None, heard_at
+        return None
+
+    def release(self, epoch: int) -> Outcome:
+        if epoch != self.epoch:
+            return NotLeader
+        self.held_by = None
+        return None
+
+    def _is_behind(self, generation: int, known: int) -> bool:
+        committed = self.committed[0] if self.committed else 0
+        return generation > self.generation or (generation == self.generation and known > committed)
 
     def open(self, epoch: int, opening: Opening, order: str) -> Outcome:
         if epoch != self.epoch:
@@ -69,10 +108,12 @@ class Model:
         refusal = self.fence(epoch, generation)
         return refusal or (AttemptUsed if self.slots.setdefault(rank, nonce) != nonce else None)
 
-    def commit(self, epoch: int, generation: int, index: int, order: str, journal: bool) -> Outcome:
+    def commit(self, epoch: int, generation: int, index: int, order: str, journal: bool, known: int) -> Outcome:
         refusal = self.fence(epoch, generation)
         if refusal is not None:
             return refusal
+        if self._is_behind(generation, known):
+            return LedgerRolledBack
         assert self.committed is not None
         if index == self.committed[0] and order != self.committed[1]:
             return OrderMismatch
@@ -124,7 +165,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledgers = [self.store.open(), self.store.open()]
         for ledger in self.ledgers:
             ledger.create_run(NAME, STREAM, UID, "{}")
-        self.acquire(True)
+        self.acquire(True, False)
         if opened:
             self.open(True, 1, 4, 0, "0")
 
@@ -143,13 +184,35 @@ class LedgerMachine(RuleBasedStateMachine):
             found = type(error)
         assert found == expected
 
+    @rule(leads=LEADS, lasts=st.booleans())
+    def acquire(self, leads: bool, lasts: bool) -> None:
+        """By the server that leads: its own restart. By the other: a takeover, or a refusal while the lease lasts."""
+        who = self.leader if leads else 1 - self.leader
+        expected = self.model.acquire(who, lasts)
+        found: Outcome
+        try:
+            found = self.ledgers[who].acquire(UID, STREAM, f"server {who}", LONG_S if lasts else 0.0)
+        except LedgerError as error:
+            found = type(error)
+        assert found == expected
+        if isinstance(found, int):
+            self.leader, self.epochs[who] = who, found
+
+    @rule(leads=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 1.5]), lag=LAG, known=STEP)
+    def renew(self, leads: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
+        who, epoch = self._server(leads)
+        generation = self.model.generation - lag
+        index = max(0, (self.model.committed or (0, "0"))[0] + known)
+        lease_s = LONG_S if lasts else 0.0
+        self._do(
+            lambda: self.ledgers[who].renew(UID, STREAM, epoch, lease_s, heard_at, generation, index),
+            lambda: self.model.renew(who, epoch, lasts, heard_at, generation, index),
+        )
+
     @rule(leads=LEADS)
-    def acquire(self, leads: bool) -> None:
-        """By the server that leads: its own restart. By the other: a takeover."""
-        self.leader = self.leader if leads else 1 - self.leader
-        self.epochs[self.leader] = self.ledgers[self.leader].acquire(UID, STREAM)
-        self.model.epoch += 1
-        assert self.epochs[self.leader] == self.model.epoch
+    def release(self, leads: bool) -> None:
+        who, epoch = self._server(leads)
+        self._do(lambda: self.ledgers[who].release(UID, STREAM, epoch), lambda: self.model.release(epoch))
 
     def _server(self, leads: bool) -> tuple[int, int]:
         who = self.leader if leads else 1 - self.leader
@@ -171,22 +234,24 @@ class LedgerMachine(RuleBasedStateMachine):
             lambda: self.model.open(epoch, opening, order),
         )
 
-    @rule(leads=LEADS, lag=LAG, step=STEP, order=ORDER, journal=st.booleans())
-    def commit(self, leads: bool, lag: int, step: int, order: str, journal: bool) -> None:
+    @rule(leads=LEADS, lag=LAG, step=STEP, order=ORDER, journal=st.booleans(), known=st.sampled_from([-2, 0, 0, 0, 2]))
+    def commit(self, leads: bool, lag: int, step: int, order: str, journal: bool, known: int) -> None:
         at, present = self.model.committed or (0, "0")
         index = max(0, at + step)
         name = present if order == "0" else "0f".replace(present, "")  # mostly the order that the generation has
         who, epoch = self._server(leads)
         generation = self.model.generation - lag
         self._do(
-            lambda: self.ledgers[who].commit(UID, STREAM, epoch, generation, commit_at(index, name), journal),
-            lambda: self.model.commit(epoch, generation, index, name, journal),
+            lambda: self.ledgers[who].commit(
+                UID, STREAM, epoch, generation, commit_at(index, name), journal, at + known
+            ),
+            lambda: self.model.commit(epoch, generation, index, name, journal, at + known),
         )
 
     @rule(step=st.integers(1, 3), journal=st.booleans())
     def go_on(self, step: int, journal: bool) -> None:
         """What a healthy server does most of the time."""
-        self.commit(True, 0, step, "0", journal)
+        self.commit(True, 0, step, "0", journal, 0)
 
     @rule(leads=LEADS, lag=LAG, rank=st.integers(0, 1), nonce=st.sampled_from(["a", "b"]))
     def claim(self, leads: bool, lag: int, rank: int, nonce: str) -> None:
@@ -232,6 +297,8 @@ class LedgerMachine(RuleBasedStateMachine):
         run = ledger.read_run(NAME, STREAM)
         assert run is not None
         assert (run.uid, run.epoch, run.pin) == (UID, model.epoch, model.pin)
+        assert run.lease is not None
+        assert run.lease.heard_at == model.heard_at
         assert run.opening == (model.openings[-1] if model.openings else None)
         assert run.committed == (commit_at(*model.committed) if model.committed else None)
         sizes = [len(state.encode()) for entries in model.journal.values() for state in entries.values()]
@@ -296,20 +363,27 @@ def _redis_without(script: str, line: str) -> Callable[[str], Ledger]:
         ledger = RedisLedger(url)
         scripts = ledger._client._scripts
         assert line in scripts[script]
-        scripts[script] = scripts[script].replace(line, "")
+        scripts[script] = scripts[script].replace(line, "if false then" if line.endswith("then") else "")
         return ledger
 
     return make
 
 
-SQLITE_MUTANTS = [SqliteWithoutFence, SqliteWithoutDeduplication, SqliteWithoutEpochs]
+class SqliteWithoutLeases(SqliteLedger):
+    def _lease(self, connection: Any, run: int) -> None:
+        return None
+
+
+SQLITE_MUTANTS = [SqliteWithoutFence, SqliteWithoutDeduplication, SqliteWithoutEpochs, SqliteWithoutLeases]
 REDIS_MUTANTS = {
     "fence": ("commit", "or fenced(ARGV[3])"),
     "deduplication": ("commit", "if had <= tonumber(committed) then return {'ok', committed} end"),
     "digest": (
         "commit",
-        "if had == tonumber(committed) and ARGV[7] ~= digest then return {'order', committed, digest} end",
+        "if had == tonumber(committed) and ARGV[8] ~= digest then return {'order', committed, digest} end",
     ),
+    "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then"),
+    "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
     "attempts": ("open", "if used then return {'used', used} end"),
 }
 

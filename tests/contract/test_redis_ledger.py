@@ -35,7 +35,7 @@ def ledger(redis_url: str) -> Iterator[Ledger]:
     """With an opened run ``run``/``train``, uid ``uid``, epoch 1, generation 1."""
     with closing(RedisLedger(redis_url)) as made:
         made.create_run("run", "train", "uid", "{}")
-        made.acquire("uid", "train")
+        made.acquire("uid", "train", "a", 0.0)
         made.open("uid", "train", 1, opening_of(1, commit_at(0)), commit_at(0))
         yield made
 
@@ -103,7 +103,7 @@ def test_a_write_survives_a_flush_of_the_scripts(ledger: Ledger, client: Any) ->
 
 def test_no_script_is_longer_known_by_another_name(redis_url: str) -> None:
     scripts = redis_client.load_scripts()
-    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts) == 10
+    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts) == 12
 
 
 def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) 
                 time.sleep(0.01)
         with closing(RedisLedger(server.url())) as ledger:
             ledger.create_run("run", "train", "uid", "{}")
-            epoch = ledger.acquire("uid", "train")
+            epoch = ledger.acquire("uid", "train", "a", 0.0)
             ledger.adopt("uid", "train", epoch, "elsewhere")
             ledger.open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
             assert ledger.commit("elsewhere", "train", epoch, 1, commit_at(4), True) == 4
@@ -207,7 +207,7 @@ def test_a_unix_socket_and_another_database_work(tmp_path: Path, tmp_path_factor
 def test_an_unreachable_redis_is_named_with_what_to_do() -> None:
     port = free_port()
     with closing(RedisLedger(f"redis://127.0.0.1:{port}/0")) as ledger:
-        for call in (ledger.check, ledger.run_names, lambda: ledger.acquire("uid", "train")):
+        for call in (ledger.check, ledger.run_names, lambda: ledger.acquire("uid", "train", "a", 0.0)):
             with pytest.raises(LedgerUnavailable, match=rf"127\.0\.0\.1:{port} cannot be reached.*whether it runs"):
                 call()
 
@@ -248,7 +248,7 @@ def test_a_redis_out_of_memory_is_unavailable_and_writes_nothing(ledger: Ledger,
     calls: list[Callable[[], object]] = [
         lambda: _commit(ledger, 5),
         lambda: ledger.open("uid", "train", 1, opening_of(2, commit_at(0)), commit_at(0)),
-        lambda: ledger.acquire("uid", "train"),
+        lambda: ledger.acquire("uid", "train", "a", 0.0),
     ]
     with settings(client, maxmemory="1"):
         for call in calls:
@@ -297,7 +297,7 @@ def test_a_busy_redis_is_unavailable(redis_server: RedisServer, ledger: Ledger, 
 def test_keys_of_another_type_are_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:
     client.set("tokenloom:{other}:train", "text")
     with pytest.raises(LedgerError, match="WRONGTYPE"):
-        ledger.acquire("other", "train")
+        ledger.acquire("other", "train", "a", 0.0)
 
 
 def test_a_name_that_leads_to_deleted_keys_is_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:

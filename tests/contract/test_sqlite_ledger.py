@@ -119,16 +119,16 @@ def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailable, match="locked"):
-            ledger.acquire("uid", "train")
+            ledger.acquire("uid", "train", "a", 0.0)
         assert ledger.read_run("run", "train") is not None
         other.execute("ROLLBACK")
-        assert ledger.acquire("uid", "train") == 1
+        assert ledger.acquire("uid", "train", "a", 0.0) == 1
 
 
 def test_a_full_disk_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
     with closing(SqliteLedger(tmp_path / "tokenloom.db")) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.acquire("uid", "train")
+        epoch = ledger.acquire("uid", "train", "a", 0.0)
         ledger.open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
         with ledger._file.reading() as connection:
             (pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -171,7 +171,7 @@ from tokenloom_server.ledger.sqlite import SqliteLedger
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 run = ledger.create_run("run", "train", "uid", "{}")
-epoch = ledger.acquire("uid", "train")
+epoch = ledger.acquire("uid", "train", "a", 0.0)
 generation = run.opening.generation + 1 if run.opening else 1
 start = run.committed or commit_at(0)
 ledger.open("uid", "train", epoch, opening_of(generation, start), start)
@@ -221,7 +221,7 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
         assert first.stdout is not None
         first.stdout.readline()
         with closing(SqliteLedger(path)) as ledger:
-            epoch = ledger.acquire("uid", "train")
+            epoch = ledger.acquire("uid", "train", "a", 0.0)
             before = ledger.read_run("run", "train")
             assert before is not None
             assert before.committed is not None
@@ -234,13 +234,28 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
             assert ledger.commit("uid", "train", epoch, 1, after, False) == after.sample_index
 
 
+def test_a_file_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = SqliteLedger(path)
+    ledger.create_run("run", "train", "uid", "{}")
+    ledger.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE leases")
+        connection.execute("PRAGMA user_version = 1")
+    ledger = SqliteLedger(path)
+    assert ledger.acquire("uid", "train", "a", 5.0) == 1
+    ledger.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
+
+
 def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
     path = tmp_path / "tokenloom.db"
     with closing(SqliteLedger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ledger.acquire, "uid", "train")
+            waiting = pool.submit(ledger.acquire, "uid", "train", "a", 0.0)
             deadline = time.monotonic() + 0.1
             while time.monotonic() < deadline:
                 assert not waiting.done()

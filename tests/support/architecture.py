@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ledger", "snapshot", "readahead"),
         ("order", "run"),
         ("host",),
-        ("committer", "producer"),
+        ("committer", "leadership", "producer"),
         ("history", "figures"),
         ("opening",),
         ("service",),

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, JournalEntry, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Commit, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Run:
     committed: Commit | None = None
     committed_at: float | None = None
     pin: str | None = None
+    lease: Lease | None = None
     openings: list[Opening] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)
     #: By generation, by sample index.
@@ -111,11 +113,33 @@ class MemoryLedger:
         with self._store.lock:
             return sorted(self._store.runs)
 
-    def acquire(self, uid: str, stream: str) -> int:
+    def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
         with self._store.lock:
-            run = self._store.run(uid, stream)
-            run.epoch += 1
+            run, now = self._store.run(uid, stream), self._clock()
+            lease = run.lease
+            if lease is not None and lease.holder != holder and lease.lapses_at > now:
+                raise refusals.lease_held(uid, stream, lease.holder, lease.acquired_at, lease.lapses_at - now)
+            run.epoch = max(run.epoch, above) + 1
+            heard_at = None if lease is None else lease.heard_at
+            run.lease = Lease(holder=holder, acquired_at=now, lapses_at=now + lease_s, heard_at=heard_at)
             return run.epoch
+
+    def renew(
+        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+    ) -> None:
+        with self._store.lock:
+            run = self._led(uid, stream, epoch)
+            found = run.generation, run.committed.sample_index if run.committed is not None else 0
+            if found[0] < generation or (found[0] == generation and found[1] < known):
+                raise refusals.rolled_back(uid, stream, *found, generation, known)
+            if run.lease is not None:
+                run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, heard_at=heard_at)
+
+    def release(self, uid: str, stream: str, epoch: int) -> None:
+        with self._store.lock:
+            run = self._led(uid, stream, epoch)
+            if run.lease is not None:
+                run.lease = replace(run.lease, lapses_at=0.0)
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
         with self._store.lock:
@@ -159,13 +183,17 @@ class MemoryLedger:
             if run.slots.setdefault(rank, nonce) != nonce:
                 raise refusals.slot_taken(uid, stream, generation, rank)
 
-    def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
+    def commit(
+        self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool, known: int = 0
+    ) -> int:
         refusals.check_commit(uid, stream, commit)
         with self._store.lock:
             run = self._led(uid, stream, epoch)
             self._fence(run, generation)
             assert run.committed is not None
             index, digest = run.committed.sample_index, run.committed.digest
+            if index < known:
+                raise refusals.rolled_back(uid, stream, generation, index, generation, known)
             if commit.sample_index == index and commit.digest != digest:
                 raise refusals.order_mismatch(uid, stream, index, digest, commit.digest)
             if self._is_done(commit, index):
@@ -224,7 +252,10 @@ class MemoryLedger:
     # What the writes check; mutants leave one out.
 
     def _led(self, uid: str, stream: str, epoch: int) -> Run:
-        run = self._store.run(uid, stream)
+        try:
+            run = self._store.run(uid, stream)
+        except NotFound:
+            raise refusals.gone(uid, stream) from None
         if run.epoch != epoch:
             raise refusals.not_leader(uid, stream, run.epoch, epoch)
         return run
@@ -252,4 +283,5 @@ class MemoryLedger:
             committed=run.committed,
             committed_at=run.committed_at,
             pin=run.pin,
+            lease=run.lease,
         )

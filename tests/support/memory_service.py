@@ -54,6 +54,8 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "run_uid": "6f0c2f6d9b7a4b5e",
             "seed": 7,
             "generation": 3,
+            "leads": True,
+            "server_epoch": 2,
             "world_size": 2,
             "batch_size": 4,
             "sequence_length": 512,

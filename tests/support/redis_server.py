@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import redis
+
 #: A Redis with an empty folder is ready in tens of milliseconds; loaded machines need more.
 START_DEADLINE_S = 20.0
 
@@ -70,6 +72,24 @@ class RedisServer:
                 return self
             self.kill()
         raise RuntimeError(f"Redis does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, decode_responses=True)
+
+    def copy(self) -> Path:
+        """A copy of its data as they are now, to put back later."""
+        copy = self.folder / f"copy-{len(list(self.folder.glob('copy-*')))}"
+        shutil.copytree(self.folder, copy, ignore=shutil.ignore_patterns("copy-*", "redis.log"))
+        return copy
+
+    def put_back(self, copy: Path | None) -> None:
+        """Replaces the data of a Redis that does not run; None: by nothing."""
+        for path in self.folder.iterdir():
+            if path.name == "redis.log" or path.name.startswith("copy-"):
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if copy is not None:
+            shutil.copytree(copy, self.folder, dirs_exist_ok=True)
 
     def kill(self) -> None:
         """As a crash or the kernel would: no goodbye."""

@@ -23,11 +23,16 @@ COMMAND_DEADLINE_S = 50
 class ServerProcess:
     """``tokenloom serve`` on free ports, with warnings as errors. ``start`` again: on the same ports.
 
-    ``options`` are the interpreter's.
+    ``options`` are the interpreter's, ``flags`` those of ``tokenloom serve``.
     """
 
     def __init__(
-        self, folder: Path, *mixtures: Path, ledger: str = "sqlite:///ledger.db", options: Sequence[str] = ()
+        self,
+        folder: Path,
+        *mixtures: Path,
+        ledger: str = "sqlite:///ledger.db",
+        options: Sequence[str] = (),
+        flags: Sequence[object] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
@@ -35,6 +40,7 @@ class ServerProcess:
         self.grpc, self.rest = "127.0.0.1:0", "127.0.0.1:0"
         self._mixtures = mixtures
         self._options = options
+        self._flags = tuple(map(str, flags))
         # A relative SQLite file lies beside the mixture file; servers of one mixture must not share it.
         self.ledger = ledger.replace("sqlite:///", f"sqlite:///{folder}/") if ledger.startswith("sqlite:") else ledger
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,6 +68,7 @@ class ServerProcess:
         command += map(str, self._mixtures)
         command += ["--grpc", self.grpc, "--rest", self.rest, "--ledger", self.ledger]
         command += ["--ready-file", str(self.ready_file), "--index-dir", str(self.log_path.parent / "index")]
+        command += self._flags
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + START_DEADLINE_S
@@ -73,6 +80,20 @@ class ServerProcess:
         addresses = json.loads(self.ready_file.read_text(encoding="utf-8"))
         self.grpc, self.rest = addresses["grpc"], addresses["rest"]
         return self
+
+    def start_with(self, *flags: object) -> ServerProcess:
+        """``start`` with other flags of ``tokenloom serve``."""
+        self._flags = tuple(map(str, flags))
+        return self.start()
+
+    def pause(self) -> None:
+        """As a machine would that swaps, or whose disk hangs."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def unpause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """As a crash would: no goodbye."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -198,6 +200,16 @@ class Trainer:
     def running(self) -> bool:
         return self._process.poll() is None
 
+    def go_on(self) -> None:
+        """Behind ``pause_at``."""
+        Path(f"{self._lines}.go").touch()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def unpause(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(TRAINER_DEADLINE_S)
@@ -231,6 +243,9 @@ def _train(plan: dict[str, Any]) -> None:
             receipt.flush()
             if number == plan.get("steps"):
                 break
+            if number == plan.get("pause_at"):
+                while not Path(plan["receipt"] + ".go").exists():
+                    time.sleep(0.02)
     del batches
     dataset.close()
     if plan.get("process_group"):

@@ -32,9 +32,9 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: Address) -> grpc.Channel:
-    """A channel to the server; it connects with the first call."""
-    return grpc.insecure_channel(address.target, options=_OPTIONS)
+def open_channel(target: str) -> grpc.Channel:
+    """A channel to a server; it connects with the first call."""
+    return grpc.insecure_channel(target, options=_OPTIONS)
 
 
 def retryable(error: grpc.RpcError) -> bool:
@@ -62,23 +62,45 @@ def summary(error: grpc.RpcError) -> str:
     return f"{_name(error) or error.code().name}: {error.details() or 'no details'}"
 
 
+def is_named(error: grpc.RpcError) -> bool:
+    """Whether a Tokenloom server said what is wrong."""
+    return bool(_name(error))
+
+
+def times_out(error: grpc.RpcError) -> bool:
+    """Whether the client's own deadline ended the call."""
+    return not _name(error) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def retry_for_s(error: grpc.RpcError) -> float | None:
+    """For how long the server says that trying again makes sense; None where it does not say."""
+    found = _metadata(error, "tokenloom-retry-for-s")
+    return float(found) if found else None
+
+
 def _name(error: grpc.RpcError) -> str:
-    for entry in error.trailing_metadata() or ():
-        if entry.key == "tokenloom-error":
-            return str(entry.value)
-    return ""
+    return _metadata(error, "tokenloom-error")
+
+
+def _metadata(error: grpc.RpcError, key: str) -> str:
+    return next((str(entry.value) for entry in error.trailing_metadata() or () if entry.key == key), "")
 
 
 class Retry:
-    """Delays that double up to a bound, with jitter so that ranks do not return in step, within a budget."""
+    """Delays that double up to a bound, with jitter so that ranks do not return in step, within a budget.
 
-    def __init__(self, budget_s: float) -> None:
+    Of several ``servers`` each is tried once before the delay grows.
+    """
+
+    def __init__(self, budget_s: float, servers: int = 1) -> None:
         self.budget_s = budget_s
+        self._servers = servers
         self.reset()
 
     def reset(self) -> None:
         """Starts anew, after something went well."""
         self._delay_s = FIRST_DELAY_S
+        self._tried = 0
         self._deadline: float | None = None
 
     def remaining_s(self) -> float:
@@ -93,6 +115,9 @@ class Retry:
         remaining_s = self.remaining_s()
         if remaining_s <= 0:
             return None
+        self._tried += 1
+        if self._tried % self._servers:
+            return min(FIRST_DELAY_S * random.uniform(0.5, 1.0), remaining_s)
         delay_s = self._delay_s * random.uniform(0.5, 1.0)
         self._delay_s = min(2 * self._delay_s, MAX_DELAY_S)
         return min(delay_s, remaining_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy as np
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
+from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Layout
-from tokenloom.connection.channel import Retry, failure, retryable, summary
+from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
@@ -38,6 +40,7 @@ class Request:
     position_ids: bool
     document_ids: bool
     prefetch_steps: int | None
+    takeover: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
 
@@ -62,6 +65,7 @@ class Opening:
     sources: list[Source]
     group_steps: int
     template: bytes
+    server_epoch: int
 
 
 def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
@@ -79,8 +83,12 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         nonce=nonce,
         resume=request.resume,
         state_json=request.state.encode(),
+        takeover=request.takeover,
+        process=topology.process(),
     )
-    retry = Retry(request.connect_timeout_s)
+    retry = Retry(request.connect_timeout_s, len(request.address.targets))
+    give_up_at = math.inf
+    told: grpc.RpcError | None = None
     warn_at = 0.0
     while True:
         try:
@@ -88,8 +96,15 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
             return _opening(connect().Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
-            if not retryable(error) or delay_s is None:
-                raise failure(error, request.address) from error
+            if is_named(error):
+                told = error
+            # A run is busy for as long as its ranks are heard: those of a job that was just ended soon are not.
+            busy_s = retry_for_s(error)
+            if busy_s is not None:
+                give_up_at = min(give_up_at, time.monotonic() + busy_s)
+            if not retryable(error) or delay_s is None or (busy_s is not None and time.monotonic() >= give_up_at):
+                # A server's own words tell more than that the last try ran out of time.
+                raise failure(told if told is not None and times_out(error) else error, request.address) from error
             if time.monotonic() >= warn_at:
                 warn_at = time.monotonic() + WARN_EVERY_S
                 log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
@@ -117,6 +132,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
         group_steps=answer.group_steps,
         template=answer.snapshot_template,
+        server_epoch=answer.server_epoch,
     )
 
 

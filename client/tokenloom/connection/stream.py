@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from itertools import count, repeat
+from itertools import count, cycle, repeat
 from operator import lt
 
 import grpc
@@ -23,7 +23,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom.batch import Batch, Message
-from tokenloom.buffer import Step, StepBuffer
+from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.response import Response, read
@@ -52,14 +52,16 @@ class Connection:
         self._channel: grpc.Channel | None = None
         self._call: grpc.Call | None = None
         self._fell_silent = False
+        self._targets = cycle(request.address.targets)
         try:
             self.opening = join(lambda: DataLoaderStub(self._connect()), request, self._nonce)
         except BaseException:
             self._disconnect()
             raise
         self._base = self.opening.start.base
+        self._server_epoch = self.opening.server_epoch
         self.buffer = StepBuffer(
-            self.opening.start.sample_index,
+            self.opening.start,
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
             step_samples=request.topology.world_size * request.batch_size,
             columns=self.opening.layout.columns(),
@@ -82,10 +84,11 @@ class Connection:
         self._disconnect()
 
     def _connect(self) -> grpc.Channel:
-        """Makes a new channel. One that failed tries again by itself, but nobody polls it between calls,
-        so it notices seconds later that a server was not there, and much later that it is back."""
+        """Makes a new channel, to the next of the run's addresses. One that failed tries again by itself, but nobody
+        polls it between calls, so it notices seconds later that a server was not there, and much later that it is
+        back."""
         self._disconnect()
-        self._channel = open_channel(self._request.address)
+        self._channel = open_channel(next(self._targets))
         return self._channel
 
     def _disconnect(self) -> None:
@@ -107,7 +110,7 @@ class Connection:
             self.buffer.fail(error)
 
     def _keep_streaming(self) -> None:
-        retry = Retry(self._request.reconnect_timeout_s)
+        retry = Retry(self._request.reconnect_timeout_s, len(self._request.address.targets))
         while True:
             began, had = time.monotonic(), self.buffer.received_through
             broken = self._stream()
@@ -161,6 +164,7 @@ class Connection:
     def _receive(self, response: Response) -> None:
         message = response.message
         self.buffer.heard(message.committed_through, message.heartbeat.waiting_for)
+        self._server_epoch = max(self._server_epoch, message.server_epoch)
         if self.buffer.closing:
             return  # the rest is read only to let the server finish
         if response.batches is not None:
@@ -205,9 +209,10 @@ class Connection:
                 "the server skips or repeats data"
             )
 
-    def stream_open(self, consumed_through: int) -> wire.StreamRequest:
+    def stream_open(self, consumed: Point) -> wire.StreamRequest:
         """The first message of a stream: who we are, and where it goes on."""
         asked = self._request
+        received = self.buffer.received
         return wire.StreamRequest(
             open=wire.StreamOpen(
                 run=asked.address.run,
@@ -216,16 +221,20 @@ class Connection:
                 generation=self.opening.generation,
                 rank=asked.topology.rank,
                 nonce=self._nonce,
-                received_through=self.buffer.received_through,
+                received_through=received.sample_index,
+                received_digest=received.digest,
                 committed_through=self.buffer.committed_through,
-                progress=self.progress(consumed_through),
+                server_epoch=self._server_epoch,
+                progress=self.progress(consumed),
                 document_starts=asked.position_ids or asked.document_ids,
             )
         )
 
-    def progress(self, consumed_through: int) -> wire.Progress:
+    def progress(self, consumed: Point) -> wire.Progress:
         """How far the trainer is, and how many steps may come beyond that."""
-        return wire.Progress(consumed_through=consumed_through, credit_steps=self.buffer.capacity_steps)
+        return wire.Progress(
+            consumed_through=consumed.sample_index, digest=consumed.digest, credit_steps=self.buffer.capacity_steps
+        )
 
 
 class _Writer:
@@ -238,17 +247,17 @@ class _Writer:
 
     def __iter__(self) -> Iterator[wire.StreamRequest]:
         connection, buffer = self._connection, self._connection.buffer
-        reported = buffer.consumed_through
+        reported = buffer.consumed
         yield connection.stream_open(reported)
         reported_at = 0.0
         while True:
-            consumed = buffer.next_report(reported, reported_at, lambda: self.over, connection.on_silence)
+            consumed = buffer.next_report(reported.sample_index, reported_at, lambda: self.over, connection.on_silence)
             if self.over:
                 return
-            if consumed > reported:
+            if consumed is not reported or time.monotonic() - reported_at >= SIGN_OF_LIFE_S:
                 reported, reported_at = consumed, time.monotonic()
                 yield wire.StreamRequest(progress=connection.progress(consumed))
             if buffer.closing or buffer.all_committed():
-                self.said_all = reported == buffer.consumed_through
+                self.said_all = reported is buffer.consumed
                 if self.said_all:
                     return

@@ -44,7 +44,7 @@ def encode_delivery(
     size = len(ids) * len(ids[0])
     ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
-    rest = wire.StreamResponse(committed_through=committed_through).SerializeToString()
+    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=host.epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
 
 

@@ -49,6 +49,8 @@ class DataLoader:
                 nonce=request.nonce,
                 resume=request.resume,
                 state=request.state_json,
+                process=request.process,
+                takeover=request.takeover,
             )
             joined = served.opener.join(call)
             order, opening, start = served.host.order, joined.opening, joined.start
@@ -70,6 +72,7 @@ class DataLoader:
                 group_steps=opening.group_steps,
                 snapshot_template=canonical(template).encode(),
                 base=wire.Base(sample_index=start.sample_index, resume_state=opening.start_state.encode()),
+                server_epoch=served.host.epoch,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -89,9 +92,12 @@ class DataLoader:
                 opened.nonce,
                 opened.received_through,
                 opened.committed_through,
+                opened.received_digest,
+                opened.server_epoch,
             )
             try:
-                host.progress(session, opened.progress.consumed_through, opened.progress.credit_steps)
+                progress = opened.progress
+                host.progress(session, progress.consumed_through, progress.credit_steps, progress.digest)
                 yield from self._responses(host, session, requests, opened.document_starts, context)
             finally:
                 host.detach(session)
@@ -161,19 +167,22 @@ class DataLoader:
                     raise reader.error
                 if reader.closed:
                     host.finish(session, _FINISH_S)
+                    if reader.said_goodbye:
+                        host.leave(session)
                     return
                 found = host.next_for(session, HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
                 committed = host.committed.sample_index if host.committed is not None else 0
+                epoch = host.epoch
                 if isinstance(found, Delivery):
                     yield encode_delivery(host, session.rank, found, committed, document_starts=with_starts)
                 elif isinstance(found, EndOfData):
                     end = wire.EndOfData(
                         end_index=found.end_index, reason=found.reason, dropped_samples=found.dropped_samples
                     )
-                    yield wire.StreamResponse(end_of_data=end, committed_through=committed)
+                    yield wire.StreamResponse(end_of_data=end, committed_through=committed, server_epoch=epoch)
                 elif isinstance(found, Waiting):
                     heartbeat = wire.Heartbeat(waiting_for=found.waiting_for)
-                    yield wire.StreamResponse(heartbeat=heartbeat, committed_through=committed)
+                    yield wire.StreamResponse(heartbeat=heartbeat, committed_through=committed, server_epoch=epoch)
         finally:
             # The reader ends with the call; it is only told that nobody listens any more.
             reader.stopped = True
@@ -189,6 +198,7 @@ class _Reader(threading.Thread):
         self._requests = requests
         self.closed = False
         self.stopped = False
+        self.said_goodbye = False
         self.error: TokenloomError | None = None
 
     def run(self) -> None:
@@ -199,7 +209,8 @@ class _Reader(threading.Thread):
                 if request.WhichOneof("kind") != "progress":
                     raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
                 progress = request.progress
-                self._host.progress(self._session, progress.consumed_through, progress.credit_steps)
+                self._host.progress(self._session, progress.consumed_through, progress.credit_steps, progress.digest)
+            self.said_goodbye = not self.stopped
         except TokenloomError as error:
             self.error = error
         except Exception as error:
@@ -215,7 +226,7 @@ def _errors(context: grpc.ServicerContext) -> Iterator[None]:
     try:
         yield
     except TokenloomError as error:
-        _abort(context, error.grpc_status, error.name, str(error))
+        _abort(context, error.grpc_status, error.name, str(error), error.retry_for_s)
     except (GeneratorExit, grpc.RpcError):
         raise
     except Exception as error:
@@ -225,8 +236,11 @@ def _errors(context: grpc.ServicerContext) -> Iterator[None]:
         _abort(context, "INTERNAL", "Internal", f"the server failed: {type(error).__name__}: {error}; see its log")
 
 
-def _abort(context: grpc.ServicerContext, status: str, name: str, message: str) -> NoReturn:
-    context.set_trailing_metadata((("tokenloom-error", name),))
+def _abort(
+    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
+) -> NoReturn:
+    retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
+    context.set_trailing_metadata((("tokenloom-error", name), *retry))
     # Details travel in an HTTP/2 header: keep them well below its limit.
     context.abort(getattr(grpc.StatusCode, status), message[:6000])
     raise AssertionError("unreachable: abort raises")

@@ -51,6 +51,17 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Which server serves a run, and until when by the ledger's own clock (Unix time, seconds)."""
+
+    holder: str
+    acquired_at: float
+    lapses_at: float
+    #: When every rank of the present generation had been heard last, as its server told; None where one was not.
+    heard_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
     """A run as the ledger holds it. ``record`` is canonical JSON that never changes."""
 
@@ -66,6 +77,8 @@ class StoredRun:
     committed_at: float | None
     #: Canonical JSON of the pinned resume point; None where nothing is pinned.
     pin: str | None
+    #: None before the first server.
+    lease: Lease | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +108,9 @@ class Ledger(Protocol):
     once more, and both do no harm).
 
     All but ``create_run`` and ``read_run`` raise ``NotFound`` where the ledger has no such run, and
-    ``NotLeader`` where the run has taken another uid since (``adopt``). All integers are at most
-    2^53 - 1; ``LedgerError`` where one is not.
+    ``NotLeader`` where the run has taken another uid since (``adopt``). Calls with an epoch raise
+    ``LedgerRolledBack`` where the run is gone, or its epoch or generation is lower than the caller's: the
+    ledger forgot what it had acknowledged. All integers are at most 2^53 - 1; ``LedgerError`` where one is not.
     """
 
     @property
@@ -117,8 +131,24 @@ class Ledger(Protocol):
     def run_names(self) -> Sequence[tuple[str, str]]:
         """(name, stream) of every run, sorted."""
 
-    def acquire(self, uid: str, stream: str) -> int:
-        """Raises the run's server epoch by one and returns it: older epochs can no longer write."""
+    def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
+        """Takes the lease for ``lease_s`` seconds and raises the server epoch, beyond ``above`` too; returns it:
+        older epochs can no longer write.
+
+        Raises ``LeaseHeld`` while another holder's lease has not lapsed. The same holder's own is taken over at once.
+        """
+
+    def renew(
+        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+    ) -> None:
+        """Makes the lease last ``lease_s`` seconds from now; ``heard_at`` is kept for a server that takes over.
+
+        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, and
+        ``LedgerRolledBack`` where the ledger is behind either.
+        """
+
+    def release(self, uid: str, stream: str, epoch: int) -> None:
+        """Lets the lease lapse now. Raises ``NotLeader``."""
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
         """Gives a run that never opened a generation another uid, so that a trainer's state from elsewhere
@@ -145,12 +175,15 @@ class Ledger(Protocol):
         Raises ``NotLeader``, ``Fenced`` (other generation), ``AttemptUsed`` (slot bound to another nonce).
         """
 
-    def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
-        """Makes ``commit`` the committed state; with ``journal`` also keeps it as a journal entry.
+    def commit(
+        self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool, known: int = 0
+    ) -> int:
+        """Makes ``commit`` the committed state; with ``journal`` also keeps it as a journal entry. ``known`` is what
+        the caller knows as committed.
 
         Returns the committed sample index after the call. At the committed index with the same digest,
-        or below the committed index, it changes nothing. Raises ``NotLeader``, ``Fenced``, and
-        ``OrderMismatch`` where the committed index has another digest.
+        or below the committed index, it changes nothing. Raises ``NotLeader``, ``Fenced``, ``LedgerRolledBack``
+        where the committed index is below ``known``, and ``OrderMismatch`` where it has another digest.
         """
 
     def openings(self, uid: str, stream: str) -> Sequence[Opening]:

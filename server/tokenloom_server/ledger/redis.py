@@ -7,7 +7,9 @@ key                                 type     holds
 ==================================  =======  ==================================================================
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
-``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the generation:
+``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the lease:
+                                             ``lease_holder lease_acquired_at lease_lapses_at heard_at``;
+                                             the generation:
                                              ``generation parent attempt world_size batch_size group_steps
                                              start_index opened_at opening_mark``; the committed state: ``sample_index
                                              total_tokens digest state committed_at``
@@ -42,7 +44,7 @@ from typing import Any
 
 from tokenloom_server.errors import LedgerError
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.redis_client import RedisClient
 
 RUNS = "tokenloom:runs"
@@ -122,15 +124,25 @@ class RedisLedger:
             committed=committed,
             committed_at=float(fields["committed_at"]) if committed else None,
             pin=fields.get("pin"),
+            lease=_lease(fields),
         )
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         (fields,) = self._client.read(("HKEYS", RUNS))
         return sorted((field.rpartition("/")[0], field.rpartition("/")[2]) for field in fields)
 
-    def acquire(self, uid: str, stream: str) -> int:
-        (epoch,) = self._write("acquire", uid, stream, "")
+    def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
+        (epoch,) = self._write("acquire", uid, stream, "", holder, lease_s, above)
         return int(epoch)
+
+    def renew(
+        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+    ) -> None:
+        heard = "" if heard_at is None else heard_at
+        self._write("renew", uid, stream, epoch, generation, known, lease_s, heard)
+
+    def release(self, uid: str, stream: str, epoch: int) -> None:
+        self._write("release", uid, stream, epoch)
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
         self._write("adopt", uid, stream, epoch, new_uid, "may I")
@@ -163,10 +175,12 @@ class RedisLedger:
     def claim_slot(self, uid: str, stream: str, epoch: int, generation: int, rank: int, nonce: str) -> None:
         self._write("claim_slot", uid, stream, epoch, generation, rank, nonce)
 
-    def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
+    def commit(
+        self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool, known: int = 0
+    ) -> int:
         refusals.check_commit(uid, stream, commit)
         member = _member(generation, commit.sample_index) if journal else ""
-        (index,) = self._write("commit", uid, stream, epoch, generation, member, *self._committed(commit))
+        (index,) = self._write("commit", uid, stream, epoch, generation, member, known, *self._committed(commit))
         return int(index)
 
     def openings(self, uid: str, stream: str) -> Sequence[Opening]:
@@ -218,8 +232,15 @@ class RedisLedger:
             case "ok":
                 self._homes[uid, stream] = home
                 return answer
+            case "missing" if epoch != "":
+                raise refusals.gone(uid, stream)
             case "missing":
                 raise refusals.no_such_run(uid, stream)
+            case "held":
+                raise refusals.lease_held(uid, stream, answer[0], float(answer[1]), float(answer[2]))
+            case "rolled_back":
+                known = int(arguments[1] if script == "renew" else arguments[2])
+                raise refusals.rolled_back(uid, stream, int(answer[0]), int(answer[1]), int(arguments[0]), known)
             case "renamed":
                 raise refusals.renamed(uid, stream, answer[0])
             case "not_leader":
@@ -227,7 +248,7 @@ class RedisLedger:
             case "fenced":
                 raise refusals.fenced(uid, stream, int(answer[0]), int(arguments[0]))
             case "order":
-                raise refusals.order_mismatch(uid, stream, int(answer[0]), answer[1], str(arguments[4]))
+                raise refusals.order_mismatch(uid, stream, int(answer[0]), answer[1], str(arguments[5]))
             case "used":
                 raise refusals.attempt_used(uid, stream, str(arguments[1]), int(answer[0]))
             case "generation":
@@ -312,6 +333,18 @@ def _json(fields: dict[str, Any]) -> str:
 
 def _member(generation: int, sample_index: int) -> str:
     return f"{generation:016d}:{sample_index:016d}"
+
+
+def _lease(fields: dict[str, str]) -> Lease | None:
+    if "lease_holder" not in fields:
+        return None
+    heard_at = fields.get("heard_at")
+    return Lease(
+        holder=fields["lease_holder"],
+        acquired_at=float(fields["lease_acquired_at"]),
+        lapses_at=float(fields["lease_lapses_at"]),
+        heard_at=float(heard_at) if heard_at else None,
+    )
 
 
 def _paired(flat: Sequence[str]) -> dict[str, str]:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from dataclasses import asdict
 
-from tokenloom_server.errors import AttemptUsed, Fenced, LedgerError, NotFound, NotLeader, OrderMismatch
+from tokenloom_server.errors import (
+    AttemptUsed,
+    Fenced,
+    LeaseHeld,
+    LedgerError,
+    LedgerRolledBack,
+    NotFound,
+    NotLeader,
+    OrderMismatch,
+)
 from tokenloom_server.ledger.base import Commit, Opening
 from tokenloom_server.state import MAX_COUNTER
 
@@ -24,14 +34,47 @@ def renamed(uid: str, stream: str, found: str) -> NotLeader:
     )
 
 
-def not_leader(uid: str, stream: str, found: int, had: int) -> NotLeader:
+_REMEDY = (
+    "The ledger lost what it had acknowledged, so nothing goes on from it. Bring its data back, or restart the "
+    "training job from its last checkpoint: load_state_dict() makes the ledger right again."
+)
+
+
+def gone(uid: str, stream: str) -> LedgerRolledBack:
+    return LedgerRolledBack(f"Run {uid}, stream {stream}, is no longer in the ledger. {_REMEDY}")
+
+
+def rolled_back(uid: str, stream: str, generation: int, index: int, had: int, known: int) -> LedgerRolledBack:
+    return LedgerRolledBack(
+        f"Run {uid}, stream {stream}: the ledger is at generation {generation}, sample index {index}, but had "
+        f"acknowledged generation {had}, sample index {known}. {_REMEDY}"
+    )
+
+
+def lease_held(uid: str, stream: str, holder: str, acquired_at: float, left_s: float) -> LeaseHeld:
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(acquired_at))
+    return LeaseHeld(
+        f"Run {uid}, stream {stream}, is served by {holder} since {since}; its lease lasts {left_s:.1f} s more unless "
+        f"it is renewed. Stop that server, or start this one with --standby: it takes over when that one goes."
+    )
+
+
+def not_leader(uid: str, stream: str, found: int, had: int) -> NotLeader | LedgerRolledBack:
+    if found < had:
+        return LedgerRolledBack(
+            f"Run {uid}, stream {stream}: the ledger is at server epoch {found}, but had given out {had}. {_REMEDY}"
+        )
     return NotLeader(
         f"Run {uid}, stream {stream}: the ledger is at server epoch {found}, this server has {had}. Another server has "
         f"taken the run over, and this one must not write to it any more."
     )
 
 
-def fenced(uid: str, stream: str, found: int, had: int) -> Fenced:
+def fenced(uid: str, stream: str, found: int, had: int) -> Fenced | LedgerRolledBack:
+    if found < had:
+        return LedgerRolledBack(
+            f"Run {uid}, stream {stream}: the ledger is at generation {found}, but the call's is {had}. {_REMEDY}"
+        )
     now = f"the ledger is at generation {found}" if found else "the ledger has no generation of it yet"
     return Fenced(
         f"Run {uid}, stream {stream}: {now}, the call belongs to generation {had}. "

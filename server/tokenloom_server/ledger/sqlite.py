@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenloom_server.errors import LedgerUnsafe
+from tokenloom_server.errors import LedgerUnsafe, NotFound
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite_file import SqliteFile
 
 _OPENING = "generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at"
@@ -82,12 +82,36 @@ class SqliteLedger:
                 (name, stream) for name, stream in connection.execute("SELECT name, stream FROM runs ORDER BY 1, 2")
             ]
 
-    def acquire(self, uid: str, stream: str) -> int:
+    def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
         with self._file.writing() as connection:
             run = self._run(connection, uid, stream)
-            connection.execute("UPDATE runs SET epoch = epoch + 1 WHERE id = ?", (run,))
+            now = self._clock()
+            lease = self._lease(connection, run)
+            if lease is not None and lease.holder != holder and lease.lapses_at > now:
+                raise refusals.lease_held(uid, stream, lease.holder, lease.acquired_at, lease.lapses_at - now)
+            connection.execute("UPDATE runs SET epoch = MAX(epoch, ?) + 1 WHERE id = ?", (above, run))
+            connection.execute(
+                "INSERT OR REPLACE INTO leases (run, holder, acquired_at, lapses_at, heard_at) VALUES (?, ?, ?, ?, ?)",
+                (run, holder, now, now + lease_s, None if lease is None else lease.heard_at),
+            )
             (epoch,) = connection.execute("SELECT epoch FROM runs WHERE id = ?", (run,)).fetchone()
         return int(epoch)
+
+    def renew(
+        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+    ) -> None:
+        with self._file.writing() as connection:
+            run, present = self._led_run(connection, uid, stream, epoch)
+            found = connection.execute("SELECT sample_index FROM committed WHERE run = ?", (run,)).fetchone()
+            self._refuse_rolled_back(uid, stream, (present, found[0] if found else 0), (generation, known))
+            connection.execute(
+                "UPDATE leases SET lapses_at = ?, heard_at = ? WHERE run = ?", (self._clock() + lease_s, heard_at, run)
+            )
+
+    def release(self, uid: str, stream: str, epoch: int) -> None:
+        with self._file.writing() as connection:
+            run, _ = self._led_run(connection, uid, stream, epoch)
+            connection.execute("UPDATE leases SET lapses_at = 0 WHERE run = ?", (run,))
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
         with self._file.writing() as connection:
@@ -163,12 +187,14 @@ class SqliteLedger:
             if found != nonce:
                 raise refusals.slot_taken(uid, stream, generation, rank)
 
-    def commit(self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool) -> int:
+    def commit(
+        self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool, known: int = 0
+    ) -> int:
         refusals.check_commit(uid, stream, commit)
         with self._file.writing() as connection:
             run, present = self._led_run(connection, uid, stream, epoch)
             self._fence(uid, stream, present, generation)
-            done = self._committed_already(connection, run, uid, stream, commit)
+            done = self._committed_already(connection, run, uid, stream, generation, commit, known)
             if done is not None:
                 return done
             self._put_committed(connection, run, commit)
@@ -265,23 +291,46 @@ class SqliteLedger:
             "SELECT id, epoch, generation FROM runs WHERE uid = ? AND stream = ?", (uid, stream)
         ).fetchone()
         if row is None:
-            return self._run(connection, uid, stream), 0  # it raises
+            try:
+                return self._run(connection, uid, stream), 0  # it raises
+            except NotFound:
+                raise refusals.gone(uid, stream) from None
         run, found, generation = row
         if found != epoch:
             raise refusals.not_leader(uid, stream, found, epoch)
         return run, generation
+
+    def _refuse_rolled_back(self, uid: str, stream: str, found: tuple[int, int], known: tuple[int, int]) -> None:
+        """Raises where (generation, committed index) is behind what the caller knows; a new generation may begin
+        anywhere."""
+        if found[0] < known[0] or (found[0] == known[0] and found[1] < known[1]):
+            raise refusals.rolled_back(uid, stream, *found, *known)
+
+    def _lease(self, connection: sqlite3.Connection, run: int) -> Lease | None:
+        row = connection.execute(
+            "SELECT holder, acquired_at, lapses_at, heard_at FROM leases WHERE run = ?", (run,)
+        ).fetchone()
+        return None if row is None else Lease(holder=row[0], acquired_at=row[1], lapses_at=row[2], heard_at=row[3])
 
     def _fence(self, uid: str, stream: str, found: int, generation: int) -> None:
         if found == 0 or found != generation:
             raise refusals.fenced(uid, stream, found, generation)
 
     def _committed_already(
-        self, connection: sqlite3.Connection, run: int, uid: str, stream: str, commit: Commit
+        self,
+        connection: sqlite3.Connection,
+        run: int,
+        uid: str,
+        stream: str,
+        generation: int,
+        commit: Commit,
+        known: int,
     ) -> int | None:
         """The committed index, where the commit is at or below it."""
         index, digest = connection.execute(
             "SELECT sample_index, digest FROM committed WHERE run = ?", (run,)
         ).fetchone()
+        self._refuse_rolled_back(uid, stream, (generation, index), (generation, known))
         if commit.sample_index == index and commit.digest != digest:
             raise refusals.order_mismatch(uid, stream, index, digest, commit.digest)
         return int(index) if commit.sample_index <= index else None
@@ -336,6 +385,7 @@ class SqliteLedger:
             ),
             committed_at=None if committed is None else committed[4],
             pin=pin,
+            lease=self._lease(connection, run),
         )
 
 

@@ -16,13 +16,18 @@ from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
 BUSY_TIMEOUT_S = 5.0
 
 #: The layout below. A change to it is a new number, with a migration.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: "TKLM": tells a ledger from other SQLite files.
 APPLICATION_ID = 0x544B4C4D
 
 # What a commit rewrites stands apart from the run's record, so that a commit writes few pages.
-_SCHEMA = """
+_LEASES = """
+CREATE TABLE leases (
+    run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL, heard_at REAL);
+"""
+_SCHEMA = (
+    """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, stream TEXT NOT NULL, uid TEXT NOT NULL, epoch INTEGER NOT NULL,
     generation INTEGER NOT NULL, opening_mark TEXT NOT NULL, pin TEXT, record TEXT NOT NULL,
@@ -49,6 +54,10 @@ CREATE TABLE snapshots (
     run INTEGER NOT NULL, id TEXT NOT NULL, sample_index INTEGER NOT NULL, saved_at REAL NOT NULL, text TEXT NOT NULL,
     PRIMARY KEY (run, id));
 """
+    + _LEASES
+)
+#: By the version that they lead to.
+_MIGRATIONS = {2: _LEASES}
 
 
 class SqliteFile:
@@ -72,8 +81,13 @@ class SqliteFile:
                 self._refuse_other_files()
             self._write_ahead()
             with self.writing() as connection:
-                if not self._refuse_other_files():
-                    _create(connection)
+                version = self._refuse_other_files()
+                if not version:
+                    _run(connection, _SCHEMA)
+                for number in range(version + 1, SCHEMA_VERSION + 1) if version else ():
+                    _run(connection, _MIGRATIONS[number])
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except BaseException:
             self._connection.close()
             raise
@@ -97,13 +111,13 @@ class SqliteFile:
         with self._lock:
             self._connection.close()
 
-    def _refuse_other_files(self) -> bool:
-        """Whether the file has a ledger's layout already; raises where it has something else's."""
+    def _refuse_other_files(self) -> int:
+        """The version of the ledger's layout in the file, 0 for none yet; raises where it has something else's."""
         (application,) = self._connection.execute("PRAGMA application_id").fetchone()
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         (tables,) = self._connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if (application, version, tables) == (0, 0, 0):
-            return False
+            return 0
         if application != APPLICATION_ID:
             raise ConfigError(f"{self.path} is a SQLite database, but not a ledger. Give another path with --ledger.")
         if version > SCHEMA_VERSION:
@@ -111,7 +125,7 @@ class SqliteFile:
                 f"The ledger {self.path} has schema version {version}, this server knows up to {SCHEMA_VERSION}: a "
                 f"newer Tokenloom wrote it. Upgrade this one."
             )
-        return True
+        return int(version)
 
     def _write_ahead(self) -> None:
         """Two processes that make a file a write-ahead one at once may collide without SQLite's own
@@ -167,8 +181,6 @@ class SqliteFile:
             ) from error
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    for statement in _SCHEMA.split(";"):
+def _run(connection: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";"):
         connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

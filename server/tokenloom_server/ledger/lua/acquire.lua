@@ -1,3 +1,12 @@
+-- ARGV[3]: holder, 4: lease in seconds, 5: the epoch to be beyond.
 local refusal = refused()
 if refusal then return refusal end
-return {'ok', redis.call('HINCRBY', RUN, 'epoch', 1)}
+local time, holder = now(), field('lease_holder')
+local left = tonumber(field('lease_lapses_at') or '0') - time
+if holder and holder ~= ARGV[3] and left > 0 then
+  return {'held', holder, field('lease_acquired_at'), string.format('%.3f', left)}
+end
+local epoch = math.max(tonumber(field('epoch')), tonumber(ARGV[5])) + 1
+redis.call('HSET', RUN, 'epoch', string.format('%d', epoch), 'lease_holder', ARGV[3],
+  'lease_acquired_at', string.format('%.3f', time), 'lease_lapses_at', string.format('%.3f', time + tonumber(ARGV[4])))
+return {'ok', epoch}

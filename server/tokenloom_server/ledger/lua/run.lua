@@ -26,6 +26,22 @@ local function fenced(generation)
   return nil
 end
 
+-- The ledger's clock: Unix time in seconds.
+local function now()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1000000
+end
+
+-- Whether the run is behind what the caller knows as committed in its generation (0: none).
+local function rolled_back(generation, known)
+  local present, committed = tonumber(field('generation') or '0'), field('sample_index') or '0'
+  local same = present == tonumber(generation)
+  if present < tonumber(generation) or (same and tonumber(committed) < tonumber(known)) then
+    return {'rolled_back', present, committed}
+  end
+  return nil
+end
+
 local function put_counters(key, specs, first)
   -- In parts, because unpack() has a limit.
   for start = 1, #specs, 1000 do

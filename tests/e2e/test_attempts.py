@@ -1,0 +1,136 @@
+"""Attempts on one run: a running job is not ended by mistake, and a rank that stops holds nobody for ever."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Corpus, StartServer
+from support.redis_server import RedisServer
+from support.server_process import ServerProcess
+from support.trainer import Sample, Trainer, World
+from test_server_restart import wait_for
+from tokenloom import LedgerRolledBack, RankStalled, RemoteDataset, RunBusy
+
+LIVENESS_S = 3.0
+
+
+@pytest.fixture
+def trained(corpus: Corpus, start_server: StartServer, tmp_path: Path) -> Any:
+    """A server, and a trainer in a process of its own that waits in the middle of its run."""
+    server = start_server(corpus.mixture("busy"), flags=("--liveness", LIVENESS_S, "--lease", 1.5))
+    trainer = Trainer(tmp_path, "held", {}, url=server.url("busy"), batch_size=1, pause_at=5)
+    wait_for(lambda: len(trainer.lines()) == 5, "five steps")
+    yield server, trainer
+    trainer.kill()
+
+
+def test_a_second_launch_is_refused_while_the_first_lives_and_may_take_over_on_purpose(
+    trained: tuple[ServerProcess, Trainer],
+) -> None:
+    server, trainer = trained
+    began = time.monotonic()
+    with RemoteDataset(server.url("busy"), 1, resume="latest") as second, pytest.raises(RunBusy) as refusal:
+        iter(second)
+    # It asked for the liveness and a margin, in case that the first was gone.
+    assert LIVENESS_S < time.monotonic() - began < LIVENESS_S + 15
+    text = str(refusal.value)
+    assert "generation 1" in text
+    assert "1 ranks" in text
+    assert "since 20" in text
+    assert "takeover=True" in text
+    assert trainer.running()
+    with RemoteDataset(server.url("busy"), 1, resume="latest", takeover=True) as second:
+        next(iter(second))
+        assert second.generation == 2
+        trainer.go_on()
+        assert trainer.wait() != 0
+        assert "Fenced" in trainer.log()
+        assert len(trainer.lines()) == 5, "what was buffered is dropped"
+
+
+def test_a_job_that_was_killed_is_no_longer_busy_after_its_liveness(trained: tuple[ServerProcess, Trainer]) -> None:
+    server, trainer = trained
+    trainer.kill()
+    with RemoteDataset(server.url("busy"), 1, resume="latest") as second:
+        next(iter(second))
+        assert second.generation == 2
+
+
+def test_a_restarted_server_knows_that_the_run_is_alive(trained: tuple[ServerProcess, Trainer]) -> None:
+    server, trainer = trained
+    time.sleep(LIVENESS_S)  # the lease carries the last sign of life, at each renewal
+    server.kill()
+    trainer.pause()  # it will not come back in time to show itself
+    server.start()
+    with (
+        RemoteDataset(server.url("busy"), 1, resume="latest", connect_timeout_s=0.5) as second,
+        pytest.raises(RunBusy),
+    ):
+        iter(second)
+    trainer.unpause()
+
+
+def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corpus, start_server: StartServer) -> None:
+    server = start_server(corpus.mixture("again"), flags=("--liveness", 60))
+    first = RemoteDataset(server.url("again"), 1)
+    next(iter(first))
+    # A notebook's cell that is run again: the first is still there.
+    second = RemoteDataset(server.url("again"), 1, resume="fresh")
+    next(iter(second))
+    assert (first.generation, second.generation) == (1, 2)
+    first.close()
+    second.close()
+
+
+def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
+    corpus: Corpus, start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(corpus.mixture("stalled", window_steps=3), flags=("--rank-timeout", 2))
+    with World(server.url("stalled"), 2, 1, prefetch_steps=2) as world:
+        world.steps(2)
+        iterator = iter(world.ranks[0])
+        with pytest.raises(RankStalled, match=r"rank 1 \(connected, last heard \d s ago, at sample 4, \d+ behind the"):
+            for _ in range(10):
+                next(iterator)
+    assert "rank 1 (connected" in server.log
+    # A new attempt is not kept out by the old one's error.
+    with World(server.url("stalled"), 2, 1, resume="latest") as world:
+        world.steps(2)
+
+
+@pytest.mark.parametrize("lost", ["everything", "the end"])
+def test_a_ledger_that_lost_data_is_told_and_a_trainers_state_makes_it_right_again(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tmp_path: Path, lost: str
+) -> None:
+    run = "rolled-back"
+    redis = RedisServer(tmp_path).start()
+    try:
+        server = start_server(corpus.mixture(run, window_steps=4), ledger=redis.url(), flags=("--lease", 3))
+        with World(server.url(run), 2, 1, prefetch_steps=1) as world:
+            world.steps(4)
+            wait_for(lambda: _committed(redis, run) == 8, "the commit")
+            earlier = redis.copy()
+            state = world.steps(3).state()
+            wait_for(lambda: _committed(redis, run) == 14, "the commit")
+            redis.kill()
+            redis.put_back(None if lost == "everything" else earlier)
+            redis.start()
+            with pytest.raises(LedgerRolledBack, match="lost"):
+                world.steps(40)
+            assert world.receipt.sequence() == sequence[: len(world.receipt.samples)]
+        with World(server.url(run), 2, 1, state=state) as world:
+            world.steps(5)
+            assert world.receipt.sequence(14) == sequence[14:24]
+            wait_for(lambda: _committed(redis, run) == 24, "the commit")
+    finally:
+        redis.stop()
+
+
+def _committed(redis: RedisServer, run: str) -> int:
+    with redis.client() as client:
+        uid = client.hget("tokenloom:runs", f"{run}/train")
+        key = next(iter(client.scan_iter(match="tokenloom:{*}:train")), None) if uid else None
+        return int(client.hget(key, "sample_index") or -1) if key else -1
