@@ -275,6 +275,10 @@ class Checker:
             return
         if name == "ResumePointNeeded" and not launch.resume and not launch.text:
             return
+        if name == "RunBusy" and self._attempts - {launch.attempt}:
+            return
+        if name == "RankStalled":
+            return  # another rank was dead or stopped
         if name == "LedgerError" and "Another opening came first" in text:
             return
         self.fail(f"{rank.name} was ended without need: {name}: {text}")

@@ -13,6 +13,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.committer import Committer
 from tokenloom_server.errors import Fenced, TokenloomError
 from tokenloom_server.host import Host, Live, Session, Waiting
+from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.opening import RANK_0_WAIT_S, JoinCall, Joined
 from tokenloom_server.producer import Producer
@@ -62,6 +63,7 @@ class Accepted(NamedTuple):
     opening: Opening
     start: Point
     template: bytes
+    server_epoch: int
 
 
 class Wake(threading.Condition):
@@ -105,7 +107,7 @@ class _Stream:
         self.stream = stream
         self.session: Session | None = None
         #: Progress that came before the session began.
-        self.inbox: list[tuple[int, int]] = []
+        self.inbox: list[tuple[int, int, str]] = []
         self.closed_at: float | None = None
         self.over = False
         self.pump_due = False
@@ -115,13 +117,16 @@ class _Stream:
 class Server(Process):
     """One life of a server."""
 
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, world: World, address: int, life: int) -> None:
+        super().__init__(f"server {address}, life {life}")
+        #: What it is in the ledger: a restart on the same port is the same.
+        self.holder = f"server {address}"
         self._world = world
         self.reachable = False
         #: Its clocks: how far they are off, and by how much they run too fast.
         self._ahead_s = world.rng.random() * 1000
         self._rate = 1 + world.plan.clock_drift * (2 * world.rng.random() - 1)
+        self._wall_ahead_s = 1e6 + world.rng.random()
         self.host: Host | None = None
         self.streams: dict[Stream, _Stream] = {}
         #: Joins that were sent here and not answered, and those that arrived.
@@ -138,10 +143,13 @@ class Server(Process):
     def clock(self) -> float:
         return self._world.now * self._rate + self._ahead_s
 
+    def wall_clock(self) -> float:
+        return self._world.now + self._wall_ahead_s
+
     # Coming up and going down
 
     def boot(self) -> None:
-        """Takes the run over, as ``Runs.add`` does."""
+        """Serves the run, as ``Runs.add`` does on standby."""
         world = self._world
         order = copy.copy(world.order)
         order.breathe = partial(self._breathe_while_producing)
@@ -150,27 +158,33 @@ class Server(Process):
             stored: StoredRun | None = ledger.read_run(RUN, STREAM)
             if stored is None:
                 stored = ledger.create_run(RUN, STREAM, world.new_uid(), world.record)
-            epoch = ledger.acquire(stored.uid, STREAM)
-            stored = ledger.read_run(RUN, STREAM) or stored
-            host = SmallHost(order, ledger, stored.uid, epoch, self.clock, lambda: world.now)
-            host.steps_of_message, host.steps_of_group = world.plan.message_steps, world.plan.group_steps
-            with host.lock:
-                host.recover(stored)
         except TokenloomError as error:
             world.note(self.name, "cannot start", error.name, str(error))
             world.kill_server(self)
             return
-        world.note(self.name, "up", f"epoch {epoch}")
+        host = SmallHost(order, ledger, stored.uid, world.plan.terms, self.clock, self.wall_clock)
+        host.steps_of_message, host.steps_of_group = world.plan.message_steps, world.plan.group_steps
         self.host = host
-        self.served = ServedRun(host)
+        self.leadership = Leadership(host, self.holder)
+        self.served = ServedRun(host, self.leadership)
         self.producer, self.committer = Producer(host), Committer(host)
         host.producer_wakes = Wake(host.lock, self._wake_producer)
         host.committer_wakes = Wake(host.lock, self._wake_committer)
         host.changed = Wake(host.lock, self._wake_joins)
         self.reachable = True
-        self._wake_producer()
-        self._wake_committer()
+        self._keep_lease()
+
+    def _keep_lease(self) -> None:
+        """The thread of the lease."""
+        assert self.host is not None
+        if self.host.stopping:
+            return
+        led = self.host.epoch_held
+        pause_s = self.leadership.step()
+        if self.host.epoch_held != led:
+            self._world.note(self.name, "leads" if self.host.epoch_held else "leads no longer", self.host.epoch)
         self._hook()
+        self._world.at(pause_s, self, self._keep_lease)
 
     def killed(self) -> None:
         """Ends it here and now; ``Killed`` unwinds what it is in the middle of."""
@@ -189,7 +203,11 @@ class Server(Process):
             return
         self.reachable = False
         self.host.stop()
-        self._world.soon(1.0, self, self._world.kill_server, self)
+        self._world.soon(1.0, self, self._leave)
+
+    def _leave(self) -> None:
+        self.leadership.end()
+        self._world.kill_server(self)
 
     def _breathe_while_producing(self) -> None:
         if self._world.rng.random() < self._world.plan.overlap:
@@ -292,8 +310,10 @@ class Server(Process):
         assert self.host is not None
         for waiting in list(self._joining):
             with self.host.lock:
-                decided = self.host.stopping or (
-                    waiting.asked is not None and self.served.opener._decided(waiting.call.attempt, waiting.asked)
+                decided = (
+                    self.host.stopping
+                    or not self.host.leads()
+                    or (waiting.asked is not None and self.served.opener._decided(waiting.call.attempt, waiting.asked))
                 )
             if decided:
                 self._try_join(waiting)
@@ -304,7 +324,7 @@ class Server(Process):
         template = self.host.order.template(joined.uid, STREAM, opening.generation)
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, digest_hex(start.digest), base)
-        return Accepted(joined.uid, opening, point, canonical(template).encode())
+        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.host.epoch)
 
     # Streams
 
@@ -314,9 +334,10 @@ class Server(Process):
         uid: str,
         generation: int,
         nonce: str,
-        received_through: int,
+        received: Point,
         committed_through: int,
-        consumed_through: int,
+        server_epoch: int,
+        consumed: Point,
         credit_steps: int,
     ) -> None:
         if self.host is None or not self.reachable:
@@ -325,10 +346,12 @@ class Server(Process):
         state = self.streams[stream] = _Stream(stream)
         rank = stream.rank.number
         try:
-            session = self.host.attach(uid, generation, rank, nonce, received_through, committed_through)
+            session = self.host.attach(
+                uid, generation, rank, nonce, received.sample_index, committed_through, received.digest, server_epoch
+            )
             self._world.checker.attached(self, stream.rank, session)
             state.session = session
-            self.host.progress(session, consumed_through, credit_steps)
+            self.host.progress(session, consumed.sample_index, credit_steps, consumed.digest)
             while state.inbox:
                 self.host.progress(session, *state.inbox.pop(0))
         except TokenloomError as error:
@@ -340,15 +363,16 @@ class Server(Process):
         else:
             self._pump_soon(state, WOKEN_S)
 
-    def progress(self, stream: Stream, consumed_through: int, credit_steps: int) -> None:
+    def progress(self, stream: Stream, consumed: Point, credit_steps: int) -> None:
         state = self.streams.get(stream)
         if state is None or state.over or self.host is None:
             return
+        report = consumed.sample_index, credit_steps, consumed.digest
         if state.session is None:
-            state.inbox.append((consumed_through, credit_steps))
+            state.inbox.append(report)
             return
         try:
-            self.host.progress(state.session, consumed_through, credit_steps)
+            self.host.progress(state.session, *report)
         except TokenloomError as error:
             self._end(state, error)
 
@@ -373,6 +397,8 @@ class Server(Process):
         late = self._world.now - state.closed_at > FINISH_S
         generation = state.session.generation if state.session is not None else None
         if late or generation is None or generation.all_committed() or self.host.stopping:
+            if state.session is not None:
+                self.host.leave(state.session)
             self._end(state, None)
         else:
             self._world.soon(0.1, self, self._finish, state)
@@ -394,12 +420,12 @@ class Server(Process):
             if isinstance(found, Delivery):
                 message = self._batches(host, session.rank, found)
                 world.checker.sent(self, stream.rank, session, committed)
-                stream.down(stream.rank.receive, message, committed)
+                stream.down(stream.rank.receive, message, committed, host.epoch)
             elif isinstance(found, EndOfData):
                 world.checker.sent(self, stream.rank, session, committed)
-                stream.down(stream.rank.receive, found, committed)
+                stream.down(stream.rank.receive, found, committed, host.epoch)
             elif isinstance(found, Waiting) and world.now >= state.heartbeat_at:
-                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed)
+                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, host.epoch)
                 state.heartbeat_at = world.now + HEARTBEAT_S
                 world.at_time(state.heartbeat_at, self, self._pump_soon, state, WOKEN_S)
         except TokenloomError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from tokenloom_server.run import EndOfData
 
 from tests.simulation.network import Stream, Unavailable, call_join
 from tests.simulation.scheduler import Process
-from tests.simulation.server import Accepted, Batches, Heartbeat, StepInfo
+from tests.simulation.server import Accepted, Batches, Heartbeat, Server, StepInfo
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 SILENCE_S = 20.0
 #: How long a rank takes for a step at most, seconds.
 STEP_S = 0.03
+#: The server hears at least so often that a rank is alive, seconds.
+SIGN_OF_LIFE_S = 2.0
 #: The server hears of consumed steps within this time, seconds.
 REPORT_S = 0.02
 
@@ -28,7 +31,9 @@ REPORT_S = 0.02
 class Launch:
     """One launch of the training job: its ranks share an attempt."""
 
-    def __init__(self, world: World, number: int, world_size: int, batch_size: int, resume: str, text: str) -> None:
+    def __init__(
+        self, world: World, number: int, world_size: int, batch_size: int, resume: str, text: str, takeover: bool
+    ) -> None:
         self._world = world
         self.number = number
         self.attempt = f"attempt-{number}"
@@ -37,7 +42,10 @@ class Launch:
         self.resume = resume
         self.text = text
         self.loaded = Loaded.read({KEY: text}) if text else None
+        self.takeover = takeover
         self.in_step = world.plan.in_step
+        #: Whoever looks after the job takes it for dead, whatever its ranks do.
+        self.given_up = False
         self.failed: str | None = None
         self.ranks = [Rank(world, self, rank) for rank in range(world_size)]
 
@@ -81,6 +89,7 @@ class Launch:
             self._world.launch_failed(self, error)
 
     def kill(self) -> None:
+        self.given_up = True
         for rank in self.ranks:
             rank.kill()
 
@@ -107,8 +116,11 @@ class Rank(Process):
         self._buffer: deque[Point] = deque()
         self._stream: Stream | None = None
         self._error: TokenloomError | None = None
-        self._heard_at = 0.0
+        self._give_up_at = math.inf
+        self._heard_at = self._reported_at = 0.0
         self._reported = 0
+        self._received = self._consumed = Point(0, 0, "", Base(0, b""))
+        self.server_epoch = 0
         self._take_due = self._report_due = False
         self._said_all = False
         self.credit_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_steps
@@ -131,19 +143,27 @@ class Rank(Process):
             nonce=self.nonce,
             resume=launch.resume,
             state=launch.text.encode(),
+            process=self.nonce,
+            takeover=launch.takeover,
         )
 
     def join(self) -> None:
         self._tries += 1
-        call_join(self._world, self, self._world.server_at(self.address), self._tries)
+        call_join(self._world, self, self._next_server(), self._tries)
+
+    def _next_server(self) -> Server | None:
+        self.address += 1
+        return self._world.server_at(self.address)
 
     def answered(self, number: int, answer: Accepted | TokenloomError) -> None:
         """The Join was answered, or broke."""
         if number != self._tries or self.joined is not None:
             return
         if isinstance(answer, TokenloomError):
-            if answer.grpc_status == "UNAVAILABLE":
-                self.address += 1
+            if answer.retry_for_s is not None:
+                self._give_up_at = min(self._give_up_at, self._world.now + answer.retry_for_s)
+            busy = answer.retry_for_s is not None and self._world.now >= self._give_up_at
+            if answer.grpc_status == "UNAVAILABLE" and not busy:
                 self._world.soon(1.0, self, self.join)
             else:
                 self._world.note(self.name, "refused", answer.name, str(answer))
@@ -152,7 +172,9 @@ class Rank(Process):
         self.joined = answer
         start = answer.start
         self._world.checker.joined(self, answer)
-        self.received = self.consumed = self._reported = start.sample_index
+        self.received = self.consumed = start.sample_index
+        self._received = self._consumed = start
+        self.server_epoch = answer.server_epoch
         self._base = start.base
         self.history = History(answer.template, start, self.launch.loaded)
         self._world.note(self.name, "joined", answer.opening.generation, start.sample_index)
@@ -161,7 +183,7 @@ class Rank(Process):
     # The stream
 
     def _connect(self) -> None:
-        server = self._world.server_at(self.address)
+        server = self._next_server()
         self._heard_at = self._world.now
         if server is None or not server.reachable:
             self._stream = None
@@ -170,15 +192,14 @@ class Rank(Process):
         assert self.joined is not None
         self._stream = Stream(self._world, self, server)
         self._world.streams.append(self._stream)
-        self._reported = self.consumed
         self._stream.up(
             server.open_stream, self.joined.uid, self.joined.opening.generation, self.nonce,
-            self.received, self.committed_through, self.consumed, self.credit_steps,
+            self._received, self.committed_through, self.server_epoch, self._consumed, self.credit_steps,
         )  # fmt: skip
-        self._world.at(SILENCE_S, self, self._look_for_silence, self._stream)
+        self._reported, self._reported_at = self.consumed, self._world.now
+        self._world.at(SIGN_OF_LIFE_S, self, self._tick, self._stream)
 
     def _reconnect(self) -> None:
-        self.address += 1
         self._world.soon(1.0, self, self._connect)
 
     def lost_stream(self, stream: Stream, error: TokenloomError) -> None:
@@ -192,16 +213,18 @@ class Rank(Process):
             self._said_all = False
             self._reconnect()
 
-    def _look_for_silence(self, stream: Stream) -> None:
+    def _tick(self, stream: Stream) -> None:
+        """Every now and then: whether the server is silent, and a sign of life for it."""
         if stream is not self._stream:
             return
-        rest_s = self._heard_at + SILENCE_S - self._world.now
-        if rest_s > 0:
-            self._world.at(rest_s, self, self._look_for_silence, stream)
+        if self._world.now - self._heard_at > SILENCE_S:
+            self._world.note(self.name, "silence")
+            stream.cancel()
+            self.lost_stream(stream, Unavailable("silence"))
             return
-        self._world.note(self.name, "silence")
-        stream.cancel()
-        self.lost_stream(stream, Unavailable("silence"))
+        if self._world.now - self._reported_at >= SIGN_OF_LIFE_S:
+            self._send_report()
+        self._world.at(SIGN_OF_LIFE_S, self, self._tick, stream)
 
     def ended_by_server(self, stream: Stream, error: TokenloomError | None) -> None:
         """The server ended the stream, with a status."""
@@ -217,9 +240,12 @@ class Rank(Process):
         self._error = error
         self.take_soon()
 
-    def receive(self, stream: Stream, message: Batches | EndOfData | Heartbeat, committed_through: int) -> None:
+    def receive(
+        self, stream: Stream, message: Batches | EndOfData | Heartbeat, committed_through: int, server_epoch: int
+    ) -> None:
         if stream is not self._stream:
             return
+        self.server_epoch = max(self.server_epoch, server_epoch)
         self._heard_at = self._world.now
         self.committed_through = max(self.committed_through, committed_through)
         if isinstance(message, Batches):
@@ -229,7 +255,8 @@ class Rank(Process):
             assert self._base is not None
             for step in message.steps:
                 self._buffer.append(_point(step, self._base))
-            self.received = message.steps[-1].end_index
+            self._received = self._buffer[-1]
+            self.received = self._received.sample_index
             self._world.checker.buffered(self, len(self._buffer))
         elif isinstance(message, EndOfData):
             self._world.checker.ended(self, message)
@@ -254,6 +281,7 @@ class Rank(Process):
                 return
             point = self._buffer.popleft()
             self.history.append(point)
+            self._consumed = point
             self.consumed = point.sample_index
             self.steps += 1
             self._report_soon()
@@ -265,6 +293,7 @@ class Rank(Process):
         elif self.end is not None:
             self.finished = True
             self._world.note(self.name, "finished", self.consumed)
+            self._world.finished(self.launch)
             self._report_soon()
 
     def _report_soon(self) -> None:
@@ -275,9 +304,13 @@ class Rank(Process):
     def _report(self) -> None:
         self._report_due = False
         if self._stream is not None and self.consumed > self._reported:
-            self._reported = self.consumed
-            self._stream.up(self._stream.server.progress, self.consumed, self.credit_steps)
+            self._send_report()
         self._say_all()
+
+    def _send_report(self) -> None:
+        if self._stream is not None:
+            self._reported, self._reported_at = self.consumed, self._world.now
+            self._stream.up(self._stream.server.progress, self._consumed, self.credit_steps)
 
     def _say_all(self) -> None:
         """Closes its side once the data are used and committed."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from tokenloom_server.errors import BeyondHorizon, LedgerError, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.host import Terms
 from tokenloom_server.ledger.base import StoredSnapshot
 
 from tests.simulation.checker import Checker
@@ -56,6 +57,8 @@ class Plan:
     faults: tuple[str, ...]
     fault_count: int
     fault_gap_s: float
+    servers: int
+    terms: Terms
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
@@ -80,6 +83,12 @@ class Plan:
             faults=tuple(kind for kind in FAULTS if kind in kinds),
             fault_count=rng.randint(1, 8) if kinds else 0,
             fault_gap_s=rng.choice([0.05, 0.3, 1.0]),
+            servers=rng.choice([1, 1, 2]),
+            terms=Terms(
+                lease_s=rng.choice([0.5, 3.0, 15.0]),
+                liveness_s=rng.choice([0.5, 3.0, 15.0]),
+                rank_timeout_s=rng.choice([30.0, 300.0]),
+            ),
         )
 
 
@@ -100,7 +109,7 @@ class World(Scheduler):
         self.store = Store()
         self.ledger = ledger(self.store, lambda: self.now)
         self.checker = Checker(self, reference(self.plan.mixture))
-        self.servers: list[Server | None] = [None]
+        self.servers: list[Server | None] = [None] * self.plan.servers
         self.launches: list[Launch] = []
         self.streams: list[Stream] = []
         self.ledger_is_away = False
@@ -112,7 +121,8 @@ class World(Scheduler):
         self._uids = self._lives = 0
         self._faults_left = self.plan.fault_count
         self._quiet_at: float | None = None
-        self._completed_at: float | None = None
+        self._completed: Launch | None = None
+        self._completed_at = 0.0
         self._next_ask: tuple[str, str] | None = None
         self._relaunch_due = False
         self.over = False
@@ -123,7 +133,8 @@ class World(Scheduler):
         """Runs the world to its end. Raises ``Violation``."""
         with _quietly():
             self.note("world", "plan", str(self.plan))
-            self._start_server(0)
+            for address in range(self.plan.servers):
+                self._start_server(address)
             self._launch()
             self.soon(self.plan.fault_gap_s, None, self._fault)
             self.soon(0.3, None, self._save_checkpoint)
@@ -133,19 +144,22 @@ class World(Scheduler):
                 self._look_for_end()
 
     def _look_for_end(self) -> None:
-        launch = self.launches[-1]
-        if self._completed_at is None:
-            if launch.complete:
-                self._completed_at = self.now
-                self.checker.completed(launch)
-                self.note(launch.attempt, "complete", launch.consumed)
-                self._become_quiet()
-            elif self._quiet_at is not None and self.now > self._quiet_at + LIVENESS_S:
+        launch = self._completed
+        if launch is None:
+            if self._quiet_at is not None and self.now > self._quiet_at + LIVENESS_S:
                 self.checker.fail(f"no end within {LIVENESS_S:.0f} s after the last fault: {self._standing()}")
-        elif self.checker.committed == launch.consumed or launch.failed is not None or launch is not self.launches[-1]:
+        elif self.checker.committed == launch.consumed or launch.failed is not None:
             self.over = True
         elif self.now > self._completed_at + SETTLED_S:
             self.checker.fail(f"{self.checker.committed} is committed {SETTLED_S:.0f} s behind the end")
+
+    def finished(self, launch: Launch) -> None:
+        """A rank has all data."""
+        if self._completed is None and launch.complete:
+            self._completed, self._completed_at = launch, self.now
+            self.checker.completed(launch)
+            self.note(launch.attempt, "complete", launch.consumed)
+            self._become_quiet()
 
     def _standing(self) -> str:
         ranks = self.launches[-1].ranks
@@ -196,7 +210,7 @@ class World(Scheduler):
 
     def _start_server(self, address: int) -> None:
         self._lives += 1
-        server = self.servers[address] = Server(self, f"server {address}, life {self._lives}")
+        server = self.servers[address] = Server(self, address, self._lives)
         self.soon(0.5, server, server.boot)
 
     def kill_server(self, server: Server) -> None:
@@ -217,7 +231,7 @@ class World(Scheduler):
         resume, text = self._ask()
         largest = self.plan.largest_world
         world_size = largest if not number else self.rng.randint(max(1, largest // 2), largest)
-        launch = Launch(self, number, world_size, self.rng.randint(1, 3), resume, text)
+        launch = Launch(self, number, world_size, self.rng.randint(1, 3), resume, text, self.rng.random() < 0.3)
         self.launches.append(launch)
         asked = f"state at {launch.loaded.sample_index}" if launch.loaded is not None else resume
         self.note(launch.attempt, "starts", f"{world_size} × {launch.batch_size}", asked)
@@ -238,22 +252,18 @@ class World(Scheduler):
         return self.rng.choice(["latest", "latest", "fresh", ""]), ""
 
     def launch_failed(self, launch: Launch, error: TokenloomError) -> None:
-        """The job's supervisor: a failed launch is ended, and the newest is followed by another."""
+        """The job's supervisor: a failed launch is ended, and where none is left, there is another."""
         self.note(launch.attempt, "failed", error.name, str(error))
+        launch.given_up = True
         self.soon(1.0, None, launch.kill)
-        if launch is not self.launches[-1]:
-            return
+        if any(not other.given_up for other in self.launches):
+            return  # another goes on
         if "pinned" in str(error):
             self._next_ask = "", ""
         elif error.name == "ResumePointNeeded":
             self._next_ask = "latest", ""
         elif (error.name == "NotFound" and launch.resume) or error.name == "SnapshotInvalid":
             self._next_ask = self.rng.choice(["latest", "fresh"]), ""
-        if self.lost and isinstance(error, LedgerError | NotFound):
-            # The remedy that the error names: restart the server, and the job from its checkpoint.
-            for server in self.servers:
-                if server is not None:
-                    self.kill_server(server)
         self._relaunch()
 
     def _relaunch(self) -> None:
@@ -263,7 +273,7 @@ class World(Scheduler):
 
     def _launch_again(self) -> None:
         self._relaunch_due = False
-        if self._completed_at is None:
+        if self._completed is None:
             self._launch()
 
     def _save_checkpoint(self) -> None:
@@ -287,18 +297,21 @@ class World(Scheduler):
         getattr(self, f"_{kind.replace(' ', '_')}")()
         self.at(self.rng.expovariate(1 / self.plan.fault_gap_s), None, self._fault)
 
+    def _a_server(self) -> Server | None:
+        return self.rng.choice(self.servers)
+
     def _kill_server(self) -> None:
-        server = self.server_at(0)
+        server = self._a_server()
         if server is not None:
             self.kill_server(server)
 
     def _stop_server(self) -> None:
-        server = self.server_at(0)
+        server = self._a_server()
         if server is not None and not server.held_up():
             self.at(0.0, server, server.stop)
 
     def _pause_server(self) -> None:
-        server = self.server_at(0)
+        server = self._a_server()
         if server is not None and not server.paused:
             server.paused = True
             self.at(self.rng.expovariate(1 / 5), None, self.resume, server)
@@ -315,6 +328,7 @@ class World(Scheduler):
         rank = self._a_rank()
         if rank is not None:
             rank.kill()
+            rank.launch.given_up = True
             self.soon(3.0, None, rank.launch.kill)
             self._relaunch()
 
@@ -326,6 +340,7 @@ class World(Scheduler):
 
     def _zombies(self) -> None:
         """Ranks hang, are given up, and come back from the dead beside the next launch."""
+        self.launches[-1].given_up = True
         for rank in self.launches[-1].ranks:
             if rank.alive and not rank.paused and self.rng.random() < 0.7:
                 rank.paused = True
@@ -353,7 +368,7 @@ class World(Scheduler):
         self.ledger_is_away = False
 
     def _snapshot(self, save: bool = False) -> None:
-        server = self.server_at(0)
+        server = self._a_server()
         if server is not None and server.host is not None:
             self.at(0.0, server, self._ask_for_snapshot, server, True)
 
@@ -381,7 +396,7 @@ class World(Scheduler):
         return text
 
     def _pin(self) -> None:
-        server = self.server_at(0)
+        server = self._a_server()
         if server is not None and server.host is not None:
             self.at(0.0, server, self._ask_for_pin, server)
 
