@@ -122,6 +122,8 @@ class Host:
         self.epoch = 0
         self.epoch_held = False
         self.leads_until = -math.inf
+        #: Whether the lease is only to be taken anew, because an opening may have been written (``doubt``).
+        self.in_doubt = False
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         self.lock = threading.Lock()
@@ -177,7 +179,7 @@ class Host:
     def lead(self, epoch: int, stored: StoredRun, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has."""
         with self.lock:
-            self.epoch, self.epoch_held, self.leads_until = epoch, True, until
+            self.epoch, self.epoch_held, self.leads_until, self.in_doubt = epoch, True, until, False
             self.uid = stored.uid
             self.wake_all()
             self.live = self.committed = self.committed_at = self.ledger_error = None
@@ -221,6 +223,15 @@ class Host:
                 self.error = error
             self.wake_all()
             self.live = None
+
+    def doubt(self, error: TokenloomError) -> None:
+        """Nobody knows whether an opening was written, or will be yet (the caller holds the lock). Nothing is sent
+        until the lease is taken anew: that shuts out a write that is still on its way, and shows one that was done."""
+        _log.warning("%s: nothing is sent until the ledger tells whether a generation was opened: %s", self.name, error)
+        self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
+        self.stands_by_for = f"the ledger did not say whether a generation was opened: {error}"
+        self.wake_all()
+        self.live = None
 
     def stand_by(self, reason: str) -> None:
         """Another server leads; ``reason`` names it."""

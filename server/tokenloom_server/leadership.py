@@ -117,7 +117,7 @@ class Leadership(threading.Thread):
         self._away_since = None
 
     def _ask(self) -> float:
-        if self._host.epoch and not self._host.epoch_held:
+        if self._host.epoch and not self._host.epoch_held and not self._host.in_doubt:
             # Who lost a lease is no restart of the one that has it: it waits like any other.
             self._holder = f"{self._name} (was at epoch {self._host.epoch})"
         try:

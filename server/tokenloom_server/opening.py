@@ -12,7 +12,9 @@ from tokenloom_server.errors import (
     JoinRefused,
     LedgerError,
     LedgerRolledBack,
+    LedgerUnavailable,
     NotFound,
+    NotLeader,
     ResumePointNeeded,
     RunBusy,
     ServerStopping,
@@ -95,7 +97,9 @@ class Opener:
                 left_s = deadline - host.clock()
                 if left_s <= 0:
                     raise self.no_rank_0(call)
-                host.changed.wait_for(lambda: host.stopping or self._decided(call.attempt, asked), left_s)
+                host.changed.wait_for(
+                    lambda: host.stopping or not host.leads() or self._decided(call.attempt, asked), left_s
+                )
             joined = self.try_join(call)
         return joined
 
@@ -106,6 +110,9 @@ class Opener:
         if call.rank == 0:
             try:
                 opening = self._open(call)
+            except (LedgerUnavailable, NotLeader):
+                # Rank 0 tries again, so the others go on waiting for it.
+                raise
             except TokenloomError as error:
                 self._remember(call, error)
                 raise
@@ -162,7 +169,11 @@ class Opener:
             # Also where the answer of the write is lost: the same rank will ask again.
             self._asked = call.attempt, asked
             with host.lock:
-                host.ledger.open(uid, host.stream, host.epoch, opening, committed)
+                try:
+                    host.ledger.open(uid, host.stream, host.epoch, opening, committed)
+                except LedgerUnavailable as error:
+                    host.doubt(error)
+                    raise
                 host.uid = uid
                 # Older refusals are of no interest any more; nobody who joins from now on is to hear them.
                 self._refused.clear()

@@ -53,6 +53,12 @@ class Checker:
         """The committed sample index; −1 before the first opening."""
         return self._index
 
+    @property
+    def present(self) -> str:
+        """The attempt of the present generation; empty before the first."""
+        run = self._world.store.runs.get((RUN, STREAM))
+        return run.openings[-1].attempt if run is not None and run.openings else ""
+
     def fail(self, message: str) -> NoReturn:
         self._world.note("checker", "VIOLATION", message)
         raise Violation(message)

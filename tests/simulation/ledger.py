@@ -34,7 +34,7 @@ class LedgerLink:
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         world, server = self._world, self._server
-        fault = world.ledger_fault()
+        fault = world.ledger_fault(name)
         if fault == "hangs":
             world.breathe(server, HANG_S)
         elif fault == "dies before":

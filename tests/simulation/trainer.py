@@ -163,10 +163,10 @@ class Rank(Process):
             if answer.retry_for_s is not None:
                 self._give_up_at = min(self._give_up_at, self._world.now + answer.retry_for_s)
             busy = answer.retry_for_s is not None and self._world.now >= self._give_up_at
+            self._world.note(self.name, "not joined", answer.name, str(answer))
             if answer.grpc_status == "UNAVAILABLE" and not busy:
                 self._world.soon(1.0, self, self.join)
             else:
-                self._world.note(self.name, "refused", answer.name, str(answer))
                 self.launch.fail(self, answer)
             return
         self.joined = answer

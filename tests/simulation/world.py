@@ -148,7 +148,9 @@ class World(Scheduler):
         if launch is None:
             if self._quiet_at is not None and self.now > self._quiet_at + LIVENESS_S:
                 self.checker.fail(f"no end within {LIVENESS_S:.0f} s after the last fault: {self._standing()}")
-        elif self.checker.committed == launch.consumed or launch.failed is not None:
+        elif self.lost or launch.failed is not None or self.checker.present != launch.attempt:
+            self.over = True  # its generation is over; what it had is in the next one's start, or given up with it
+        elif self.checker.committed == launch.consumed:
             self.over = True
         elif self.now > self._completed_at + SETTLED_S:
             self.checker.fail(f"{self.checker.committed} is committed {SETTLED_S:.0f} s behind the end")
@@ -187,10 +189,12 @@ class World(Scheduler):
     def latency(self) -> float:
         return self.rng.random() * self.plan.latency_s * (10 if self.rng.random() < 0.02 else 1)
 
-    def ledger_fault(self) -> str | None:
+    def ledger_fault(self, call: str) -> str | None:
         if self._quiet_at is not None or not self.plan.ledger_fault_rate:
             return None
-        return self.rng.choice(self.plan.ledger_faults) if self.rng.random() < self.plan.ledger_fault_rate else None
+        # Openings are rare, and matter most.
+        rate = self.plan.ledger_fault_rate * (3 if call == "open" else 1)
+        return self.rng.choice(self.plan.ledger_faults) if self.rng.random() < rate else None
 
     @property
     def loses_calls(self) -> float:
@@ -231,7 +235,7 @@ class World(Scheduler):
         resume, text = self._ask()
         largest = self.plan.largest_world
         world_size = largest if not number else self.rng.randint(max(1, largest // 2), largest)
-        launch = Launch(self, number, world_size, self.rng.randint(1, 3), resume, text, self.rng.random() < 0.3)
+        launch = Launch(self, number, world_size, self.rng.randint(1, 3), resume, text, self.rng.random() < 0.5)
         self.launches.append(launch)
         asked = f"state at {launch.loaded.sample_index}" if launch.loaded is not None else resume
         self.note(launch.attempt, "starts", f"{world_size} × {launch.batch_size}", asked)
