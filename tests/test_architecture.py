@@ -112,7 +112,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (undeclared, SERVER_FILE + "run.py", "import pandas", "imports pandas"),
     (torch_in_server, SERVER_FILE + "run.py", "from torch import nn", "imports torch.nn"),
     (edges, SERVER_FILE + "run.py", "import grpc", "imports grpc"),
-    (edges, SERVER_FILE + "cli.py", "from tokenloom_proto import dataloader_pb2", "grpc_service only"),
+    (edges, SERVER_FILE + "cli.py", "from tokenloom_proto import dataloader_pb2", "viewer only"),
     (edges, "client/tokenloom/dataset.py", "from tokenloom_proto.dataloader_pb2 import Base", "for tokenloom.conn"),
     (edges, SERVER_FILE + "cli.py", "from fastapi import FastAPI", "rest_api only"),
     (edges, SERVER_FILE + "cli.py", "import redis", "ledger only"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenloom
 import yaml
-from tokenloom_server import config, errors
+from tokenloom_server import config, errors, peeking
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
@@ -75,7 +75,9 @@ def test_the_commands_that_the_readme_names_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"`?make ([a-z]+)", README)) - {"one"} <= targets
     commands = get_command(command_line).commands  # type: ignore[attr-defined]
-    assert set(re.findall(r"tokenloom (serve|validate|stats|demo|[a-z]+) (?:mixture|http)", README)) <= set(commands)
+    assert set(re.findall(r"tokenloom (serve|validate|stats|demo|[a-z]+) (?:mixture|http|grpc)", README)) <= set(
+        commands
+    )
 
 
 def test_every_error_is_in_the_reference_with_its_statuses() -> None:
@@ -90,6 +92,15 @@ def test_the_client_has_a_class_for_every_error_that_the_server_can_send() -> No
         name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.TokenloomError)
     }
     assert sent <= by_name
+
+
+def test_the_bounds_of_peeks_are_in_the_reference() -> None:
+    section = REFERENCE.split("## Peeks")[1].split("\n## ")[0]
+    for bound in (f"{peeking.AHEAD_SAMPLES:,} samples", f"{peeking.MAX_PEEKS} per run", f"{peeking.REST_S:g} s"):
+        assert bound in section
+    assert f"{peeking.MAX_STEP_BYTES // 2**20} MiB" in section
+    peek = get_command(command_line).commands["peek"]  # type: ignore[attr-defined]
+    assert f"{peeking.AHEAD_SAMPLES:,} samples" in peek.help
 
 
 def test_every_metric_is_in_the_reference() -> None:

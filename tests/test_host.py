@@ -857,6 +857,40 @@ def test_a_rank_that_waits_hears_of_the_new_generation_at_once(place: Place) -> 
     assert errors
 
 
+def test_a_rank_of_another_attempt_is_fenced_even_where_a_lost_ledger_gave_its_number_again(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    host, opening = served.host, trainer.ranks[0].joined.opening
+    with pytest.raises(Fenced, match=r"attempt 'zombie'.*attempt 'attempt-"):
+        host.attach(host.uid, opening.generation, 0, trainer.ranks[0].call.nonce, 0, 0, attempt="zombie")
+    with pytest.raises(LedgerRolledBack, match=r"generation 2 .*ledger is at generation 1"):
+        host.attach(host.uid, opening.generation + 1, 0, trainer.ranks[0].call.nonce, 0, 0)
+    trainer.take(2)
+    trainer.settle()
+
+
+def test_one_rank_with_another_digest_stops_all_of_them(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(2)
+    rank = trainer.ranks[1]
+    with pytest.raises(OrderMismatch, match="rank 1 has digest ffff"):
+        served.host.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
+    with pytest.raises(OrderMismatch, match="the ranks no longer see one order"):
+        trainer.take(9)
+
+
+def test_a_server_whose_client_met_a_newer_one_sends_nothing_more(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(1)
+    rank = trainer.ranks[0]
+    with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
+        served.host.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+    with pytest.raises(NotLeader):
+        trainer.take(9)
+
+
 def test_of_two_servers_the_older_fails_closed_at_its_next_commit(place: Place) -> None:
     older = place.serve()
     trainer = Trainer(older)

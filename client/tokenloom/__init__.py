@@ -34,6 +34,7 @@ from tokenloom.errors import (
     SourceError,
     TokenizerError,
     TokenloomError,
+    TooManyPeeks,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
 
@@ -67,4 +68,5 @@ __all__ = [
     "TokenLRScheduler",
     "TokenizerError",
     "TokenloomError",
+    "TooManyPeeks",
 ]

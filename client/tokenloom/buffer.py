@@ -45,8 +45,12 @@ Step: TypeAlias = tuple[Point, Message, int]
 class StepBuffer:
     """Steps that were received and not yet yielded, and how the stream stands."""
 
-    def __init__(self, start: Point, *, capacity_steps: int, step_samples: int, columns: Columns) -> None:
+    def __init__(
+        self, start: Point, *, capacity_steps: int, step_samples: int, columns: Columns, counted: bool = True
+    ) -> None:
+        """``counted``: what is consumed is to be committed; not so for who only looks."""
         self.capacity_steps = capacity_steps
+        self._counted = counted
         self._half_of_credits = max(1, capacity_steps // 2) * step_samples
         self.received = start
         #: Where the trainer stands; what lies before is reported as consumed.
@@ -128,7 +132,11 @@ class StepBuffer:
         """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be behind,
         and until they are not, a restarted server has to be told again."""
         done = self.end_reason is not None and self.consumed_through == self.received_through
-        return done and self.committed_through >= self.consumed_through
+        return done and self.nothing_to_commit()
+
+    def nothing_to_commit(self) -> bool:
+        """Whether the server need not hear again how far the trainer is."""
+        return not self._counted or self.committed_through >= self.consumed_through
 
     def pause(self, seconds: float | None, until: Callable[[], bool] = bool) -> bool:
         """Sleeps the reader, bounded by ``seconds``, until closing or ``until``; whether it is closing."""

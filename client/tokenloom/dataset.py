@@ -37,6 +37,11 @@ class RemoteDataset(IterableDataset[Batch]):
     ``takeover=True`` ends it on purpose.
 
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
+
+    ``peek=True`` only looks: it joins nothing, counts nothing and fences nobody, whatever the run is doing. The whole
+    order comes, to this process alone, from where the ledger stands unless a state was loaded or ``resume`` says
+    otherwise; there it may also be a sample index as text, such as ``resume="38000"``. The order is the run's own,
+    so ``state_dict()`` is a point that training can resume at.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class RemoteDataset(IterableDataset[Batch]):
         takeover: bool = False,
         stream: str = "train",
         prefetch_steps: int | None = None,
+        peek: bool = False,
         document_ids: bool = False,
         position_ids: bool = False,
         connect_timeout_s: float = 300.0,
@@ -76,15 +82,21 @@ class RemoteDataset(IterableDataset[Batch]):
         self._position_ids = position_ids
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
-        self._topology = topology.resolve(
-            run=self._address.run,
-            stream=stream,
-            rank=rank,
-            world_size=world_size,
-            attempt=attempt,
-            process_group=process_group,
-            timeout_s=connect_timeout_s,
-        )
+        self._peek = peek
+        if peek:
+            given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
+            _refuse_with_peek(**given, takeover=takeover)
+            self._topology = topology.ALONE
+        else:
+            self._topology = topology.resolve(
+                run=self._address.run,
+                stream=stream,
+                rank=rank,
+                world_size=world_size,
+                attempt=attempt,
+                process_group=process_group,
+                timeout_s=connect_timeout_s,
+            )
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -188,7 +200,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     @property
     def generation(self) -> int:
-        """The run's fencing number, made by this attempt."""
+        """The run's fencing number, made by this attempt; 0 for a peek."""
         return self._joined.opening.generation
 
     @property
@@ -241,6 +253,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 document_ids=self._document_ids,
                 prefetch_steps=self._prefetch_steps,
                 takeover=self._takeover,
+                peek=self._peek,
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
             )
@@ -295,6 +308,15 @@ class _Batches:
 
     def __next__(self) -> Batch:
         return self._dataset._next()
+
+
+def _refuse_with_peek(**given: object) -> None:
+    """Raises ``ValueError`` for what only a rank of the run can have."""
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None and value is not False]
+    if named:
+        raise ValueError(
+            f"peek=True takes no part in the run, so it is no rank of an attempt: leave out {', '.join(named)}"
+        )
 
 
 def _close(connection: Connection, pid: int) -> None:

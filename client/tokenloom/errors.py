@@ -107,6 +107,10 @@ class ServerStopping(TokenloomError):
     """The server is closing in an orderly way."""
 
 
+class TooManyPeeks(TokenloomError):
+    """As many peeks at the run are open as the server makes at once."""
+
+
 def named(name: str, message: str) -> TokenloomError:
     """The error that travels under ``name``; the root, with the name kept, for one of a newer server."""
     for error in _tree(TokenloomError):

@@ -32,6 +32,10 @@ class Topology:
     attempt: str
 
 
+#: Who only looks: takes no slot, so there is no attempt to share.
+ALONE = Topology(rank=0, world_size=1, attempt="")
+
+
 def resolve(
     *,
     run: str,

@@ -28,7 +28,7 @@ LABELS_SAME: Labels
 LABELS_SHIFTED: Labels
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process")
+    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process", "peek")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class JoinRequest(_message.Message):
     STATE_JSON_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     rank: int
@@ -51,7 +52,8 @@ class JoinRequest(_message.Message):
     state_json: bytes
     takeover: bool
     process: str
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ...) -> None: ...
+    peek: bool
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ..., peek: bool = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("id", "spec", "alias")
@@ -104,7 +106,7 @@ class StreamRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[StreamOpen, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch")
+    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch", "peek", "attempt", "batch_size")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +119,9 @@ class StreamOpen(_message.Message):
     DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     run_uid: str
@@ -129,7 +134,10 @@ class StreamOpen(_message.Message):
     document_starts: bool
     received_digest: str
     server_epoch: int
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ...) -> None: ...
+    peek: bool
+    attempt: str
+    batch_size: int
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("consumed_through", "credit_steps", "digest")
@@ -262,3 +270,17 @@ class StatsResponse(_message.Message):
     STATS_JSON_FIELD_NUMBER: _ClassVar[int]
     stats_json: str
     def __init__(self, stats_json: _Optional[str] = ...) -> None: ...
+
+class TokenizerRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class TokenizerResponse(_message.Message):
+    __slots__ = ("tokenizer_json", "is_bytes")
+    TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
+    IS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_json: bytes
+    is_bytes: bool
+    def __init__(self, tokenizer_json: _Optional[bytes] = ..., is_bytes: bool = ...) -> None: ...

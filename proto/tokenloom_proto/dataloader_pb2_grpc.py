@@ -59,6 +59,11 @@ class DataLoaderStub(object):
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Tokenizer = channel.unary_unary(
+                '/tokenloom.v1.DataLoader/Tokenizer',
+                request_serializer=tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
+                response_deserializer=tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.FromString,
+                _registered_method=True)
 
 
 class DataLoaderServicer(object):
@@ -103,6 +108,13 @@ class DataLoaderServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenizer(self, request, context):
+        """The run's tokeniser, for who wants to read what the model sees.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataLoaderServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_DataLoaderServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=tokenloom__proto_dot_dataloader__pb2.StatsRequest.FromString,
                     response_serializer=tokenloom__proto_dot_dataloader__pb2.StatsResponse.SerializeToString,
+            ),
+            'Tokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenizer,
+                    request_deserializer=tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.FromString,
+                    response_serializer=tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class DataLoader(object):
             '/tokenloom.v1.DataLoader/Stats',
             tokenloom__proto_dot_dataloader__pb2.StatsRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.DataLoader/Tokenizer',
+            tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
+            tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

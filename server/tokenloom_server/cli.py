@@ -17,6 +17,8 @@ from tokenloom_server.errors import TokenloomError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tokenloom_server.viewer import View
+
 app = typer.Typer(
     name="tokenloom",
     help="A data loader for language-model training: one server, one canonical order, exact elastic resume.",
@@ -217,6 +219,81 @@ def stats(
         for note in (document.waiting_for and f"waiting for {document.waiting_for}", document.ended, document.error):
             if note:
                 out.print(note)
+
+
+@app.command()
+def peek(
+    url: Annotated[
+        str, typer.Argument(help="What trainers use: grpc://HOST:PORT/RUN.", metavar="URL", show_default=False)
+    ],
+    at: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="The sample index to begin at, such as a trainer's sample_index before a loss spike; where the "
+            "ledger stands if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, max=10_000, help="How many samples.")] = 8,
+    text: Annotated[bool, typer.Option("--text", help="Print the whole text of each sample.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the samples as JSON, one a line, with ids, text and digest.")
+    ] = False,
+) -> None:
+    """Look at the samples of a served run, as the model sees them, without taking part in it.
+
+    Nothing is joined, counted, committed or fenced: it may be done while the run trains, before it begins and after
+    its end. Samples come by their index in the run's one order, so the samples of a step with a loss spike are those
+    between the sample_index of the batch before it and its own. Any index works that the ledger's journal reaches,
+    and up to 65,536 samples beyond what is committed.
+
+    Text is the run's tokeniser's, control characters as pictures; without a tokeniser, ids are shown.
+    """
+    from tokenloom_server.viewer import look
+
+    try:
+        view = look(url, at, samples)
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        for seen in view.samples:
+            print(json.dumps(seen.document(view.decode), ensure_ascii=False))
+    elif text:
+        _print_texts(view)
+    else:
+        _print_samples(view)
+    if view.end is not None:
+        _console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
+
+
+def _print_samples(view: View) -> None:
+    from rich.table import Table
+
+    from tokenloom_server.tokenizer.text import on_one_line
+
+    out = _console()
+    out.print(f"{view.run}: {view.committed:,} samples are committed", highlight=False)
+    table = Table(expand=True)
+    for heading in ("sample", "source", "tokens", "documents"):
+        table.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
+    table.add_column("text" if view.decode else "ids", no_wrap=True, overflow="ellipsis", ratio=1)
+    for seen in view.samples:
+        begin = on_one_line(seen.text(view.decode, out.width))
+        table.add_row(f"{seen.index:,}", seen.source, f"{len(seen.ids):,}", f"{seen.documents:,}", begin)
+    out.print(table)
+
+
+def _print_texts(view: View) -> None:
+    from tokenloom_server.tokenizer.text import as_lines
+
+    out = _console()
+    for seen in view.samples:
+        out.rule(
+            f"sample {seen.index:,}: {seen.source}, {len(seen.ids):,} tokens, {seen.documents:,} documents",
+            align="left",
+        )
+        out.print(as_lines(seen.text(view.decode)), highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -170,3 +170,10 @@ class ServerStopping(TokenloomError):
 
     grpc_status = "UNAVAILABLE"
     http_status = 503
+
+
+class TooManyPeeks(TokenloomError):
+    """As many peeks at a run are open as a server makes at once. Retried: others end."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 429

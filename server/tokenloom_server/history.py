@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tokenloom_server import snapshot
-from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import Cursor, State, digest_hex
+
+#: What ``resume`` may be, beside a snapshot's id.
+LATEST, FRESH = "latest", "fresh"
+
+
+class Known(NamedTuple):
+    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back."""
+
+    state: State
+    generation: int
 
 
 class History:
@@ -51,15 +62,56 @@ class History:
             generation=stored.opening.generation if stored.opening else 0,
         )
 
+    def asked_for(self, stored: StoredRun, state: bytes, resume: str) -> ResumePoint | None:
+        """The point that a state, or ``resume``, says; None where neither is given.
+
+        Raises ``SnapshotInvalid``, and ``NotFound`` for an unknown snapshot id.
+        """
+        if state:
+            point = self.parse(state)
+            self.refuse_foreign(point, stored)
+            return point
+        if resume == FRESH:
+            return self.beginning()
+        if resume == LATEST:
+            return self.beginning() if stored.committed is None else self.committed_point(stored)
+        return self._saved_point(stored, resume) if resume else None
+
+    def _saved_point(self, stored: StoredRun, snapshot_id: str) -> ResumePoint:
+        host = self._host
+        saved = host.ledger.snapshot(stored.uid, host.stream, snapshot_id)
+        if saved is None:
+            known = [entry.id for entry in host.ledger.snapshots(stored.uid, host.stream)][:5]
+            raise NotFound(
+                f"resume={snapshot_id!r}: run {stored.name!r} has no snapshot of that id "
+                f"(newest: {known or 'none'}); it may also be 'latest' or 'fresh'"
+            )
+        return self.parse(saved.text)
+
+    def nearest(self, index: int) -> Known:
+        """The newest state that the ledger has at or before a sample index; the initial one where it has none."""
+        host = self._host
+        opening = _covering(self.openings(), index)
+        if opening is None:
+            return Known(host.order.initial(), 0)
+        state, committed = self._journalled(opening, index), host.committed
+        if committed is not None and state.sample_index < committed.sample_index <= index:
+            # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
+            state = host.order.decode(committed.state)
+        return Known(state, opening.generation)
+
     def openings(self) -> Sequence[Opening]:
         return self._host.ledger.openings(self._host.uid, self._host.stream)
 
-    def forward(self, point: ResumePoint) -> State:
-        """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest."""
+    def forward(self, point: ResumePoint, advance: Callable[[State, int], State] | None = None) -> State:
+        """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest.
+
+        ``advance`` goes from a state to a sample index, in the caller's own way.
+        """
         order = self._host.order
         base = point.base or order.initial()
         self._check_cursors(base)
-        state = self._advance(base, point.sample_index)
+        state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
                 f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
@@ -158,17 +210,21 @@ class History:
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = host.plan(opening).boundary(index)
-        start = host.order.decode(opening.start_state)
-        entry = host.ledger.journal(host.uid, host.stream, opening.generation, boundary)
-        if entry is not None:
-            journalled = host.order.decode(entry.state)
-            if start.sample_index < journalled.sample_index <= boundary:
-                start = journalled
-        base = self._advance(start, boundary)
+        base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
         return opening.generation, host.order.encode(base), digest_hex(state.digest), state.total_tokens
+
+    def _journalled(self, opening: Opening, index: int) -> State:
+        """The newest state at or before a sample index that the ledger's journal has of a generation."""
+        host = self._host
+        start = host.order.decode(opening.start_state)
+        entry = host.ledger.journal(host.uid, host.stream, opening.generation, index)
+        if entry is None:
+            return start
+        journalled = host.order.decode(entry.state)
+        return journalled if start.sample_index < journalled.sample_index <= index else start
 
     def _advance(self, state: State, sample_index: int) -> State:
         if state.sample_index == sample_index:

@@ -363,8 +363,10 @@ class Host:
         committed_through: int,
         received_digest: str = "",
         epoch: int = 0,
+        attempt: str = "",
     ) -> Session:
-        """Begins a stream. ``epoch`` is the newest server epoch that the client has met.
+        """Begins a stream. ``epoch`` is the newest server epoch that the client has met. ``received_digest`` and
+        ``attempt`` are checked where they are not empty.
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
@@ -374,13 +376,13 @@ class Host:
                 self.leads_until = -math.inf
                 self.stands_by_for = f"rank {rank} was served at server epoch {epoch} already, and this is {self.epoch}"
             self.require_lead()
-            live = self._live_of(uid, generation, committed_through)
+            live = self._live_of(uid, generation, attempt, committed_through)
             known = rank < len(live.slots) and live.generation.slots[rank].nonce is not None
         if not known and rank < len(live.slots):
             # After a restart of the server only the ledger knows whose slot it is.
             self.ledger.claim_slot(self.uid, self.stream, live.epoch, generation, rank, nonce)
         with self.lock:
-            live = self._live_of(uid, generation, committed_through)
+            live = self._live_of(uid, generation, attempt, committed_through)
             try:
                 number = live.generation.attach(
                     rank, nonce, received_through, committed_through, self.clock(), received_digest
@@ -608,26 +610,25 @@ class Host:
 
     # -----------------------------------------------------------------------------------------------
 
-    def _live_of(self, uid: str, generation: int, committed_through: int) -> Live:
+    def _live_of(self, uid: str, generation: int, attempt: str, committed_through: int) -> Live:
         """The present generation, for a client that says which it is of and which commit it has seen."""
         live = self.live
         if isinstance(self.error, LedgerRolledBack):
             raise self.error
         number = live.generation.number if live is not None else 0
         if generation > number or (uid != self.uid and committed_through > 0):
-            error = LedgerRolledBack(
-                f"a rank trains generation {generation} of run_uid {uid} (sample {committed_through} was committed), "
-                f"but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data back, or "
-                "restart the training job from its last checkpoint: load_state_dict() makes the ledger right again"
+            # Only for this client: its like get the same, and others may have begun anew since.
+            raise LedgerRolledBack(
+                f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data "
+                "back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger right "
+                "again"
             )
-            if uid == self.uid:
-                self._alarm(error)
-            raise error
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")
-        if uid != self.uid or generation != number:
+        if uid != self.uid or generation != number or attempt not in ("", live.generation.attempt):
             raise Fenced(
-                f"generation {generation} of run {self.name!r} is over: generation {number} "
+                f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: generation {number} "
                 f"(attempt {live.generation.attempt!r}) has taken its place"
             )
         return live

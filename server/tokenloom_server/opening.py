@@ -13,7 +13,6 @@ from tokenloom_server.errors import (
     LedgerError,
     LedgerRolledBack,
     LedgerUnavailable,
-    NotFound,
     NotLeader,
     ResumePointNeeded,
     RunBusy,
@@ -36,8 +35,6 @@ BUSY_MARGIN_S = 6.0
 MAX_STEP_BYTES = 2**30
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
-
-LATEST, FRESH = "latest", "fresh"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +263,7 @@ class Opener:
         asked = self._ask_of(call)
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
-        brought = self._brought(call, stored)
+        brought = self._history.asked_for(stored, call.state, call.resume)
         if stored.pin is not None:
             pinned = self._history.parse(stored.pin)
             if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
@@ -287,29 +284,6 @@ class Opener:
                 "ahead of the trainer's weights, so this is not guessed"
             )
         return self._history.beginning(), asked
-
-    def _brought(self, call: JoinCall, stored: StoredRun) -> ResumePoint | None:
-        host = self._host
-        if call.state:
-            point = self._history.parse(call.state)
-            self._history.refuse_foreign(point, stored)
-            return point
-        if call.resume == FRESH:
-            return self._history.beginning()
-        if call.resume == LATEST:
-            if stored.committed is None:
-                return self._history.beginning()
-            return self._history.committed_point(stored)
-        if call.resume:
-            saved = host.ledger.snapshot(stored.uid, host.stream, call.resume)
-            if saved is None:
-                known = [entry.id for entry in host.ledger.snapshots(stored.uid, host.stream)][:5]
-                raise NotFound(
-                    f"resume={call.resume!r}: run {host.name!r} has no snapshot of that id "
-                    f"(newest: {known or 'none'}); it may also be 'latest' or 'fresh'"
-                )
-            return self._history.parse(saved.text)
-        return None
 
     def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""

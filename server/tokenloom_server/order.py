@@ -71,7 +71,8 @@ class Order:
         self.index_dir = index_dir
         self.manifest = manifest
         self.engine = engine
-        self._definition = definition
+        #: None where the mixture file names none: every source holds ids.
+        self.tokenizer = definition
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
         self.name = config.run
@@ -257,18 +258,19 @@ class Order:
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
-        if self.engine is None or self._definition is None:
+        if self.engine is None or self.tokenizer is None:
             return None
         with self._engine_lock:
             if self._loaded is None:
-                load = partial(load_engine, self._definition, self.engine, self.config.special_tokens_in_text)
-                self._loaded = _Engines(load, readahead.threads())
+                load = partial(load_engine, self.tokenizer, self.engine, self.config.special_tokens_in_text)
+                # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
+                self._loaded = _Engines(load, readahead.threads() + 1)
             return self._loaded
 
     def _tokenizer_record(self) -> dict[str, str]:
         if self.engine is None:
             # A tokeniser encodes nothing here, but the end- and begin-of-text ids may be its own.
-            digest = self._definition.digest if self._definition is not None else ""
+            digest = self.tokenizer.digest if self.tokenizer is not None else ""
             return {"digest": digest, "engine": "none", "version": ""}
         return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
 

@@ -182,9 +182,9 @@ class Generation:
                 f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {behind}; "
                 "restart the training job from its checkpoint"
             )
-        self.slots.attach(slot, step, now)
         if digest:
             self.claim(rank, step, digest)
+        self.slots.attach(slot, step, now)
         return slot.session
 
     def leave(self, rank: int, session: int) -> None:

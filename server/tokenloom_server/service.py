@@ -19,6 +19,7 @@ from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Ledger, StoredSnapshot
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
+from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
@@ -34,6 +35,7 @@ class ServedRun:
         self.history = History(host)
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
+        self.peeks = Peeks(host, self.history)
 
 
 class Runs:
@@ -96,6 +98,7 @@ class Runs:
     def stop(self) -> None:
         """Commits what is acknowledged and ends every run's threads; bounded."""
         for served in self._runs.values():
+            served.peeks.stop()
             served.host.stop()
             served.leadership.end()
 

@@ -408,3 +408,23 @@ def test_after_a_fork_the_child_is_told_that_the_connection_is_not_its_own(monke
             with pytest.raises(RuntimeError, match="joined the run in another process"):
                 next(batches)
         next(batches)
+
+
+def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with serving(Script(end_index=12)) as (server, url, _), RemoteDataset(url, 2, peek=True, resume="4") as dataset:
+        assert (dataset.rank, dataset.world_size) == (0, 1)
+        assert len(list(dataset)) == 6
+        # Nothing of it is to be committed, so the end of the data ends the stream.
+        assert eventually(server.half_closed.is_set)
+        (join,), (opened,) = server.joins, server.opens
+        assert (join.peek, join.rank, join.world_size, join.attempt, join.resume) == (True, 0, 1, "", "4")
+        assert (opened.peek, opened.batch_size) == (True, 2)
+    assert len(server.opens) == 1, "closing had something to report"
+
+
+@pytest.mark.parametrize("given", [{"rank": 0, "world_size": 1}, {"attempt": "a"}])
+def test_a_peek_is_no_rank_of_an_attempt(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"peek=True takes no part .* leave out {next(iter(given))}="):
+        RemoteDataset(NOBODY, 2, peek=True, **given)

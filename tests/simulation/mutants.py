@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tokenloom_server.errors import NotFound
 from tokenloom_server.host import Host, Live
 from tokenloom_server.ledger.base import Commit
 from tokenloom_server.run import Generation
@@ -39,11 +40,13 @@ def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
 def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
     """The server serves every generation as if it were the present one."""
 
-    def live_of(self: Host, uid: str, generation: int) -> Live:
-        assert self.live is not None
+    def live_of(self: Host, uid: str, generation: int, attempt: str, committed_through: int) -> Live:
+        if self.live is None:
+            raise NotFound("join first")
         return self.live
 
     patch.setattr(Host, "_live_of", live_of)
+    patch.setattr(Host, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
     return MemoryLedger
 
 

@@ -347,8 +347,9 @@ class Server(Process):
         rank = stream.rank.number
         try:
             session = self.host.attach(
-                uid, generation, rank, nonce, received.sample_index, committed_through, received.digest, server_epoch
-            )
+                uid, generation, rank, nonce, received.sample_index, committed_through,
+                received.digest, server_epoch, stream.rank.launch.attempt,
+            )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session
             self.host.progress(session, consumed.sample_index, credit_steps, consumed.digest)

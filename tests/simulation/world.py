@@ -26,10 +26,15 @@ LIVENESS_S = 400.0
 #: And all that every rank used must be committed so soon behind the end, seconds.
 SETTLED_S = 60.0
 
-FAULTS = (
-    *("kill server", "kill server", "stop server", "pause server", "kill trainer", "kill rank", "pause rank"),
-    *("zombies", "launch beside", "break streams", "ledger away", "snapshot", "pin", "rogue", "lose data"),
-)
+#: Kinds of faults that go together. A world has a theme, or a few kinds of all: many at once hide each other.
+THEMES: dict[str, tuple[str, ...]] = {
+    "launches": ("kill trainer", "kill rank", "zombies", "launch beside", "launch beside", "rogue"),
+    "servers": ("kill server", "stop server", "pause server", "ledger away"),
+    "network": ("break streams", "pause rank", "pause server", "kill server"),
+    "states": ("snapshot", "pin", "kill trainer", "kill server"),
+    "lost data": ("lose data", "kill server", "kill trainer"),
+}
+FAULTS = tuple(sorted({kind for kinds in THEMES.values() for kind in kinds}))
 LEDGER_FAULTS = (
     *("hangs", "hangs after", "busy", "unreachable", "late", "twice", "answer lost", "dies before", "dies after"),
 )
@@ -62,9 +67,9 @@ class Plan:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
-        """Few kinds of faults in each world: many at once hide each other."""
         message_steps = rng.randint(1, 4)
-        kinds = rng.sample(sorted(set(FAULTS)), rng.randint(0, 5))
+        theme = rng.choice([*sorted(THEMES), "any", "any"])
+        faults = THEMES[theme] if theme in THEMES else tuple(rng.sample(FAULTS, rng.randint(0, 5)))
         return cls(
             mixture=rng.choice(sorted(MIXTURES)),
             window_steps=rng.randint(2, 12),
@@ -80,8 +85,8 @@ class Plan:
             clock_drift=rng.choice([0.0, 0.001]),
             ledger_faults=tuple(rng.sample(LEDGER_FAULTS, rng.randint(1, 4))),
             ledger_fault_rate=rng.choice([0.0, 0.0, 0.03, 0.1, 0.3]),
-            faults=tuple(kind for kind in FAULTS if kind in kinds),
-            fault_count=rng.randint(1, 8) if kinds else 0,
+            faults=faults,
+            fault_count=rng.randint(1, 8) if faults else 0,
             fault_gap_s=rng.choice([0.05, 0.3, 1.0]),
             servers=rng.choice([1, 1, 2]),
             terms=Terms(

@@ -29,11 +29,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),
-        ("opening",),
+        ("opening", "peeking"),
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo"),
+        ("viewer",),
         ("cli",),
         ("__main__",),
     ),
@@ -73,7 +74,9 @@ USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
 EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (
         ("grpc", "grpc_health", "grpc_reflection", f"{PROTO}.dataloader_pb2", f"{PROTO}.dataloader_pb2_grpc"),
-        frozenset({f"{SERVER}.grpc_service", f"{CLIENT}.connection", f"{PROTO}.dataloader_pb2_grpc"}),
+        frozenset(
+            {f"{SERVER}.grpc_service", f"{SERVER}.viewer", f"{CLIENT}.connection", f"{PROTO}.dataloader_pb2_grpc"}
+        ),
     ),
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),

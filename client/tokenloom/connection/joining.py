@@ -41,6 +41,7 @@ class Request:
     document_ids: bool
     prefetch_steps: int | None
     takeover: bool
+    peek: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
 
@@ -85,6 +86,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         state_json=request.state.encode(),
         takeover=request.takeover,
         process=topology.process(),
+        peek=request.peek,
     )
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf

@@ -65,6 +65,7 @@ class Connection:
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
             step_samples=request.topology.world_size * request.batch_size,
             columns=self.opening.layout.columns(),
+            counted=not request.peek,
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
@@ -135,7 +136,7 @@ class Connection:
 
     def _report_once(self) -> None:
         """On closing between two streams: one more try to say how far the trainer came."""
-        if self.buffer.committed_through < self.buffer.consumed_through:
+        if not self.buffer.nothing_to_commit():
             self._stream()
 
     def _stream(self) -> str | None:
@@ -219,6 +220,7 @@ class Connection:
                 stream=asked.stream,
                 run_uid=self.opening.run_uid,
                 generation=self.opening.generation,
+                attempt=asked.topology.attempt,
                 rank=asked.topology.rank,
                 nonce=self._nonce,
                 received_through=received.sample_index,
@@ -227,6 +229,8 @@ class Connection:
                 server_epoch=self._server_epoch,
                 progress=self.progress(consumed),
                 document_starts=asked.position_ids or asked.document_ids,
+                peek=asked.peek,
+                batch_size=asked.batch_size if asked.peek else 0,
             )
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
@@ -15,10 +15,12 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.errors import ConfigError, JoinRefused, NotFound, TokenloomError
 from tokenloom_server.grpc_service.messages import encode_delivery
 from tokenloom_server.host import Host, Session, Waiting
+from tokenloom_server.ledger.base import Commit
 from tokenloom_server.opening import JoinCall
+from tokenloom_server.peeking import PeekCall
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import digest_hex
+from tokenloom_server.state import State, digest_hex
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class DataLoader:
     def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
         with _errors(context):
             served = self._served(request.run, request.stream)
+            if request.peek:
+                return self._peek_join(served, request, context)
             call = JoinCall(
                 rank=request.rank,
                 world_size=request.world_size,
@@ -53,26 +57,15 @@ class DataLoader:
                 takeover=request.takeover,
             )
             joined = served.opener.join(call)
-            order, opening, start = served.host.order, joined.opening, joined.start
-            template = order.template(joined.uid, served.host.stream, opening.generation)
-            return wire.JoinResponse(
-                run_uid=joined.uid,
+            opening = joined.opening
+            return _join_response(
+                served.host,
+                joined.uid,
+                joined.start,
+                opening.start_state,
                 generation=opening.generation,
-                start_index=start.sample_index,
-                start_digest=digest_hex(start.digest),
-                start_tokens=start.total_tokens,
-                sequence_length=order.config.sequence_length,
-                id_type=_ID_TYPES[order.dtype.itemsize],
-                labels=wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME,
-                vocab_size=order.vocab_size,
-                sources=[
-                    wire.Source(id=i, spec=source.source, alias=source.name)
-                    for i, source in enumerate(order.config.sources)
-                ],
+                lineage=opening.generation,
                 group_steps=opening.group_steps,
-                snapshot_template=canonical(template).encode(),
-                base=wire.Base(sample_index=start.sample_index, resume_state=opening.start_state.encode()),
-                server_epoch=served.host.epoch,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -84,7 +77,11 @@ class DataLoader:
             if first is None or first.WhichOneof("kind") != "open":
                 raise JoinRefused("a stream begins with StreamOpen")
             opened = first.open
-            host = self._served(opened.run, opened.stream).host
+            served = self._served(opened.run, opened.stream)
+            if opened.peek:
+                yield from self._peek(served, opened, requests, context)
+                return
+            host = served.host
             session = host.attach(
                 opened.run_uid,
                 opened.generation,
@@ -94,11 +91,12 @@ class DataLoader:
                 opened.committed_through,
                 opened.received_digest,
                 opened.server_epoch,
+                opened.attempt,
             )
             try:
                 progress = opened.progress
                 host.progress(session, progress.consumed_through, progress.credit_steps, progress.digest)
-                yield from self._responses(host, session, requests, opened.document_starts, context)
+                yield from self._responses(host, _Slot(host, session), requests, opened.document_starts, context)
             finally:
                 host.detach(session)
 
@@ -132,6 +130,16 @@ class DataLoader:
             return wire.StatsResponse(stats_json=self._runs.stats(request.run).model_dump_json())
         raise AssertionError("unreachable: the context aborts")
 
+    def Tokenizer(  # noqa: N802
+        self, request: wire.TokenizerRequest, context: grpc.ServicerContext
+    ) -> wire.TokenizerResponse:
+        with _errors(context):
+            definition = self._runs.get(request.run).host.order.tokenizer
+            if definition is None:
+                return wire.TokenizerResponse()
+            return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)
+        raise AssertionError("unreachable: the context aborts")
+
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC takes it. Deliveries come as bytes already, the rest as messages."""
         unary, both = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
@@ -141,6 +149,9 @@ class DataLoader:
             "Snapshot": unary(self.Snapshot, wire.SnapshotRequest.FromString, wire.SnapshotResponse.SerializeToString),
             "Restore": unary(self.Restore, wire.RestoreRequest.FromString, wire.RestoreResponse.SerializeToString),
             "Stats": unary(self.Stats, wire.StatsRequest.FromString, wire.StatsResponse.SerializeToString),
+            "Tokenizer": unary(
+                self.Tokenizer, wire.TokenizerRequest.FromString, wire.TokenizerResponse.SerializeToString
+            ),
         }
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
 
@@ -150,31 +161,62 @@ class DataLoader:
             raise NotFound(f"run {run!r} has no stream {stream!r}; it has {_STREAM!r}")
         return served
 
+    def _peek_join(
+        self, served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext
+    ) -> wire.JoinResponse:
+        call = PeekCall(
+            rank=request.rank,
+            world_size=request.world_size,
+            batch_size=request.batch_size,
+            resume=request.resume,
+            state=request.state_json,
+        )
+        found = served.peeks.join(call, lambda: not context.is_active())
+        return _join_response(
+            served.host,
+            found.uid,
+            found.state,
+            served.host.order.encode(found.state),
+            generation=0,
+            lineage=found.generation,
+            group_steps=served.host.message_steps(request.batch_size),
+        )
+
+    def _peek(
+        self,
+        served: ServedRun,
+        opened: wire.StreamOpen,
+        requests: Iterator[wire.StreamRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[wire.StreamResponse | bytes]:
+        begin, progress = opened.received_through, opened.progress
+        with served.peeks.open(opened.run_uid, begin, opened.batch_size, opened.received_digest) as peek:
+            peek.progress(progress.consumed_through, progress.credit_steps, progress.digest)
+            yield from self._responses(served.host, peek, requests, opened.document_starts, context)
+
     def _responses(
         self,
         host: Host,
-        session: Session,
+        place: _Place,
         requests: Iterator[wire.StreamRequest],
         with_starts: bool,
         context: grpc.ServicerContext,
     ) -> Iterator[wire.StreamResponse | bytes]:
-        """What the slot gets, until the data end, the client closes its side, or the generation is over."""
-        reader = _Reader(host, session, requests)
+        """What a place gets, until the data end, the client closes its side, or the generation is over."""
+        reader = _Reader(place, requests)
         reader.start()
         try:
             while context.is_active():
                 if reader.error is not None:
                     raise reader.error
                 if reader.closed:
-                    host.finish(session, _FINISH_S)
-                    if reader.said_goodbye:
-                        host.leave(session)
+                    place.finish(reader.said_goodbye)
                     return
-                found = host.next_for(session, HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
-                committed = host.committed.sample_index if host.committed is not None else 0
+                found = place.next(HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
+                committed = _index_of(host.committed)
                 epoch = host.epoch
                 if isinstance(found, Delivery):
-                    yield encode_delivery(host, session.rank, found, committed, document_starts=with_starts)
+                    yield encode_delivery(host, place.rank, found, committed, document_starts=with_starts)
                 elif isinstance(found, EndOfData):
                     end = wire.EndOfData(
                         end_index=found.end_index, reason=found.reason, dropped_samples=found.dropped_samples
@@ -188,13 +230,60 @@ class DataLoader:
             reader.stopped = True
 
 
+class _Place(Protocol):
+    """Where a stream comes from: a slot of the run, or a peek at it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting: ...
+
+    def progress(self, consumed_through: int, credit_steps: int, digest: str) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def finish(self, said_goodbye: bool) -> None:
+        """The client's side is closed; ``said_goodbye``: by the client."""
+
+
+class _Slot(NamedTuple):
+    """A rank's stream."""
+
+    host: Host
+    session: Session
+
+    @property
+    def rank(self) -> int:
+        return self.session.rank
+
+    @property
+    def name(self) -> str:
+        return f"{self.host.name}-rank-{self.session.rank}"
+
+    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
+        return self.host.next_for(self.session, timeout_s, interrupted)
+
+    def progress(self, consumed_through: int, credit_steps: int, digest: str) -> None:
+        self.host.progress(self.session, consumed_through, credit_steps, digest)
+
+    def wake(self) -> None:
+        self.host.wake(self.session)
+
+    def finish(self, said_goodbye: bool) -> None:
+        self.host.finish(self.session, _FINISH_S)
+        if said_goodbye:
+            self.host.leave(self.session)
+
+
 class _Reader(threading.Thread):
     """Reads a client's progress while the stream's own thread sends."""
 
-    def __init__(self, host: Host, session: Session, requests: Iterator[wire.StreamRequest]) -> None:
-        super().__init__(name=f"{host.name}-rank-{session.rank}-progress", daemon=True)
-        self._host = host
-        self._session = session
+    def __init__(self, place: _Place, requests: Iterator[wire.StreamRequest]) -> None:
+        super().__init__(name=f"{place.name}-progress", daemon=True)
+        self._place = place
         self._requests = requests
         self.closed = False
         self.stopped = False
@@ -209,15 +298,44 @@ class _Reader(threading.Thread):
                 if request.WhichOneof("kind") != "progress":
                     raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
                 progress = request.progress
-                self._host.progress(self._session, progress.consumed_through, progress.credit_steps, progress.digest)
+                self._place.progress(progress.consumed_through, progress.credit_steps, progress.digest)
             self.said_goodbye = not self.stopped
         except TokenloomError as error:
             self.error = error
         except Exception as error:
             # The call is over: gRPC ends the iterator with an error of its own.
-            _log.debug("rank %d: the request stream ended: %s", self._session.rank, error)
+            _log.debug("%s: the request stream ended: %s", self.name, error)
         self.closed = True
-        self._host.wake(self._session)
+        self._place.wake()
+
+
+def _join_response(
+    host: Host, uid: str, start: State, start_state: str, *, generation: int, lineage: int, group_steps: int
+) -> wire.JoinResponse:
+    """``lineage``: the generation that snapshots name."""
+    order = host.order
+    return wire.JoinResponse(
+        run_uid=uid,
+        generation=generation,
+        start_index=start.sample_index,
+        start_digest=digest_hex(start.digest),
+        start_tokens=start.total_tokens,
+        sequence_length=order.config.sequence_length,
+        id_type=_ID_TYPES[order.dtype.itemsize],
+        labels=wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME,
+        vocab_size=order.vocab_size,
+        sources=[
+            wire.Source(id=i, spec=source.source, alias=source.name) for i, source in enumerate(order.config.sources)
+        ],
+        group_steps=group_steps,
+        snapshot_template=canonical(order.template(uid, host.stream, lineage)).encode(),
+        base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
+        server_epoch=host.epoch,
+    )
+
+
+def _index_of(committed: Commit | None) -> int:
+    return committed.sample_index if committed is not None else 0
 
 
 @contextlib.contextmanager

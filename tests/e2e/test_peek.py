@@ -1,0 +1,433 @@
+"""Looking is free: peeks read the run's own order and leave no trace in run or ledger, whatever the run is doing."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import Receipt, Sample, World, rolling_digest
+from tokenizers import Tokenizer
+from tokenloom import BeyondHorizon, JoinRefused, NotFound, RemoteDataset, SnapshotInvalid, SourceError, TooManyPeeks
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.peeking import AHEAD_SAMPLES, MAX_PEEKS
+
+
+def peek(url: str, batch_size: int = 1, **options: Any) -> RemoteDataset:
+    return RemoteDataset(url, batch_size, **({"peek": True, "connect_timeout_s": 20.0} | options))
+
+
+def peeked(url: str, batch_size: int = 1, steps: int | None = None, **options: Any) -> dict[int, Sample]:
+    """By sample index, what a peek shows."""
+    receipt = Receipt()
+    with peek(url, batch_size, **options) as dataset:
+        for batch in islice(dataset, steps):
+            receipt.add(batch)
+    return receipt.samples
+
+
+def part(sequence: list[Sample], begin: int, end: int | None = None) -> dict[int, Sample]:
+    return {index: sequence[index] for index in range(begin, len(sequence) if end is None else end)}
+
+
+def ledger_rows(path: Path) -> dict[str, list[Mapping[str, Any]]]:
+    """All that the ledger file holds, by table; without the lease, which a server renews as time passes."""
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        connection.row_factory = sqlite3.Row
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        assert {"runs", "openings", "committed", "counters", "slots", "journal", "leases"} <= set(tables)
+        tables.remove("leases")
+        return {table: [dict(row) for row in connection.execute(f"SELECT * FROM {table}")] for table in tables}
+
+
+def standing(server: ServerProcess, run: str) -> dict[str, Any]:
+    """Of the run's figures, what a trainer brings about."""
+    found = httpx.get(f"{server.rest_url}/v1/runs/{run}/stats", trust_env=False, timeout=20).json()
+    kept = ("run_uid", "generation", "world_size", "batch_size", "sample_index", "digest", "total_tokens", "ended")
+    ranks = [(rank["rank"], rank["connected"], rank["position"]) for rank in found["ranks"]]
+    sources = [(source["samples"], source["rows"], source["tokens"]) for source in found["sources"]]
+    return {key: found[key] for key in kept} | {"ranks": ranks, "sources": sources}
+
+
+def settled(server: ServerProcess, run: str, sample_index: int) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while (found := standing(server, run))["sample_index"] != sample_index:
+        assert time.monotonic() < deadline, f"sample {sample_index} is not committed: {found}"
+        time.sleep(0.02)
+    return found
+
+
+def mixture(folder: Path, spec: str, run: str, length: int, **fields: Any) -> Path:
+    """A mixture file of one source."""
+    document = {
+        "run": run,
+        "sequence_length": length,
+        "mixture": {"policy": "least_consumed", "children": [{"source": spec}]},
+    }
+    path = folder / f"{run}.yaml"
+    path.write_text(yaml.safe_dump(document | (fields or {"tokenizer": "bytes"})), encoding="utf-8")
+    return path
+
+
+def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run = "watched"
+    server = start_server(corpus.mixture(run, window_steps=6))
+    url = server.url(run)
+    with World(url, 2, 2, prefetch_steps=3) as world:
+        world.steps(7)
+        before, rows = settled(server, run, 28), ledger_rows(server.ledger_file)
+        assert peeked(url, 3, resume="fresh") == part(sequence, 0, len(sequence) // 3 * 3)
+        assert peeked(url, 1, 5) == peeked(url, 1, 5, resume="latest") == part(sequence, 28, 33)
+        assert peeked(url, 4, 2, resume="11") == part(sequence, 11, 19)
+        with peek(url, resume="5") as dataset:
+            batch = next(iter(dataset))
+            assert (dataset.rank, dataset.world_size, dataset.generation, dataset.start_index) == (0, 1, 0, 5)
+            assert dataset.digest == rolling_digest(sequence[:6])
+            assert (dataset.sample_index, batch["total_tokens"]) == (6, 6 * LENGTH)
+            assert standing(server, run) == before
+        assert (standing(server, run), ledger_rows(server.ledger_file)) == (before, rows)
+        # And the ranks go on as if nobody had looked.
+        world.run()
+        assert world.receipt.sequence() == sequence[: world.sample_index]
+        assert {rank.generation for rank in world.ranks} == {before["generation"]}
+        settled(server, run, world.sample_index)
+    assert len(ledger_rows(server.ledger_file)["openings"]) == 1
+
+
+def test_peeks_while_ranks_stream_get_the_same_samples(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run = "crowded"
+    server = start_server(corpus.mixture(run))
+    url = server.url(run)
+    plans = [(at, size) for at in (0, 1, 13, 40) for size in (1, 2, 5)]
+    with World(url, 2, 1) as world, ThreadPoolExecutor(4) as pool:
+        looks = [pool.submit(peeked, url, size, 6, resume=str(at)) for at, size in plans]
+        world.run()
+        assert world.receipt.sequence() == sequence[: world.sample_index]
+        for (at, size), look in zip(plans, looks, strict=True):
+            assert look.result() == part(sequence, at, at + 6 * size)
+
+
+def test_a_run_that_nobody_joined_can_be_looked_at_and_begins_as_before(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
+) -> None:
+    run = "untouched"
+    server = start_server(corpus.mixture(run), ledger=ledger)
+    assert peeked(server.url(run), 2, 9) == part(sequence, 0, 18)
+    assert peeked(server.url(run), 1, 2, resume="30") == part(sequence, 30, 32)
+    # What a peek has at the end is never committed, and its place is free all the same.
+    finished = [peek(server.url(run), resume=str(len(sequence) - 1)) for _ in range(MAX_PEEKS + 1)]
+    assert [len(list(dataset)) for dataset in finished] == [1] * len(finished)
+    for dataset in finished:
+        dataset.close()
+    assert standing(server, run)["generation"] == 0
+    # A launch that brings no state is refused where there is progress: there is none.
+    with World(server.url(run), 2, 3) as world:
+        assert world.steps(4).receipt.sequence() == sequence[:24]
+        assert world.ranks[0].generation == 1
+
+
+def test_the_end_of_the_data_is_the_end_of_a_peek(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run = "ends"
+    server = start_server(corpus.mixture(run))
+    end = len(sequence)
+    with World(server.url(run), 2, 1) as world:
+        world.run()
+        settled(server, run, end // 2 * 2)
+    assert peeked(server.url(run), 1, resume=str(end - 3)) == part(sequence, end - 3)
+    with peek(server.url(run), 2, resume=str(end - 3)) as dataset:
+        assert [batch["sample_ids"].tolist() for batch in dataset] == [[end - 3, end - 2]]
+        assert dataset.end_reason == "every source is exhausted"
+        assert next(iter(dataset), None) is None
+    assert peeked(server.url(run), 1, resume=str(end)) == {}
+    with pytest.raises(BeyondHorizon, match=rf"sample {end + 1} does not exist: the data end at sample {end}"):
+        peeked(server.url(run), 1, resume=str(end + 1))
+
+
+def test_a_padded_last_step_is_padded_for_who_looks_too(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run = "padded-peek"
+    server = start_server(corpus.mixture(run, last_step="pad"))
+    begin = len(sequence) - 5
+    with peek(server.url(run), 4, resume=str(begin)) as dataset:
+        batches = list(dataset)
+        assert [batch["sample_ids"].tolist() for batch in batches] == [
+            list(range(begin, begin + 4)),
+            [begin + 4, -1, -1, -1],
+        ]
+        assert dataset.sample_index == len(sequence)
+
+
+def test_past_samples_can_be_looked_at_after_restarts(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
+) -> None:
+    run = "past"
+    server = start_server(corpus.mixture(run), ledger=ledger)
+    with World(server.url(run), 2, 2) as world:
+        saved = world.steps(6).state()
+        world.steps(4)
+        settled(server, run, 40)
+    with World(server.url(run), 3, 1, state=saved) as world:
+        world.steps(5)
+        settled(server, run, 39)
+    server.kill()
+    server.start()
+    for at in (0, 3, 23, 24, 38):
+        assert peeked(server.url(run), 1, 4, resume=str(at)) == part(sequence, at, at + 4)
+    assert standing(server, run)["generation"] == 2
+
+
+def test_a_peek_goes_on_when_its_server_is_back(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run = "looked-at"
+    server = start_server(corpus.mixture(run))
+    receipt = Receipt()
+    with peek(server.url(run), 2, resume="7", prefetch_steps=2) as dataset:
+        batches = iter(dataset)
+        for end in (server.kill, server.terminate):
+            for _ in range(5):
+                receipt.add(next(batches))
+            end()
+            server.start()
+        for _ in range(5):
+            receipt.add(next(batches))
+        assert dataset.digest == rolling_digest(sequence[: dataset.sample_index])
+    assert receipt.samples == part(sequence, 7, 37)
+
+
+def test_a_peek_goes_over_to_the_standby(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    run, flags = "led-peek", ("--lease", 2, "--standby")
+    written = corpus.mixture(run)
+    leader = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags[:2])
+    standby = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags)
+    both = f"grpc://{standby.grpc},{leader.grpc}/{run}"
+    receipt = Receipt()
+    with peek(both, 2, resume="3", prefetch_steps=2) as dataset:
+        batches = iter(dataset)
+        for _ in range(4):
+            receipt.add(next(batches))
+        assert tokenloom("peek", both, "--samples", 1).status == 0
+        refused = tokenloom("peek", standby.url(run)).output
+        assert refused.startswith(f"NotLeader: this server does not lead run '{run}'"), refused
+        leader.kill()
+        for _ in range(8):
+            receipt.add(next(batches))
+    assert receipt.samples == part(sequence, 3, 27)
+
+
+def test_training_resumes_at_the_state_of_a_peek(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
+) -> None:
+    run = "from-a-peek"
+    server = start_server(corpus.mixture(run))
+    with World(server.url(run), 2, 2) as world:
+        world.steps(5)
+        settled(server, run, 20)
+    with peek(server.url(run), 3, resume="10") as dataset:
+        at_once = dataset.state_dict()
+        list(islice(dataset, 7))
+        state = dataset.state_dict()
+        assert json.loads(state["tokenloom"])["sample_index"] == 31
+    assert json.loads(at_once["tokenloom"])["sample_index"] == 0, "nothing is known before the first iter()"
+    # A peek resumes there, too.
+    with peek(server.url(run)) as dataset:
+        dataset.load_state_dict(state)
+        receipt = Receipt()
+        for batch in islice(dataset, 3):
+            receipt.add(batch)
+        assert receipt.samples == part(sequence, 31, 34)
+    with World(server.url(run), 3, 1, state=state) as world:
+        assert world.steps(4).receipt.sequence(31) == sequence[31:43]
+        assert world.digest == rolling_digest(sequence[:43])
+        settled(server, run, 43)
+    # The journal has the lineage: what lies before is found in the generation that came from.
+    assert json.loads(rpc(server).snapshot(run, 12))["sample_index"] == 12
+
+
+def test_what_cannot_be_looked_at_is_refused_by_name(
+    corpus: Corpus, start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
+) -> None:
+    run = "refusing"
+    server = start_server(corpus.mixture(run), corpus.mixture("other"))
+    url = server.url(run)
+    far = AHEAD_SAMPLES + 1
+    with pytest.raises(BeyondHorizon, match=rf"{far} samples beyond sample 0, .* goes {AHEAD_SAMPLES} further at most"):
+        peeked(url, resume=str(far))
+    with pytest.raises(NotFound, match=r"resume='99999999999999999': run 'refusing' has no snapshot of that id"):
+        peeked(url, resume="9" * 17)
+    with pytest.raises(NotFound, match="there is no run 'nobody' on this server"):
+        peeked(server.url("nobody"))
+    with pytest.raises(JoinRefused, match="a peek's step of 1000000 samples has 32000000 bytes; expected 1 sample to"):
+        peeked(url, 10**6)
+    with peek(server.url("other")) as dataset:
+        next(iter(dataset))
+        foreign = dataset.state_dict()
+    with peek(url) as dataset, pytest.raises(SnapshotInvalid, match="run"):
+        dataset.load_state_dict(foreign)
+        iter(dataset)
+    with peek(url, resume="3") as dataset:
+        next(iter(dataset))
+        document = unseal(dataset.state_dict()["tokenloom"])
+    forged = seal({key: value for key, value in document.items() if key != "checksum"} | {"digest": "1" * 32})
+    with peek(url) as dataset, pytest.raises(SnapshotInvalid, match=r"going forward .* gives digest"):
+        dataset.load_state_dict({"tokenloom": forged})
+        iter(dataset)
+    calls = rpc(server).stub
+    with pytest.raises(Exception, match="rank 1 of 2; expected rank 0 of 1"):
+        calls.Join(wire.JoinRequest(run=run, peek=True, rank=1, world_size=2, batch_size=1), timeout=20)
+
+
+def test_only_so_many_look_at_once_and_the_next_may_when_one_is_done(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run = "popular"
+    server = start_server(corpus.mixture(run))
+    url = server.url(run)
+    opened = [peek(url) for _ in range(MAX_PEEKS)]
+    try:
+        for dataset in opened:
+            next(iter(dataset))
+        with pytest.raises(TooManyPeeks, match=f"{MAX_PEEKS} peeks at run 'popular' are open already"):
+            peeked(url, connect_timeout_s=0.3)
+        # Training is not concerned.
+        with World(url, 2, 2) as world:
+            assert world.steps(3).receipt.sequence() == sequence[:12]
+        timer = threading.Timer(0.3, opened[0].close)
+        timer.start()
+        assert peeked(url, 1, 3, resume="2") == part(sequence, 2, 5)
+        timer.join()
+    finally:
+        for dataset in opened:
+            dataset.close()
+
+
+def test_a_server_that_is_told_to_stop_does_not_wait_for_who_looks(corpus: Corpus, start_server: StartServer) -> None:
+    run = "leaving"
+    server = start_server(corpus.mixture(run))
+    with peek(server.url(run), prefetch_steps=1) as dataset:
+        next(iter(dataset))
+        began = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - began < 5
+
+
+def test_all_samples_before_a_bad_row_can_be_looked_at(tmp_path: Path, start_server: StartServer) -> None:
+    lines = [json.dumps({"text": f"row {number:04}"}) for number in range(40)]
+    lines[30] = '{"text": 30'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    server = start_server(mixture(tmp_path, "jsonl:rows.jsonl:text", "spoiled", 9))
+    shown: list[str] = []
+    with peek(server.url("spoiled")) as dataset, pytest.raises(SourceError, match=r"rows\.jsonl.*31"):
+        shown.extend(bytes(batch["input_ids"][0, :8].tolist()).decode() for batch in dataset)
+    assert shown == [f"row {number:04}" for number in range(30)]
+
+
+# The command
+
+
+def test_the_command_shows_sources_documents_and_text(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    run = "shown"
+    server = start_server(corpus.mixture(run))
+    with World(server.url(run), 2, 2) as world:
+        world.steps(5)
+        settled(server, run, 20)
+    rows = ledger_rows(server.ledger_file)
+    done = tokenloom("peek", server.url(run), "--at", 4, "--samples", 40, "--json")
+    assert done.status == 0, done.output
+    found = [json.loads(line) for line in done.output.splitlines()]
+    assert {line["sample"]: Sample(SPECS.index(line["spec"]), tuple(line["ids"])) for line in found} == part(
+        sequence, 4, 44
+    )
+    assert [line["digest"] for line in found] == [rolling_digest(sequence[: index + 1]) for index in range(4, 44)]
+    decode = Tokenizer.from_file(str(corpus.folder / "tokenizer.json")).decode
+    for line in found:
+        assert line["text"] == decode(line["ids"], skip_special_tokens=False)
+        ends = line["ids"].count(corpus.end_id)
+        # What ends within the sample is followed by another document; an end at its end is not.
+        assert line["documents"] == ends + (line["ids"][-1] != corpus.end_id)
+        assert line["tokens"] == LENGTH
+
+    table = tokenloom("peek", server.url(run), "--at", 4, "--samples", 2).output
+    assert "20 samples are committed" in table
+    for line in found[:2]:
+        assert line["source"] in table
+        assert line["text"][:12].translate({10: 0x240A}) in table
+    assert " 4 " in table
+    assert " 6 " not in table
+
+    texts = tokenloom("peek", server.url(run), "--at", 4, "--samples", 2, "--text").output
+    assert all(line["text"] in texts for line in found[:2])
+    assert "sample 5: " in texts
+    # Where the ledger stands, if nothing is said.
+    assert json.loads(tokenloom("peek", server.url(run), "--samples", 1, "--json").output)["sample"] == 20
+    assert ledger_rows(server.ledger_file) == rows
+
+
+def test_the_command_says_where_the_data_end_and_what_is_wrong(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    run = "short"
+    server = start_server(corpus.mixture(run))
+    url, end = server.url(run), len(sequence)
+    done = tokenloom("peek", url, "--at", end - 2, "--samples", 5)
+    assert done.status == 0
+    assert f"{end - 1}" in done.output
+    assert "the data end here: every source is exhausted" in done.output
+    for arguments, says in (
+        ((url, "--at", end + 1), f"BeyondHorizon: sample {end + 1} does not exist: the data end at sample {end}"),
+        ((url, "--at", 10**7), "BeyondHorizon: sample 10000000 is "),
+        ((f"{url}-2",), "NotFound: there is no run 'short-2' on this server"),
+        ((server.rest_url,), "ConfigError: "),
+        (("grpc://127.0.0.1:1/short",), "ServerUnreachable: grpc://127.0.0.1:1/short: no answer"),
+    ):
+        done = tokenloom("peek", *arguments)
+        assert done.status == 2
+        assert says in done.output
+    # An address that is dead is no reason to give up where another is given.
+    alive = url.removeprefix("grpc://")
+    assert tokenloom("peek", f"grpc://127.0.0.1:1,{alive}", "--samples", 1).status == 0
+
+
+def test_the_command_shows_bytes_ids_and_no_control_characters(
+    tmp_path: Path, start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "bell \a and \x1b[31mred\x1b[0m, naïve"}) + "\n", "utf-8")
+    pq.write_table(pa.table({"ids": [[3, 1, 4, 1, 5, 9, 2, 6]]}), tmp_path / "ids.parquet")
+    server = start_server(
+        mixture(tmp_path, "jsonl:a.jsonl:text", "loud", 32),
+        mixture(tmp_path, "parquet:ids.parquet:ids", "plain", 4, vocab_size=10, end_of_text_id=0),
+    )
+    for options in ((), ("--text",)):
+        done = tokenloom("peek", server.url("loud"), *options)
+        assert "bell ␇ and ␛[31mred␛[0m, naïve<|endoftext|>" in done.output
+        assert "\x1b" not in done.output
+        assert "\a" not in done.output
+    done = tokenloom("peek", server.url("plain"), "--json")
+    assert [json.loads(line)["text"] for line in done.output.splitlines()[:2]] == [None, None]
+    assert "3 1 4 1" in tokenloom("peek", server.url("plain")).output
