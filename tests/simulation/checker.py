@@ -134,6 +134,9 @@ class Checker:
         self._generation = run.generation if run is not None else 0
         self._index = run.committed.sample_index if run is not None and run.committed is not None else -1
         self._pin = run.pin if run is not None else None
+        self._indices, self._pins = {max(self._index, 0)}, set()
+        if self._pin is not None:
+            self._pins.add(json.loads(self._pin)["sample_index"])
         self._greatest_generation = self._generation
         self._attempts = {opening.attempt for opening in run.openings} if run is not None else set()
 
