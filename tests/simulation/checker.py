@@ -65,7 +65,7 @@ class Checker:
 
     # The ledger
 
-    def look_at_ledger(self, call: str, server: Server) -> None:
+    def look_at_ledger(self, call: str, args: tuple[Any, ...], server: Server) -> None:
         """A write was done, by a server that may be dead by now."""
         run = self._world.store.runs.get((RUN, STREAM))
         if run is None:
@@ -89,6 +89,8 @@ class Checker:
         elif call != "commit":
             self.fail(f"{call} moved the counters, from sample {self._index} to {index}")
         else:
+            if args[3] != run.generation:
+                self.fail(f"a commit of generation {args[3]} moved generation {run.generation}")
             launch = self._world.launch_of(run.openings[-1].attempt)
             if index > launch.consumed:
                 self.fail(f"sample {index} was committed, but not every rank is beyond {launch.consumed}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: How long a call takes at most, and one that hangs, seconds.
 CALL_S, HANG_S = 0.004, 3.0
 #: A write that was given up, or that is done twice, reaches the store so much later on average, seconds.
-LATE_S = 0.7
+LATE_S = 1.5
 
 
 class LedgerLink:
@@ -69,7 +69,7 @@ class LedgerLink:
 
     def _effect(self, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         result = call(*args)
-        self._world.checker.look_at_ledger(name, self._server)
+        self._world.checker.look_at_ledger(name, args, self._server)
         return result
 
     def _alone(self, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ from tokenloom_server.errors import NotFound
 from tokenloom_server.host import Host, Live
 from tokenloom_server.ledger.base import Commit
 from tokenloom_server.run import Generation
+from tokenloom_server.slots import Slot
 
 from tests.support.memory_ledger import MemoryLedger, Run, Store
 
@@ -78,6 +79,33 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
     return MemoryLedger
 
 
+def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """Where the ledger did not say whether a generation was opened, the one before goes on."""
+    patch.setattr(Host, "doubt", lambda self, error: None)
+    return MemoryLedger
+
+
+def lease_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A server that could not renew its lease goes on sending."""
+    patch.setattr(Host, "leads", lambda self: self.epoch_held)
+    return MemoryLedger
+
+
+def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A rank is sent more than it has room for."""
+    sendable = Generation._sendable
+
+    def generous(self: Generation, slot: Slot, flush: bool = False) -> int:
+        given, slot.credit_steps = slot.credit_steps, slot.credit_steps + 1
+        try:
+            return sendable(self, slot, flush)
+        finally:
+            slot.credit_steps = given
+
+    patch.setattr(Generation, "_sendable", generous)
+    return MemoryLedger
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -87,5 +115,8 @@ MUTANTS: dict[str, Mutant] = {
         ledger_that_ignores_the_epoch,
         boundary_one_step_early,
         commit_one_step_ahead,
+        opening_of_unknown_outcome_forgotten,
+        lease_ignored,
+        credits_ignored,
     )
 }

@@ -70,6 +70,11 @@ class Plan:
         message_steps = rng.randint(1, 4)
         theme = rng.choice([*sorted(THEMES), "any", "any"])
         faults = THEMES[theme] if theme in THEMES else tuple(rng.sample(FAULTS, rng.randint(0, 5)))
+        ledger_faults = tuple(rng.sample(LEDGER_FAULTS, rng.randint(1, 4)))
+        ledger_fault_rate = rng.choice([0.0, 0.0, 0.03, 0.1, 0.3])
+        if theme == "launches" and rng.random() < 0.7:
+            # What a launch that is over still has on its way to the ledger.
+            ledger_faults, ledger_fault_rate = ("late", "twice", "answer lost", "hangs"), 0.2
         return cls(
             mixture=rng.choice(sorted(MIXTURES)),
             window_steps=rng.randint(2, 12),
@@ -83,8 +88,8 @@ class Plan:
             overlap=rng.choice([0.0, 0.1, 0.5]),
             loses_calls=rng.choice([0.0, 0.0, 0.1, 0.3]),
             clock_drift=rng.choice([0.0, 0.001]),
-            ledger_faults=tuple(rng.sample(LEDGER_FAULTS, rng.randint(1, 4))),
-            ledger_fault_rate=rng.choice([0.0, 0.0, 0.03, 0.1, 0.3]),
+            ledger_faults=ledger_faults,
+            ledger_fault_rate=ledger_fault_rate,
             faults=faults,
             fault_count=rng.randint(1, 8) if faults else 0,
             fault_gap_s=rng.choice([0.05, 0.3, 1.0]),
@@ -376,12 +381,15 @@ class World(Scheduler):
     def _ledger_back(self) -> None:
         self.ledger_is_away = False
 
-    def _snapshot(self, save: bool = False) -> None:
+    def _snapshot(self) -> None:
         server = self._a_server()
         if server is not None and server.host is not None:
-            self.at(0.0, server, self._ask_for_snapshot, server, True)
+            self.at(0.0, server, self._save_snapshot, server)
 
-    def _ask_for_snapshot(self, server: Server, save: bool) -> str | None:
+    def _save_snapshot(self, server: Server) -> None:
+        self._make_snapshot(server, True)
+
+    def _make_snapshot(self, server: Server, save: bool) -> str | None:
         """The server's own state at some index is the trainer's; saved, it can be resumed from."""
         host, launch = server.host, self.launches[-1]
         if host is None or host.live is None or host.committed is None:
@@ -410,7 +418,7 @@ class World(Scheduler):
             self.at(0.0, server, self._ask_for_pin, server)
 
     def _ask_for_pin(self, server: Server) -> None:
-        text = self._ask_for_snapshot(server, False)
+        text = self._make_snapshot(server, False)
         host = server.host
         if text is None or host is None:
             return
