@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import redis
 from support.redis_server import RedisServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings_of_the_developers_own() -> None:
+    """A token or a data root that is set on this machine is not for the servers of the tests."""
+    for name in [name for name in os.environ if name.startswith("TOKENLOOM_")]:
+        del os.environ[name]
 
 
 @pytest.fixture(scope="session")

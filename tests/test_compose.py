@@ -27,11 +27,13 @@ ROOT = Path(__file__).resolve().parent.parent
 STARTS_WITHIN_S = 30.0
 
 Service = dict[str, Any]
+#: All that has to be set.
+TOKEN = {"TOKENLOOM_TOKEN": "a-token-for-compose-0123456789"}
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    return _read_compose({})
+    return _read_compose(TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,24 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, arguments.strip()) for name, _, arguments in parts]
 
 
+class RequiredVariable(Exception):
+    """What Compose says instead of starting anything."""
+
+
 def _read_compose(environment: dict[str, str]) -> dict[str, Any]:
-    """The file with ``${NAME:-default}`` replaced, as Compose does it."""
-    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
-    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: environment.get(m[1]) or m[2], text)
+    """The file with ``${NAME:-default}`` and ``${NAME:?message}`` replaced, as Compose does it."""
+    lines = (ROOT / "docker-compose.yml").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, rest = found.groups()
+        if environment.get(name):
+            return environment[name]
+        if kind == "?":
+            raise RequiredVariable(name, rest)
+        return rest
+
+    text = re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
     assert "$" not in text
     document: dict[str, Any] = yaml.safe_load(text)
     return document
@@ -80,7 +96,20 @@ def _last(instructions: list[tuple[str, str]], name: str) -> str:
 # --- What the files say ------------------------------------------------------------------------------------------
 
 
-def test_ports_are_published_on_loopback_only_since_there_is_no_authentication(compose: dict[str, Any]) -> None:
+@pytest.mark.parametrize("environment", [{}, {"TOKENLOOM_TOKEN": ""}])
+def test_without_a_token_nothing_is_started(environment: dict[str, str]) -> None:
+    with pytest.raises(RequiredVariable, match="openssl rand -hex 32"):
+        _read_compose(environment)
+
+
+def test_the_server_gets_the_tokens_and_nobody_else(compose: dict[str, Any], server: Service) -> None:
+    # A name without a value is passed on where it is set.
+    assert server["environment"] == TOKEN | {"TOKENLOOM_READ_TOKEN": None}
+    assert "environment" not in compose["services"]["redis"]
+    assert not any(TOKEN["TOKENLOOM_TOKEN"] in argument for argument in server["command"]), "everybody sees a command"
+
+
+def test_ports_are_published_on_loopback_only_since_there_is_no_tls(compose: dict[str, Any]) -> None:
     ports = {name: service.get("ports", []) for name, service in compose["services"].items()}
 
     assert ports == {"server": ["127.0.0.1:50051:50051", "127.0.0.1:8080:8080"], "redis": []}
@@ -130,7 +159,7 @@ def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Servic
 def test_mixture_and_data_follow_the_environment() -> None:
     environment = {"TOKENLOOM_MIXTURE": "/a/my.yaml", "TOKENLOOM_DATA": "/b", "TOKENLOOM_GRPC_PORT": "1"}
 
-    changed = _read_compose(environment)["services"]["server"]
+    changed = _read_compose(TOKEN | environment)["services"]["server"]
 
     assert {target: bind["source"] for target, bind in _binds(changed).items()} == {
         "/config/mixture.yaml": "/a/my.yaml",
@@ -361,7 +390,12 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
     launch = [sys.executable, "-c", f"import sys; from {command.module} import main; sys.exit(main())"]
     with compose_redis.start() as client, (tmp_path / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [*launch, *arguments, f"--ready-file={ready}"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=config
+            [*launch, *arguments, f"--ready-file={ready}"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=config,
+            env=os.environ | TOKEN,
         )
         try:
             deadline = time.monotonic() + STARTS_WITHIN_S
@@ -373,7 +407,12 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
             assert _health_check(instructions, port) == 0
 
             dataset = RemoteDataset(
-                f"grpc://{addresses['grpc']}/sample", batch_size=4, rank=0, world_size=1, attempt="compose"
+                f"grpc://{addresses['grpc']}/sample",
+                batch_size=4,
+                rank=0,
+                world_size=1,
+                attempt="compose",
+                token=TOKEN["TOKENLOOM_TOKEN"],
             )
             with contextlib.closing(dataset):
                 batch = next(iter(dataset))

@@ -69,7 +69,7 @@ BAD = [
     ("mixture.children.0.source", 7, "valid string"),
     ("mixture.children.2.children.0.source", CODE, "mixture.children.0"),
     ("mixture.children.1.alias", "code", "mixture.children.0"),
-    ("mixture.policy", "round_robin", "'least_consumed' or 'weighted'"),
+    ("mixture.policy", "fewest", "'least_consumed', 'weighted', 'round_robin' or 'sequential'"),
     ("mixture.on_exhausted", "repeat", "'drop' or 'stop'"),
     ("mixture.children", [], "at least 1"),
     ("mixture.children", "a.txt", "valid list"),
@@ -88,6 +88,12 @@ BAD = [
     ("window_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
 ]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "sequential"])
+def test_a_weight_under_a_policy_that_knows_none_is_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"mixture: children.0.weight: found 2, but the policy '{policy}' knows no"):
+        parsed(changed(put("mixture.policy", policy)))
 
 
 @pytest.mark.parametrize(("path", "value", "says"), BAD, ids=[f"{path}={value!r:.24}" for path, value, _ in BAD])

@@ -456,15 +456,18 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
             wait_until(lambda: False, "luck", 0.1, [child])
 
 
-def test_children_do_not_inherit_the_variables_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+def test_children_do_not_inherit_what_is_set_for_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", "TOKENLOOM_TOKEN"):
         monkeypatch.setenv(name, "7")
-    show = "import os; print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'SLURM_PROCID')})"
+    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "TOKENLOOM_TOKEN")
+    show = f"import os; print({{k: os.environ.get(k) for k in {names}}})"
     with Processes() as children:
         child = children.start("child", ["-c", show], tmp_path / "child.log", RANK="1")
         wait_until(lambda: child.status == 0, "the child", 30, [child])
 
-    assert "{'RANK': '1', 'WORLD_SIZE': None, 'SLURM_PROCID': None}" in child.tail()
+    assert "{'RANK': '1', 'WORLD_SIZE': None, 'SLURM_PROCID': None, 'TOKENLOOM_TOKEN': None}" in child.tail()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")

@@ -12,9 +12,18 @@ import yaml
 from tokenloom_server import config, errors, peeking
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
+from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
+from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
+from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
+from tokenloom_server.peeking import MAX_PEEKS
 from tokenloom_server.rest_api.app import create_app
-from tokenloom_server.service import Runs
+from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
+from tokenloom_server.rest_api.http import MAX_CONNECTIONS
+from tokenloom_server.security import RPCS, Scope
+from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, Runs
+from tokenloom_server.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.spec import SCHEMES
 from typer.main import get_command
 
@@ -115,7 +124,46 @@ def test_every_route_is_in_the_reference() -> None:
             assert f"| `{method.upper()} {path}` |" in REFERENCE
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/reference.md"])
+def test_every_rpc_is_in_the_reference_with_its_token() -> None:
+    section = REFERENCE.split("## Tokens and TLS")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|control)\b", section, re.MULTILINE))
+    words = {Scope.OPEN: "none", Scope.READ: "reading", Scope.CONTROL: "control"}
+    for method, scope in RPCS.items():
+        name = method.rpartition("/")[2]
+        assert [token for names, token in rows.items() if f"`{name}`" in names] == [words[scope]], method
+
+
+def test_every_bound_is_in_the_reference() -> None:
+    section = REFERENCE.split("| bound | |")[1].split("\n## ")[0]
+    aside = REFUSAL_THREADS + OPEN_THREADS + FIGURE_THREADS + PEEK_THREADS
+    for bound in (
+        aside,
+        PEEK_THREADS,
+        MAX_PEEKS,
+        MAX_CALLS,
+        MAX_WORLD_SIZE,
+        MAX_RUNS,
+        MAX_SAVED_SNAPSHOTS,
+        MAX_CONNECTIONS,
+    ):
+        assert re.search(rf"[| ]{bound:,}\b", section), bound
+    for size in (MAX_REQUEST_BYTES, MAX_BODY_BYTES, MAX_STEP_BYTES, MAX_SNAPSHOT_BYTES, SMALL_REQUEST_BYTES):
+        unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
+        assert f"{size // unit} {name}" in section
+
+
+def test_every_setting_of_the_entry_is_in_the_reference() -> None:
+    section = REFERENCE.split("## Tokens and TLS")[1].split("\n## ")[0]
+    sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
+    assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
+    elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_"}
+    assert {name for name in variables - elsewhere if f"`{name}`" not in section} == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md", "docs/reference.md"]
+)
 def test_links_between_the_documents_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -15,6 +15,7 @@ from support.memory_service import MemoryService, rank_stats, run_stats, source_
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.page import FILES
 from tokenloom_server.rest_api.server import RestServer
+from tokenloom_server.security import Access
 from tokenloom_server.stats import LedgerStats
 
 RUN = "wiki-and-code"
@@ -61,7 +62,7 @@ def test_the_page_has_nothing_inline_and_points_to_this_server_only() -> None:
     served = {url.lstrip("/") for url in FILES} | {"v1/runs", "openapi.json", "metrics", "readyz"}
     assert set(markup.urls) <= served, "relative URLs of this server, so that it also works behind a path prefix"
     for name in ("page.js", "page.css"):
-        assert "://" not in re.sub(r"grpc://", "", content(name))
+        assert "://" not in re.sub(r"grpcs?://", "", content(name))
 
 
 def test_the_script_writes_texts_only_as_text() -> None:
@@ -277,6 +278,96 @@ def test_a_newcomer_gets_three_lines_with_the_address(page: Page, service: Memor
     service.runs.clear()
     expect(page.get_by_role("heading", name="No run is served yet")).to_be_visible()
     expect(page.get_by_text('RemoteDataset("grpc://127.0.0.1:50051/RUN", batch_size=4)')).to_be_visible()
+
+
+CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
+
+
+@pytest.fixture
+def guarded(browser: Browser) -> Iterator[tuple[Page, MemoryService]]:
+    """The page of a server that wants a token, as somebody opens it for the first time."""
+    service = MemoryService()
+    service.put(run_stats(RUN))
+    server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
+    server.start(service)
+    faults: list[str] = []
+    context = browser.new_context()
+    context.set_default_timeout(10_000)
+    opened = context.new_page()
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+    opened.goto(server.url)
+    yield opened, service
+    context.close()
+    server.stop(timeout=2)
+    assert not [fault for fault in faults if "status of 401" not in fault and "status of 403" not in fault]
+
+
+def enter(page: Page, token: str) -> None:
+    page.get_by_label("Token").fill(token)
+    page.get_by_label("Token").press("Enter")
+
+
+@pytest.mark.browser
+def test_where_a_token_is_wanted_the_page_asks_for_it_and_keeps_it_in_the_tab(
+    guarded: tuple[Page, MemoryService], browser: Browser
+) -> None:
+    page, _ = guarded
+    url = page.url
+    expect(page.get_by_role("heading", name="This server wants a token")).to_be_visible()
+    expect(page.get_by_label("Token")).to_be_focused()
+    expect(page.get_by_role("heading", name=RUN)).to_have_count(0)
+    enter(page, "another-token-0123456789")
+    expect(page.get_by_text("The server does not know this token.")).to_be_visible()
+    enter(page, READ)
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    expect(page.get_by_label("Token")).to_be_hidden()
+
+    page.reload()
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    assert page.url == url
+    assert not page.context.cookies()
+    stores = page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]")
+    assert stores == [[READ], []]
+    assert READ not in page.content()
+    second = page.context.new_page()
+    second.goto(url)
+    expect(second.get_by_label("Token")).to_be_visible()
+    second.close()
+
+    page.get_by_role("button", name="Forget the token").click()
+    expect(page.get_by_label("Token")).to_be_visible()
+    expect(page.get_by_role("heading", name=RUN)).to_be_hidden()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+@pytest.mark.browser
+def test_the_token_decides_what_the_page_can_do(guarded: tuple[Page, MemoryService]) -> None:
+    page, service = guarded
+    enter(page, READ)
+    page.get_by_role("button", name="Take a snapshot").click()
+    expect(page.get_by_text("No snapshot was taken: the token is for reading")).to_be_visible()
+    assert not service.saved
+    page.get_by_role("button", name="Forget the token").click()
+    enter(page, CONTROL)
+    page.get_by_role("button", name="Take a snapshot").click()
+    expect(page.get_by_text("Saved at sample 4,096.")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_links_bring_the_token_and_give_the_exact_bytes(guarded: tuple[Page, MemoryService]) -> None:
+    page, service = guarded
+    service.snapshot(RUN, 4096, True)
+    enter(page, READ)
+    for link, content in (
+        ("s0-4096", service.saved[RUN]["s0-4096"].encode()),
+        ("Prometheus metrics", b"# HELP"),
+        ("OpenAPI", b'{"openapi"'),
+    ):
+        with page.expect_download() as download:
+            page.get_by_role("link", name=link).click()
+        assert download.value.path().read_bytes().startswith(content)
+        assert READ not in download.value.url
 
 
 @pytest.mark.browser

@@ -360,6 +360,25 @@ def test_text_that_is_tokenised_ahead_is_the_same_order(folder: Path) -> None:
     assert digests[0] == digests[1]
 
 
+def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -> None:
+    class Growing(list[int]):
+        """The producer appends whenever somebody looks how many there are."""
+
+        def __len__(self) -> int:
+            self.append(0)
+            return super().__len__()
+
+    order = order_of(folder)
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=3, batch_size=2, group_steps=9))
+    pipeline.fill(group, 4)
+    counts, starts = group.document_starts(1, 0, 4)
+    assert sum(counts)
+    group.rotations = Growing(group.rotations)
+    found, positions = group.document_starts(1, 0, 4)
+    assert (found, positions.tolist()) == (counts, starts.tolist())
+
+
 def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path) -> None:
     order = order_of(folder, flat([CODE], sequence_length=16))
     behind = END_OF_TEXT

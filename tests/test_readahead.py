@@ -55,6 +55,23 @@ def test_one_block_is_made_ahead_and_no_more() -> None:
         assert packer.made == 2
 
 
+def test_what_waits_is_not_made_once_nobody_will_ask_for_it() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        packers = [Slow(20) for _ in range(5)]
+        begun = [ReadAhead(packer, pool).blocks() for packer in packers]
+        for blocks in begun:
+            next(blocks)
+        held = threading.Event()
+        pool.submit(held.wait)
+        for blocks in begun:
+            next(blocks)
+        made = sum(packer.made for packer in packers)
+        begun.clear()
+        del blocks
+        held.set()
+    assert sum(packer.made for packer in packers) == made
+
+
 def test_what_a_source_fails_with_comes_behind_all_that_it_gave() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = []

@@ -14,12 +14,14 @@ from tokenloom.errors import (
     ConfigError,
     CounterOverflow,
     Fenced,
+    Forbidden,
     JoinRefused,
     LeaseHeld,
     LedgerError,
     LedgerRolledBack,
     LedgerUnavailable,
     LedgerUnsafe,
+    LimitExceeded,
     NotFound,
     NotLeader,
     OrderMismatch,
@@ -35,6 +37,7 @@ from tokenloom.errors import (
     TokenizerError,
     TokenloomError,
     TooManyPeeks,
+    Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
 
@@ -45,12 +48,14 @@ __all__ = [
     "ConfigError",
     "CounterOverflow",
     "Fenced",
+    "Forbidden",
     "JoinRefused",
     "LeaseHeld",
     "LedgerError",
     "LedgerRolledBack",
     "LedgerUnavailable",
     "LedgerUnsafe",
+    "LimitExceeded",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
@@ -69,4 +74,5 @@ __all__ = [
     "TokenizerError",
     "TokenloomError",
     "TooManyPeeks",
+    "Unauthenticated",
 ]

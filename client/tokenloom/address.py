@@ -1,4 +1,4 @@
-"""Where a run is served: ``grpc://host:port/run``."""
+"""Where a run is served: ``grpc://host:port/run``, or ``grpcs://`` with TLS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 EXPECTED = (
     "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code, or, where others stand by, "
-    "grpc://HOST:PORT,HOST:PORT/RUN"
+    "grpc://HOST:PORT,HOST:PORT/RUN; with TLS grpcs://…"
 )
 
 
@@ -17,6 +17,7 @@ class Address:
 
     targets: tuple[str, ...]
     run: str
+    tls: bool = False
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -28,12 +29,17 @@ class Address:
             raise ValueError(f"{url!r} is not the address of a run ({error}): {EXPECTED}") from None
         run = unquote(parts.path.removeprefix("/"))
         extra = parts.query or parts.fragment
-        if parts.scheme != "grpc" or not run or "/" in run or extra:
+        if parts.scheme not in ("grpc", "grpcs") or not run or "/" in run or extra:
             raise ValueError(f"{url!r} is not the address of a run: {EXPECTED}")
-        return cls(targets, run)
+        return cls(targets, run, parts.scheme == "grpcs")
 
     def __str__(self) -> str:
-        return f"grpc://{','.join(self.targets)}/{self.run}"
+        return f"{'grpcs' if self.tls else 'grpc'}://{','.join(self.targets)}/{self.run}"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Without ports; an IPv6 one in brackets."""
+        return tuple(target.rpartition(":")[0] for target in self.targets)
 
 
 def _target(place: str) -> str:

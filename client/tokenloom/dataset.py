@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenloom_proto.credentials import Credentials
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tokenloom import topology
@@ -42,6 +43,11 @@ class RemoteDataset(IterableDataset[Batch]):
     order comes, to this process alone, from where the ledger stands unless a state was loaded or ``resume`` says
     otherwise; there it may also be a sample index as text, such as ``resume="38000"``. The order is the run's own,
     so ``state_dict()`` is a point that training can resume at.
+
+    Where the server wants a token, it is ``token`` or the environment's ``TOKENLOOM_TOKEN``. With ``grpcs://`` the
+    connection uses TLS: ``tls_ca`` is the CA that is trusted (PEM), ``tls_cert`` and ``tls_key`` are for a server
+    that wants to see a certificate (or ``TOKENLOOM_TLS_CA``, ``_CERT`` and ``_KEY``). Without TLS a token is only sent
+    to this machine, and to the hosts that ``TOKENLOOM_PLAINTEXT_HOSTS`` names.
     """
 
     def __init__(
@@ -62,9 +68,22 @@ class RemoteDataset(IterableDataset[Batch]):
         position_ids: bool = False,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
+        token: str | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._address = Address.parse(url)
+        self._credentials = Credentials.find(
+            self._address.hosts,
+            tls=self._address.tls,
+            token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            environment=os.environ,
+        )
         for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
@@ -244,6 +263,7 @@ class RemoteDataset(IterableDataset[Batch]):
         connection = Connection(
             Request(
                 address=self._address,
+                credentials=self._credentials,
                 stream=self._stream,
                 topology=self._topology,
                 batch_size=self._batch_size,

@@ -111,6 +111,18 @@ class TooManyPeeks(TokenloomError):
     """As many peeks at the run are open as the server makes at once."""
 
 
+class Unauthenticated(TokenloomError):
+    """The server wants a token, and this client brought none or another one."""
+
+
+class Forbidden(TokenloomError):
+    """The token is for reading, and training needs the one for control."""
+
+
+class LimitExceeded(TokenloomError):
+    """A bound of the server is reached: a message's size, or the number of streams, runs or saved snapshots."""
+
+
 def named(name: str, message: str) -> TokenloomError:
     """The error that travels under ``name``; the root, with the name kept, for one of a newer server."""
     for error in _tree(TokenloomError):

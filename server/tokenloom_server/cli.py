@@ -28,6 +28,27 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
+# What those who only look may show a server.
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN.",
+        show_default=False,
+    ),
+]
+_TlsCa = Annotated[Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.", show_default=False)]
+_TlsCert = Annotated[
+    Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.", show_default=False)
+]
+_TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.", show_default=False)]
+_DataRoots = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A folder below which all data and tokenisers of a mixture file must lie; may be given again.",
+        envvar="TOKENLOOM_DATA_ROOTS",
+        show_default=False,
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -90,6 +111,31 @@ def serve(
         float,
         typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
     ] = 300.0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the token that trainers and operators show; mode 0600. Without it: TOKENLOOM_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+    read_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a second token, for reading alone: figures, metrics, the page. Without it: "
+            "TOKENLOOM_READ_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.", show_default=False),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.", show_default=False)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).", show_default=False),
+    ] = None,
+    data_root: _DataRoots = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
@@ -98,7 +144,10 @@ def serve(
     """
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.security import Access
     from tokenloom_server.server import ServeOptions, Server
+    from tokenloom_server.tls import Tls
 
     _set_up_logging(log_level)
     stopping = threading.Event()
@@ -117,6 +166,9 @@ def serve(
                 lease_s=lease,
                 liveness_s=liveness,
                 rank_timeout_s=rank_timeout,
+                access=Access.find(os.environ, token_file, read_token_file),
+                tls=Tls.load(tls_cert, tls_key, tls_client_ca),
+                data_roots=DataRoots.of(data_root or ()),
             )
         )
     except TokenloomError as error:
@@ -124,7 +176,7 @@ def serve(
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
-        f"http://{server.rest_address}/ (runs: {', '.join(server.run_names)})",
+        f"{server.page_url} (runs: {', '.join(server.run_names)})",
         flush=True,
     )
     stopping.wait()
@@ -133,7 +185,7 @@ def serve(
 
 
 @app.command()
-def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
+def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -> None:
     """Check a mixture file, its sources and its tokeniser, without serving anything.
 
     Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
@@ -141,6 +193,7 @@ def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
     from rich.table import Table
 
     from tokenloom_server import config
+    from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import Order
 
@@ -149,7 +202,7 @@ def validate(mixture: Annotated[Path, _MIXTURE]) -> None:
     try:
         found = config.load(mixture)
         with _console(stderr=True).status("opening sources and tokeniser"):
-            order = Order.create(found, mixture.resolve().parent, None)
+            order = Order.create(found, mixture.resolve().parent, None, DataRoots.of(data_root or ()))
             samples = order.pipeline(order.initial())
             samples.advance(1)
     except TokenloomError as error:
@@ -175,15 +228,20 @@ def stats(
     url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
 ) -> None:
     """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
     from rich.table import Table
 
-    from tokenloom_server.remote import read_stats
+    from tokenloom_server.remote import Remote
 
     out = _console()
     try:
-        found = read_stats(url, run)
+        remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        found = remote.stats(run)
     except TokenloomError as error:
         _fail(error)
     for document in found:
@@ -224,7 +282,10 @@ def stats(
 @app.command()
 def peek(
     url: Annotated[
-        str, typer.Argument(help="What trainers use: grpc://HOST:PORT/RUN.", metavar="URL", show_default=False)
+        str,
+        typer.Argument(
+            help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL", show_default=False
+        ),
     ],
     at: Annotated[
         int | None,
@@ -240,6 +301,10 @@ def peek(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the samples as JSON, one a line, with ids, text and digest.")
     ] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
 ) -> None:
     """Look at the samples of a served run, as the model sees them, without taking part in it.
 
@@ -253,7 +318,16 @@ def peek(
     from tokenloom_server.viewer import look
 
     try:
-        view = look(url, at, samples)
+        view = look(
+            url,
+            at,
+            samples,
+            os.environ,
+            token_file=token_file,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+        )
     except TokenloomError as error:
         _fail(error)
     if as_json:

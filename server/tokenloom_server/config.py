@@ -88,8 +88,9 @@ class SourceConfig(_Model):
 class NodeConfig(_Model):
     """An inner node of the mixture: a policy over its children."""
 
-    policy: Literal["least_consumed", "weighted"]
-    """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws."""
+    policy: Literal["least_consumed", "weighted", "round_robin", "sequential"]
+    """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws. ``round_robin``: a
+    sample of each child in turn. ``sequential``: one child after the other."""
     children: Annotated[list[Child], Field(min_length=1)]
     """Sources, or nodes."""
     alias: str | None = None
@@ -98,6 +99,17 @@ class NodeConfig(_Model):
     """Share within the parent node, relative to its siblings."""
     on_exhausted: Literal["drop", "stop"] = "drop"
     """When a child runs out: ``drop`` renormalises the rest; ``stop`` ends this node."""
+
+    @model_validator(mode="after")
+    def _weights_have_a_meaning(self) -> Self:
+        if self.policy in ("round_robin", "sequential"):
+            for i, child in enumerate(self.children):
+                if child.weight != 1.0:
+                    raise ValueError(
+                        f"children.{i}.weight: found {child.weight:g}, but the policy {self.policy!r} knows no "
+                        "weights; leave it out, or take the policy 'least_consumed' or 'weighted'"
+                    )
+        return self
 
 
 def _child_kind(value: object) -> str:

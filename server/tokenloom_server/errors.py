@@ -177,3 +177,24 @@ class TooManyPeeks(TokenloomError):
 
     grpc_status = "UNAVAILABLE"
     http_status = 429
+
+
+class Unauthenticated(TokenloomError):
+    """The call brings no token, or one that this server does not know. Never retried."""
+
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class Forbidden(TokenloomError):
+    """The token is for reading, and the call needs the one for control. Never retried."""
+
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
+
+
+class LimitExceeded(TokenloomError):
+    """A bound of the server is reached: a message's size, or the number of streams, runs or saved snapshots."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 409

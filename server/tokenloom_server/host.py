@@ -124,6 +124,7 @@ class Host:
         self.leads_until = -math.inf
         #: Whether the lease is only to be taken anew, because an opening may have been written (``doubt``).
         self.in_doubt = False
+        self.doubts = 0
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         self.lock = threading.Lock()
@@ -142,6 +143,7 @@ class Host:
         self.stopping = False
         self.producer_wakes = threading.Condition(self.lock)
         self.committer_wakes = threading.Condition(self.lock)
+        self.lease_wakes = threading.Condition(self.lock)
         #: Whether the committer sleeps until a commit is due; it alone sets this.
         self.committer_idle = False
         self._workers: tuple[threading.Thread, ...] = ()
@@ -229,6 +231,8 @@ class Host:
         until the lease is taken anew: that shuts out a write that is still on its way, and shows one that was done."""
         _log.warning("%s: nothing is sent until the ledger tells whether a generation was opened: %s", self.name, error)
         self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
+        self.doubts += 1
+        self.lease_wakes.notify_all()
         self.stands_by_for = f"the ledger did not say whether a generation was opened: {error}"
         self.wake_all()
         self.live = None

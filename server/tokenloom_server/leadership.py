@@ -67,8 +67,12 @@ class Leadership(threading.Thread):
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
 
     def run(self) -> None:
+        host = self._host
         while not self._ended.is_set():
-            self._ended.wait(self.step())
+            doubts = host.doubts
+            pause_s = self.step()
+            with host.lock:
+                host.lease_wakes.wait_for(lambda seen=doubts: self._ended.is_set() or host.doubts != seen, pause_s)
 
     def step(self) -> float:
         """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
@@ -89,10 +93,12 @@ class Leadership(threading.Thread):
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it."""
         host = self._host
         self._ended.set()
+        with host.lock:
+            host.lease_wakes.notify_all()
         if self.ident is not None:
             self.join(_END_S)  # else a renewal under way would come behind the release
-        if not host.epoch_held:
-            return
+        if not host.epoch_held or self._away_since is not None:
+            return  # nothing to let go, or nobody who would hear it in time
         try:
             host.ledger.release(host.uid, host.stream, host.epoch)
         except TokenloomError as error:

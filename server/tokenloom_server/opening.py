@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 RANK_0_WAIT_S = 120.0
 #: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
 BUSY_MARGIN_S = 6.0
+#: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``grpc_service.server.MAX_CALLS``).
+MAX_WORLD_SIZE = 4096
 #: The largest step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30
 #: Refused attempts that are remembered, so that waiting ranks hear why.
@@ -328,8 +330,8 @@ class Opener:
 
 
 def _check(call: JoinCall, sample_bytes: int) -> None:
-    if not 1 <= call.world_size <= 2**20:
-        raise JoinRefused(f"world size is {call.world_size}; expected 1 to {2**20}")
+    if not 1 <= call.world_size <= MAX_WORLD_SIZE:
+        raise JoinRefused(f"world size is {call.world_size}; expected 1 to {MAX_WORLD_SIZE}")
     if call.rank >= call.world_size:
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
     if not 1 <= call.batch_size <= 2**20:

@@ -22,6 +22,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.config import RunConfig, SourceConfig
+from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer
@@ -46,11 +47,13 @@ from tokenloom_server.tokenizer import (
     find_tokenizer,
     id_dtype,
     load_engine,
+    tokenizer_files,
 )
 
 _log = logging.getLogger(__name__)
 
 RECORD_FORMAT = 1
+_ANYWHERE = DataRoots()
 
 
 class Order:
@@ -96,12 +99,14 @@ class Order:
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
 
     @classmethod
-    def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None) -> Order:
+    def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
         """The order of a new run: freezes the files, reads the tokeniser, chooses its engine.
 
         Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
         """
+        _check_named(config, base_dir, roots)
         manifest = build([source.spec for source in config.sources], base_dir)
+        _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
         opened = [
             open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in config.sources
@@ -129,7 +134,9 @@ class Order:
         return cls(config, base_dir, index_dir, manifest, definition, choice.record)
 
     @classmethod
-    def load(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, record: str) -> Order:
+    def load(
+        cls, config: RunConfig, base_dir: Path, index_dir: Path | None, record: str, roots: DataRoots = _ANYWHERE
+    ) -> Order:
         """The order of a run that the ledger has.
 
         Raises ``ConfigError`` naming each field of the mixture file that differs from the record, with
@@ -150,7 +157,9 @@ class Order:
                 + "\nput these back, or begin a new run under another name; changing a mixture during a run "
                 "(a revision) comes with a later release"
             )
+        _check_named(config, base_dir, roots)
         manifest = Manifest.from_json(canonical(found["manifest"]))
+        _check_files(manifest, base_dir, roots)
         verify(manifest, base_dir)
         for path in appeared(manifest, base_dir):
             _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
@@ -299,6 +308,20 @@ class _Engines:
                 return engine.encode(texts)
             finally:
                 self._idle.append(engine)
+
+
+def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
+    """That whatever the mixture file names lies below a data root; before anything of it is looked at."""
+    for path, source in config.sources_with_paths():
+        roots.check_pattern(f"{path}.source", base_dir, source.spec.location)
+    if config.tokenizer is not None:
+        roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
+
+
+def _check_files(manifest: Manifest, base_dir: Path, roots: DataRoots) -> None:
+    """That every file of the run lies below a data root: a pattern may meet links that lead elsewhere."""
+    for source in manifest.sources:
+        roots.check_paths(f"source {source.spec!r}", base_dir, [shard.path for shard in source.shards])
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

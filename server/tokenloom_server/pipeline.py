@@ -143,15 +143,16 @@ class Group:
         """(how many documents begin in each sample, their positions in it) of a rank's steps [first, last)."""
         found = []
         sources = self.source_ids[rank, first:last].ravel().tolist()
-        for source, sample in zip(sources, self._origins()[rank, first:last].ravel().tolist(), strict=True):
+        for source, sample in zip(sources, self._origins(last)[rank, first:last].ravel().tolist(), strict=True):
             found.append(
                 np.empty(0, np.uint32) if source == PADDING else self._places(source, sample).starts_of(sample)
             )
         return [len(starts) for starts in found], np.concatenate(found)
 
-    def _origins(self) -> npt.NDArray[np.int64]:
-        """Each sample's number within its source, arranged as ``source_ids``."""
-        where = _places_of(self.plan, self.rotations, 0)
+    def _origins(self, steps: int) -> npt.NDArray[np.int64]:
+        """The number within its source of each sample of the first steps, arranged as ``source_ids``."""
+        # Not of those behind them: the producer may be about to add some.
+        where = _places_of(self.plan, self.rotations[:steps], 0)
         picks = self.source_ids.reshape(-1)[where]
         where, picks = where[picks != PADDING], picks[picks != PADDING]
         counts = np.bincount(picks, minlength=len(self.base.sources))

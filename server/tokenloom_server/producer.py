@@ -30,6 +30,7 @@ class Producer(threading.Thread):
             with host.lock:
                 host.producer_wakes.wait_for(lambda: host.stopping or host.steps_wanted())
                 if host.stopping:
+                    self._pipeline = self._group = None  # and what it has under way
                     return
             self.step()
 
@@ -56,6 +57,8 @@ class Producer(threading.Thread):
             self._give_up(live, error)
             return True
         except Exception as error:
+            if host.stopping:
+                return True  # the interpreter ends: it lets nothing more be read ahead
             _log.exception("%s: producing failed", host.name)
             self._give_up(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
             return True

@@ -37,6 +37,10 @@ class ReadAhead:
         blocks = self._packer.blocks()
         # Never more than one call at a time into a source: the next is asked for once the last one is here.
         ahead = self._pool.submit(next, blocks, None)
-        while (block := ahead.result()) is not None:
-            ahead = self._pool.submit(next, blocks, None)
-            yield block
+        try:
+            while (block := ahead.result()) is not None:
+                ahead = self._pool.submit(next, blocks, None)
+                yield block
+        finally:
+            # Nobody asks for it any more: a pool works off what waits, before a restore's first block or the exit.
+            ahead.cancel()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
+
+from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.grpc_service import GrpcServer
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.rest_api.server import RestServer
+from tokenloom_server.security import Access
+from tokenloom_server.tls import Tls
 
 if TYPE_CHECKING:
     from tokenloom_server.service import Runs
@@ -43,6 +47,9 @@ class ServeOptions:
     lease_s: float = 15.0
     liveness_s: float = 15.0
     rank_timeout_s: float = 300.0
+    access: Access = field(default_factory=Access)
+    tls: Tls | None = None
+    data_roots: DataRoots = field(default_factory=DataRoots)
 
 
 class Server:
@@ -51,18 +58,14 @@ class Server:
     def __init__(self, options: ServeOptions) -> None:
         """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
-            host = split_address(option, address)[0]
-            if not _is_loopback(host):
-                _log.warning(
-                    "%s %s: there is no authentication yet: whoever reaches this address can use it", option, host
-                )
+            _refuse_open_door(option, address, options.access, options.tls)
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
         self._ready_file: Path | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
-        self._grpc = GrpcServer(options.grpc)
+        self._grpc = GrpcServer(options.grpc, options.access, options.tls)
         try:
             self._bring_up(options)
         except BaseException:
@@ -70,14 +73,15 @@ class Server:
             raise
 
     def _bring_up(self, options: ServeOptions) -> None:
-        rest = self._rest = RestServer(*split_address("--rest", options.rest))
+        rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access, options.tls)
         from tokenloom_server.host import Terms
         from tokenloom_server.service import Runs
 
         ledger = self._ledger = open_ledger(options.ledger, options.mixtures[0].resolve().parent)
         ledger.check()
         terms = Terms(lease_s=options.lease_s, liveness_s=options.liveness_s, rank_timeout_s=options.rank_timeout_s)
-        runs = self._runs = Runs(ledger, _holder(self.grpc_address), terms, standby=options.standby)
+        holder = _holder(self.grpc_address)
+        runs = self._runs = Runs(ledger, holder, terms, standby=options.standby, data_roots=options.data_roots)
         rest.start(runs, grpc_address=self.grpc_address)
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.
@@ -97,6 +101,11 @@ class Server:
     def rest_address(self) -> str:
         assert self._rest is not None
         return self._rest.address
+
+    @property
+    def page_url(self) -> str:
+        assert self._rest is not None
+        return self._rest.url
 
     @property
     def run_names(self) -> list[str]:
@@ -134,11 +143,23 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _refuse_open_door(option: str, address: str, access: Access, tls: Tls | None) -> None:
+    """Raises ``ConfigError`` where others than this machine would reach an address without a token."""
+    host = split_address(option, address)[0]
+    if is_loopback(host):
+        return
+    if not access.closed:
+        raise ConfigError(
+            f"{option} {address}: others than this machine reach this address, and there is no token; set "
+            f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, or listen on 127.0.0.1"
+        )
+    if tls is None:
+        _log.warning(
+            "%s %s: without TLS the token and the data travel unencrypted; give --tls-cert and --tls-key, or keep "
+            "strangers off this network",
+            option,
+            address,
+        )
 
 
 def _write_ready(path: Path, grpc: str, rest: str) -> None:

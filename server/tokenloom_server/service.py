@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tokenloom_server import config
 from tokenloom_server.committer import Committer
-from tokenloom_server.errors import ConfigError, NotFound
+from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
@@ -24,6 +25,12 @@ from tokenloom_server.producer import Producer
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
+
+#: Each has its threads, its window of samples, and a tokeniser.
+MAX_RUNS = 64
+#: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
+MAX_SAVED_SNAPSHOTS = 1000
+_ANYWHERE = DataRoots()
 
 
 class ServedRun:
@@ -42,7 +49,13 @@ class Runs:
     """Implements ``stats.RunService``."""
 
     def __init__(
-        self, ledger: Ledger, holder: str | None = None, terms: Terms | None = None, *, standby: bool = False
+        self,
+        ledger: Ledger,
+        holder: str | None = None,
+        terms: Terms | None = None,
+        *,
+        standby: bool = False,
+        data_roots: DataRoots = _ANYWHERE,
     ) -> None:
         """``holder`` names this server in the ledger: equal for its own restart, and for no other server.
 
@@ -52,6 +65,7 @@ class Runs:
         self._holder = holder or uuid.uuid4().hex
         self._terms = terms or Terms()
         self._standby = standby
+        self._data_roots = data_roots
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None) -> ServedRun:
@@ -60,6 +74,10 @@ class Runs:
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
         """
+        if len(self._runs) >= MAX_RUNS:
+            raise LimitExceeded(
+                f"{path}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+            )
         found = config.load(path)
         if found.run in self._runs:
             raise ConfigError(
@@ -70,11 +88,11 @@ class Runs:
         stored = self._ledger.read_run(found.run, stream)
         order = None
         if stored is None:
-            order = Order.create(found, base_dir, index_dir)
+            order = Order.create(found, base_dir, index_dir, self._data_roots)
             stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
         if order is None or order.record() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
-            order = Order.load(found, base_dir, index_dir, stored.record)
+            order = Order.load(found, base_dir, index_dir, stored.record, self._data_roots)
         for warning in order.warnings():
             _log.warning("%s: %s", found.run, warning)
         host = Host(order, self._ledger, stored.uid, self._terms)
@@ -112,11 +130,16 @@ class Runs:
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)
-        served.host.require_lead()
+        host = served.host
+        host.require_lead()
+        if save and (saved := len(host.ledger.snapshots(host.uid, host.stream))) >= MAX_SAVED_SNAPSHOTS:
+            raise LimitExceeded(
+                f"run {run!r} has {saved} saved snapshots, and the ledger keeps at most {MAX_SAVED_SNAPSHOTS}; take "
+                "this one without saving it (the Snapshot RPC), or out of a trainer's checkpoint"
+            )
         text, index = served.history.snapshot(sample_index)
         if not save:
             return text, None
-        host = served.host
         snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         host.ledger.save_snapshot(
             host.uid,

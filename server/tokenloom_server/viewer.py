@@ -6,8 +6,9 @@ The server package's own small gRPC client: it needs no torch, and so works in t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,15 +16,17 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.remote import ServerUnreachable
+from tokenloom_server.remote import ServerUnreachable, token_to_look
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 #: The server may have to go forward to the first sample, for as long as a client's Join waits, seconds.
 _DEADLINE_S = 300.0
+_Metadata = tuple[tuple[str, str], ...]
 _OPTIONS = [
     # A proxy of the environment is for the outside world, not for the cluster.
     ("grpc.enable_http_proxy", 0),
@@ -76,32 +79,63 @@ class View:
     decode: Decode | None
 
 
-def look(url: str, at: int | None, count: int) -> View:
+def look(
+    url: str,
+    at: int | None,
+    count: int,
+    environment: Mapping[str, str],
+    *,
+    token_file: Path | None = None,
+    tls_ca: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+) -> View:
     """The ``count`` samples from ``at`` on; None: from where the ledger stands.
 
-    Raises ``ConfigError`` for another URL than ``grpc://host:port/run`` (several addresses with commas between),
-    ``ServerUnreachable``, and what the server answers.
+    Token and files of TLS are those given, else the environment's (see ``Credentials``). Raises ``ConfigError`` for
+    another URL than ``grpc://host:port/run`` or ``grpcs://…`` (several addresses with commas between) and where the
+    token would travel unencrypted to another machine, ``ServerUnreachable``, and what the server answers.
     """
-    targets, run = _parse(url)
+    targets, run, tls = _parse(url)
+    try:
+        credentials = Credentials.find(
+            [target.rpartition(":")[0] for target in targets],
+            tls=tls,
+            token=token_to_look(environment, token_file),
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            environment=environment,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for target in targets:
         try:
-            with grpc.insecure_channel(target, options=_OPTIONS) as channel:
-                return _look(DataLoaderStub(channel), run, at, count)
+            with _channel(target, credentials) as channel:
+                return _look(DataLoaderStub(channel), credentials.metadata, run, at, count)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or target == targets[-1]:
                 raise _failure(url, error) from None
     raise AssertionError("unreachable: there is at least one address")
 
 
-def _look(stub: DataLoaderStub, run: str, at: int | None, count: int) -> View:
+def _channel(target: str, credentials: Credentials) -> grpc.Channel:
+    if not credentials.tls:
+        return grpc.insecure_channel(target, options=_OPTIONS)
+    tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
+    return grpc.secure_channel(target, tls, options=_OPTIONS)
+
+
+def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, count: int) -> View:
     resume = "" if at is None else str(at)
     request = wire.JoinRequest(run=run, peek=True, world_size=1, batch_size=1, resume=resume)
-    joined = stub.Join(request, timeout=_DEADLINE_S)
+    joined = stub.Join(request, timeout=_DEADLINE_S, metadata=metadata)
     samples: list[Seen] = []
     committed, end = 0, None
     seen_all = threading.Event()
     try:
-        for response in stub.Stream(_requests(run, joined, count, seen_all), timeout=_DEADLINE_S):
+        requests = _requests(run, joined, count, seen_all)
+        for response in stub.Stream(requests, timeout=_DEADLINE_S, metadata=metadata):
             committed = response.committed_through
             if response.WhichOneof("kind") == "end_of_data":
                 end = response.end_of_data.reason
@@ -111,7 +145,7 @@ def _look(stub: DataLoaderStub, run: str, at: int | None, count: int) -> View:
                 break
     finally:
         seen_all.set()
-    return View(run=run, committed=committed, samples=samples, end=end, decode=_decoder(stub, run))
+    return View(run=run, committed=committed, samples=samples, end=end, decode=_decoder(stub, metadata, run))
 
 
 def _requests(
@@ -154,22 +188,23 @@ def _samples(joined: wire.JoinResponse, batches: wire.Batches) -> Iterator[Seen]
         )
 
 
-def _decoder(stub: DataLoaderStub, run: str) -> Decode | None:
-    found = stub.Tokenizer(wire.TokenizerRequest(run=run), timeout=_DEADLINE_S)
+def _decoder(stub: DataLoaderStub, metadata: _Metadata, run: str) -> Decode | None:
+    found = stub.Tokenizer(wire.TokenizerRequest(run=run), timeout=_DEADLINE_S, metadata=metadata)
     if found.is_bytes:
         return bytes_decoder()
     return load_decoder(found.tokenizer_json.decode()) if found.tokenizer_json else None
 
 
-def _parse(url: str) -> tuple[list[str], str]:
+def _parse(url: str) -> tuple[list[str], str, bool]:
+    """(targets, run, whether with TLS)"""
     scheme, _, rest = url.partition("://")
     netloc, _, path = rest.partition("/")
     targets, run = netloc.split(","), unquote(path)
-    if scheme != "grpc" or not run or set(run) & set("/?#") or not all(map(_is_target, targets)):
+    if scheme not in ("grpc", "grpcs") or not run or set(run) & set("/?#") or not all(map(_is_target, targets)):
         raise ConfigError(
             f"{url!r}: expected what trainers use, grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code"
         )
-    return targets, run
+    return targets, run, scheme == "grpcs"
 
 
 def _is_target(target: str) -> bool:

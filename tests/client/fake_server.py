@@ -232,11 +232,12 @@ def _abort(context: grpc.ServicerContext, name: str, message: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(script: Script, port: int = 0) -> Iterator[tuple[FakeServer, str, grpc.Server]]:
-    """A fake server on loopback: (its record, the URL of its run, the gRPC server)."""
+def serving(script: Script, port: int = 0, places: int | None = None) -> Iterator[tuple[FakeServer, str, grpc.Server]]:
+    """A fake server on loopback: (its record, the URL of its run, the gRPC server). It answers ``places`` calls at a
+    time."""
     servicer = FakeServer(script)
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=options)
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=options, maximum_concurrent_rpcs=places)
     add_DataLoaderServicer_to_server(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()

@@ -17,6 +17,13 @@ from tokenloom.address import Address
 )
 def test_a_url_names_a_server_and_a_run(url: str, targets: tuple[str, ...], run: str) -> None:
     assert Address.parse(url) == Address(targets, run)
+    secure = Address.parse(url.replace("grpc://", "grpcs://"))
+    assert secure == Address(targets, run, tls=True)
+    assert Address.parse(str(secure)) == secure
+
+
+def test_the_hosts_of_a_url_are_without_their_ports() -> None:
+    assert Address.parse("grpc://a:1,[::1]:2,127.0.0.1:3/run").hosts == ("a", "[::1]", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

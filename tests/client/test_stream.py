@@ -232,6 +232,17 @@ def test_closing_while_the_stream_is_broken_still_delivers_the_last_report() -> 
 # --- Join --------------------------------------------------------------------------------------------------------
 
 
+def test_a_join_waits_for_a_place_where_all_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Script(), places=1) as (_, url, _), RemoteDataset(url, 1) as first:
+        next(iter(first))
+        leaves = threading.Timer(0.5, first.close)
+        leaves.start()
+        with RemoteDataset(url, 1, connect_timeout_s=20) as second:
+            assert list(samples(second, 2)) == [0, 1]
+        leaves.join()
+    assert "Concurrent RPC limit" in caplog.text
+
+
 def test_a_join_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     with serving(Script(join_errors=["", "ServerStopping"])) as (server, url, _), RemoteDataset(url, 1) as dataset:
         assert next(samples(dataset)) == 0

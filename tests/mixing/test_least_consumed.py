@@ -246,3 +246,10 @@ def test_target_shares_follow_the_weights_down_the_tree() -> None:
         }
     ]
     assert target_shares(parsed(document)) == (0.25, 0.15, 0.6)
+
+
+def test_the_rarest_child_of_the_longest_samples_is_planned_as_it_is_picked() -> None:
+    weights = integer_weights([4e-9, 1])
+    shape = NodeShape(node_id=0, seed=7, sample_tokens=2**24, weights=weights, child_ids=(0, 2))
+    policy = LeastConsumed(shape, Children([0, 0], [0, 0], [False, False]), [0, 0])
+    assert policy.upcoming(4096).tolist() == [1] * 4096

@@ -16,6 +16,7 @@ from tokenloom_server.mixing.mixer import (
     Mixer,
     initial_nodes,
     node_shapes,
+    target_shares,
 )
 from tokenloom_server.state import ChildState
 
@@ -206,7 +207,38 @@ def test_credits_of_the_rest_are_what_their_new_shares_of_all_they_had_leave_ope
     assert seen == {4, 3, 2}
 
 
-@pytest.mark.parametrize("policy", ["least_consumed", "weighted"])
+@pytest.mark.parametrize("steps", [1, 3, 50])
+def test_round_robin_takes_one_of_each_live_child_in_turn(steps: int) -> None:
+    walk = Walk(parsed(flat([f"txt:{i}:text" for i in range(4)], "round_robin")), [9, 2, 9, 9])
+    found: list[int] = []
+    while len(found) < 20 and (not found or found[-1] != NOTHING):
+        found += walk.leap(steps)
+        walk.restore()
+    # The second has two samples; its turn in the third round goes to the next.
+    expected = [0, 1, 2, 3] * 2 + [0, 2, 3] * 7
+    assert found[:20] == expected[:20]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 50])
+def test_sequential_goes_from_child_to_child(steps: int) -> None:
+    walk = Walk(parsed(flat([f"txt:{i}:text" for i in range(3)], "sequential")), [4, 0, 5])
+    found: list[int] = []
+    while not found or found[-1] != NOTHING:
+        found += walk.leap(steps)
+        walk.restore()
+    assert found == [0] * 4 + [2] * 5 + [NOTHING]
+
+
+def test_target_shares_follow_the_policies() -> None:
+    document = flat([], "round_robin")
+    document["mixture"]["children"] = [
+        {"source": "txt:0:text"},
+        {"policy": "sequential", "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}]},
+    ]
+    assert target_shares(parsed(document)) == (0.5, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["least_consumed", "weighted", "round_robin"])
 def test_a_node_that_stops_ends_with_its_first_child(policy: str) -> None:
     document = flat(["txt:0:text", "txt:1:text", "txt:2:text"], policy)
     document["mixture"]["on_exhausted"] = "stop"

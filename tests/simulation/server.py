@@ -135,6 +135,8 @@ class Server(Process):
         self._joins_due = False
         self._producing = self._committing = False
         self._producer_due = self._committer_due = False
+        self._keeping_lease = False
+        self._lease_at = 0.0
         self._hooked: Live | None = None
 
     def held_up(self) -> bool:
@@ -171,20 +173,31 @@ class Server(Process):
         host.producer_wakes = Wake(host.lock, self._wake_producer)
         host.committer_wakes = Wake(host.lock, self._wake_committer)
         host.changed = Wake(host.lock, self._wake_joins)
+        host.lease_wakes = Wake(host.lock, self._wake_lease)
         self.reachable = True
         self._keep_lease()
+
+    def _wake_lease(self) -> None:
+        self._world.soon(WOKEN_S, self, self._keep_lease)
 
     def _keep_lease(self) -> None:
         """The thread of the lease."""
         assert self.host is not None
-        if self.host.stopping:
+        if self.host.stopping or self._keeping_lease:
             return
+        self._keeping_lease = True
         led = self.host.epoch_held
         pause_s = self.leadership.step()
+        self._keeping_lease = False
         if self.host.epoch_held != led:
             self._world.note(self.name, "leads" if self.host.epoch_held else "leads no longer", self.host.epoch)
         self._hook()
-        self._world.at(pause_s, self, self._keep_lease)
+        self._lease_at = self._world.now + pause_s
+        self._world.at_time(self._lease_at, self, self._lease_is_due)
+
+    def _lease_is_due(self) -> None:
+        if self._world.now >= self._lease_at:
+            self._keep_lease()
 
     def killed(self) -> None:
         """Ends it here and now; ``Killed`` unwinds what it is in the middle of."""

@@ -58,6 +58,12 @@ def test_row_groups_without_rows_are_passed_over(tmp_path: Path) -> None:
         assert read(source, row) == ["a", "b", "a", "b"][row:]
 
 
+def test_a_column_may_be_named_like_the_field_of_a_struct_before_it(tmp_path: Path) -> None:
+    table = pa.table({"meta": [{"text": "x"}, {"text": "y"}], "meta.text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(open_source(Spec.parse("parquet:a.parquet:meta.text"), tmp_path, None, None)) == ["a", "b"]
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a" * 1000]}), path)

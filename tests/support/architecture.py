@@ -17,7 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec",),
+        ("spec", "security", "tls", "data_roots"),
         ("config", "stats"),
         ("sources",),
         ("tokenizer",),
@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
     ),
     PROTO: (
-        ("__init__", "seal", "dataloader_pb2"),
+        ("__init__", "seal", "credentials", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }

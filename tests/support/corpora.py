@@ -129,15 +129,18 @@ def order_of(folder: Path, document: dict[str, Any] | None = None) -> Order:
 
 def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[str, Any]:
     """A random node: up to ``depth`` levels, random policies, weights and ``on_exhausted``."""
+    policy = rng.choice(["least_consumed", "weighted", "round_robin", "sequential"])
     children: list[dict[str, Any]] = []
     for _ in range(rng.randint(1, 4)):
         weight = rng.choice([1, 1, 2, 0.5, round(rng.uniform(0.01, 9), 3)])
+        if policy in ("round_robin", "sequential"):
+            weight = 1
         if depth > 1 and rng.random() < 0.35:
             children.append(random_tree(rng, depth - 1, specs) | {"weight": weight})
         else:
             children.append({"source": next(specs), "weight": weight})
     return {
-        "policy": rng.choice(["least_consumed", "weighted"]),
+        "policy": policy,
         "on_exhausted": "stop" if rng.random() < 0.15 else "drop",
         "children": children,
     }

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,8 @@ COMMAND_DEADLINE_S = 50
 class ServerProcess:
     """``tokenloom serve`` on free ports, with warnings as errors. ``start`` again: on the same ports.
 
-    ``options`` are the interpreter's, ``flags`` those of ``tokenloom serve``.
+    ``options`` are the interpreter's, ``flags`` those of ``tokenloom serve``; ``environment`` is added to this
+    process's.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class ServerProcess:
         ledger: str = "sqlite:///ledger.db",
         options: Sequence[str] = (),
         flags: Sequence[object] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
@@ -41,6 +43,7 @@ class ServerProcess:
         self._mixtures = mixtures
         self._options = options
         self._flags = tuple(map(str, flags))
+        self._environment = os.environ | (environment or {})
         # A relative SQLite file lies beside the mixture file; servers of one mixture must not share it.
         self.ledger = ledger.replace("sqlite:///", f"sqlite:///{folder}/") if ledger.startswith("sqlite:") else ledger
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,7 +73,9 @@ class ServerProcess:
         command += ["--ready-file", str(self.ready_file), "--index-dir", str(self.log_path.parent / "index")]
         command += self._flags
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environment
+            )
         deadline = time.monotonic() + START_DEADLINE_S
         while not self.ready_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -6,6 +6,7 @@ import random
 import time
 
 import grpc
+from tokenloom_proto.credentials import Credentials
 
 from tokenloom.address import Address
 from tokenloom.errors import ProtocolError, ServerUnavailable, TokenloomError, named
@@ -32,9 +33,12 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(target: str) -> grpc.Channel:
+def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
     """A channel to a server; it connects with the first call."""
-    return grpc.insecure_channel(target, options=_OPTIONS)
+    if not credentials.tls:
+        return grpc.insecure_channel(target, options=_OPTIONS)
+    tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
+    return grpc.secure_channel(target, tls, options=_OPTIONS)
 
 
 def retryable(error: grpc.RpcError) -> bool:
@@ -42,7 +46,10 @@ def retryable(error: grpc.RpcError) -> bool:
     code, details = error.code(), error.details() or ""
     # A server that dies mid-call shows as any of these; CANCELLED is its abort when it is not ours.
     broken = code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details
-    return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and (broken or code is grpc.StatusCode.CANCELLED))
+    # gRPC's own words where every place for a call is taken: it gets free, or the budget ends.
+    full = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in details
+    passing = broken or full or code is grpc.StatusCode.CANCELLED
+    return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and passing)
 
 
 def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
@@ -50,7 +57,7 @@ def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
     code, details = error.code(), error.details() or "no details"
     if name := _name(error):
         return named(name, details)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+    if retryable(error) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailable(f"{address}: {code.name}: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolError(f"{address} is not a Tokenloom server of this version: {details}")

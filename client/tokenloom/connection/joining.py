@@ -11,12 +11,21 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Layout
-from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
+from tokenloom.connection.channel import (
+    Retry,
+    failure,
+    is_named,
+    retry_for_s,
+    retryable,
+    summary,
+    times_out,
+)
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
@@ -32,6 +41,7 @@ class Request:
     """What a dataset asks for."""
 
     address: Address
+    credentials: Credentials
     stream: str
     topology: Topology
     batch_size: int
@@ -88,6 +98,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         process=topology.process(),
         peek=request.peek,
     )
+    metadata = request.credentials.metadata
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
     told: grpc.RpcError | None = None
@@ -95,7 +106,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
-            return _opening(connect().Join(message, timeout=max(retry.remaining_s(), 0.001)), request)
+            answer = connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=metadata)
+            return _opening(answer, request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
             if is_named(error):

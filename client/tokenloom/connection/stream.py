@@ -89,7 +89,7 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        self._channel = open_channel(next(self._targets))
+        self._channel = open_channel(next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
@@ -148,7 +148,7 @@ class Connection:
         method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._connect().stream_stream(
             _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
         )
-        call = self._call = method(iter(writer))
+        call = self._call = method(iter(writer), metadata=self._request.credentials.metadata)
         try:
             for data in call:
                 self._receive(read(data))

@@ -92,7 +92,7 @@ class Processes:
         self._children: list[Child] = []
 
     def start(self, name: str, command: Sequence[str], log: Path, **environment: str) -> Child:
-        """Starts ``python -m …``, without the launcher's variables that this process may have inherited."""
+        """Starts ``python -m …``, without the variables of a launcher, and without what is set for another server."""
         child = Child(name, [sys.executable, *command], log, _clean(os.environ) | environment)
         self._children.append(child)
         return child
@@ -141,7 +141,8 @@ def wait_until(done: Callable[[], bool], what: str, timeout_s: float, children: 
 
 
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what torchrun, SLURM or a proxy set: the children's ranks and addresses are given to them."""
+    """Without what torchrun, SLURM or a proxy set: the children's ranks and addresses are given to them. And without
+    tokens and data roots: their server is theirs alone."""
     launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    prefixes = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+    prefixes = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "TOKENLOOM_")
     return {k: v for k, v in environment.items() if k not in launcher and not k.startswith(prefixes)}

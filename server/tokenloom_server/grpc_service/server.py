@@ -9,28 +9,40 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.grpc_service.entry import Entry
+from tokenloom_server.security import Access
+from tokenloom_server.tls import Tls
 
 if TYPE_CHECKING:
     from grpc_health.v1.health import HealthServicer
 
     from tokenloom_server.service import Runs
 
-#: Streams and calls that are served at a time: one thread each. Ranks beyond it would wait for a place.
-MAX_THREADS = 4096
-#: Requests are small but for a loaded state.
-_MAX_REQUEST_BYTES = 17 * 2**20
+#: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
+#: reconnects comes before its old stream was seen to be broken, and for those who look on.
+MAX_CALLS = 2 * 4096 + 256
+#: A Join and a Restore may carry a snapshot (``snapshot.MAX_BYTES``). gRPC refuses what is larger before it has it in
+#: memory; what the other methods take is much less.
+MAX_REQUEST_BYTES = 17 * 2**20
 
 
 class GrpcServer:
     """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
 
-    def __init__(self, address: str) -> None:
-        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
+    def __init__(self, address: str, access: Access | None = None, tls: Tls | None = None) -> None:
+        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails.
+
+        Without ``access`` everything is open.
+        """
+        self._access = access or Access()
+        self._entry = Entry(self._access)
         self._server = grpc.server(
-            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
+            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+            interceptors=[self._entry],
+            maximum_concurrent_rpcs=MAX_CALLS,
             options=[
                 ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 # Clients ping when a call is long silent, such as a Join that waits for rank 0.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -42,7 +54,10 @@ class GrpcServer:
         host = address.rpartition(":")[0]
         try:
             _try_to_listen(address)
-            port = self._server.add_insecure_port(address)
+            if tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _credentials(tls))
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
@@ -62,7 +77,7 @@ class GrpcServer:
 
         from tokenloom_server.grpc_service.servicer import SERVICE, DataLoader
 
-        self._server.add_generic_rpc_handlers((DataLoader(runs).handlers(),))
+        self._server.add_generic_rpc_handlers((DataLoader(runs, self._access).handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name
@@ -76,6 +91,13 @@ class GrpcServer:
         if self._health is not None:
             self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
+        self._entry.close()
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.certificate)], root_certificates=tls.client_ca, require_client_auth=tls.client_ca is not None
+    )
 
 
 def _try_to_listen(address: str) -> None:

@@ -6,19 +6,22 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.errors import ConfigError, JoinRefused, NotFound, TokenloomError
+from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, TokenloomError
+from tokenloom_server.grpc_service.entry import abort, authorization_of
 from tokenloom_server.grpc_service.messages import encode_delivery
+from tokenloom_server.grpc_service.server import MAX_REQUEST_BYTES
 from tokenloom_server.host import Host, Session, Waiting
 from tokenloom_server.ledger.base import Commit
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.peeking import PeekCall
 from tokenloom_server.run import Delivery, EndOfData
+from tokenloom_server.security import Access, Scope
 from tokenloom_server.service import Runs, ServedRun
 from tokenloom_server.state import State, digest_hex
 
@@ -29,6 +32,9 @@ HEARTBEAT_S = 2.0
 #: How long the end of a client's stream waits for its last commit, seconds.
 _FINISH_S = 2.0
 
+#: What a request without a snapshot may have: it is names and numbers.
+SMALL_REQUEST_BYTES = 2**16
+
 SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 _STREAM = "train"
 _ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
@@ -37,11 +43,15 @@ _ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT
 class DataLoader:
     """Translates between the wire and the runs; decides nothing."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, access: Access) -> None:
         self._runs = runs
+        self._access = access
 
     def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
         with _errors(context):
+            _read(request)
+            if not request.peek:
+                self._needs_control(context)
             served = self._served(request.run, request.stream)
             if request.peek:
                 return self._peek_join(served, request, context)
@@ -74,9 +84,12 @@ class DataLoader:
     ) -> Iterator[wire.StreamResponse | bytes]:
         with _errors(context):
             first = next(requests, None)
+            _read(first)
             if first is None or first.WhichOneof("kind") != "open":
                 raise JoinRefused("a stream begins with StreamOpen")
             opened = first.open
+            if not opened.peek:
+                self._needs_control(context)
             served = self._served(opened.run, opened.stream)
             if opened.peek:
                 yield from self._peek(served, opened, requests, context)
@@ -104,6 +117,9 @@ class DataLoader:
         self, request: wire.SnapshotRequest, context: grpc.ServicerContext
     ) -> wire.SnapshotResponse:
         with _errors(context):
+            _read(request)
+            if request.save:
+                self._needs_control(context)
             self._served(request.run, request.stream)
             index = None if request.sample_index == -1 else request.sample_index
             if index is not None and index < 0:
@@ -114,6 +130,7 @@ class DataLoader:
 
     def Restore(self, request: wire.RestoreRequest, context: grpc.ServicerContext) -> wire.RestoreResponse:  # noqa: N802
         with _errors(context):
+            _read(request)
             self._served(request.run, request.stream)
             kind = request.WhichOneof("point")
             point = self._runs.restore(
@@ -127,6 +144,7 @@ class DataLoader:
 
     def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsResponse:  # noqa: N802
         with _errors(context):
+            _read(request)
             return wire.StatsResponse(stats_json=self._runs.stats(request.run).model_dump_json())
         raise AssertionError("unreachable: the context aborts")
 
@@ -134,6 +152,7 @@ class DataLoader:
         self, request: wire.TokenizerRequest, context: grpc.ServicerContext
     ) -> wire.TokenizerResponse:
         with _errors(context):
+            _read(request)
             definition = self._runs.get(request.run).host.order.tokenizer
             if definition is None:
                 return wire.TokenizerResponse()
@@ -144,16 +163,32 @@ class DataLoader:
         """The service as gRPC takes it. Deliveries come as bytes already, the rest as messages."""
         unary, both = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         methods: dict[str, Any] = {
-            "Join": unary(self.Join, wire.JoinRequest.FromString, wire.JoinResponse.SerializeToString),
-            "Stream": both(self.Stream, wire.StreamRequest.FromString, _serialised),
-            "Snapshot": unary(self.Snapshot, wire.SnapshotRequest.FromString, wire.SnapshotResponse.SerializeToString),
-            "Restore": unary(self.Restore, wire.RestoreRequest.FromString, wire.RestoreResponse.SerializeToString),
-            "Stats": unary(self.Stats, wire.StatsRequest.FromString, wire.StatsResponse.SerializeToString),
+            "Join": unary(
+                self.Join, _bounded(wire.JoinRequest, MAX_REQUEST_BYTES), wire.JoinResponse.SerializeToString
+            ),
+            "Stream": both(self.Stream, _bounded(wire.StreamRequest, SMALL_REQUEST_BYTES), _serialised),
+            "Snapshot": unary(
+                self.Snapshot,
+                _bounded(wire.SnapshotRequest, SMALL_REQUEST_BYTES),
+                wire.SnapshotResponse.SerializeToString,
+            ),
+            "Restore": unary(
+                self.Restore, _bounded(wire.RestoreRequest, MAX_REQUEST_BYTES), wire.RestoreResponse.SerializeToString
+            ),
+            "Stats": unary(
+                self.Stats, _bounded(wire.StatsRequest, SMALL_REQUEST_BYTES), wire.StatsResponse.SerializeToString
+            ),
             "Tokenizer": unary(
-                self.Tokenizer, wire.TokenizerRequest.FromString, wire.TokenizerResponse.SerializeToString
+                self.Tokenizer,
+                _bounded(wire.TokenizerRequest, SMALL_REQUEST_BYTES),
+                wire.TokenizerResponse.SerializeToString,
             ),
         }
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+    def _needs_control(self, context: grpc.ServicerContext) -> None:
+        """For a request that asks for more than its method's scope. Raises ``Forbidden``."""
+        self._access.check(authorization_of(context.invocation_metadata()), Scope.CONTROL)
 
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
@@ -295,6 +330,7 @@ class _Reader(threading.Thread):
             for request in self._requests:
                 if self.stopped:
                     return
+                _read(request)
                 if request.WhichOneof("kind") != "progress":
                     raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
                 progress = request.progress
@@ -344,24 +380,33 @@ def _errors(context: grpc.ServicerContext) -> Iterator[None]:
     try:
         yield
     except TokenloomError as error:
-        _abort(context, error.grpc_status, error.name, str(error), error.retry_for_s)
+        abort(context, error.grpc_status, error.name, str(error), error.retry_for_s)
     except (GeneratorExit, grpc.RpcError):
         raise
     except Exception as error:
         if not context.is_active():
             return
         _log.exception("a call failed")
-        _abort(context, "INTERNAL", "Internal", f"the server failed: {type(error).__name__}: {error}; see its log")
+        abort(context, "INTERNAL", "Internal", f"the server failed: {type(error).__name__}: {error}; see its log")
 
 
-def _abort(
-    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
-) -> NoReturn:
-    retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
-    context.set_trailing_metadata((("tokenloom-error", name), *retry))
-    # Details travel in an HTTP/2 header: keep them well below its limit.
-    context.abort(getattr(grpc.StatusCode, status), message[:6000])
-    raise AssertionError("unreachable: abort raises")
+def _bounded(kind: Any, most_bytes: int) -> Callable[[bytes], Any]:
+    """Reads a message of at most so many bytes. A larger one is not parsed, and an error comes in its place: what is
+    raised here, gRPC passes on without a name."""
+
+    def read(data: bytes) -> Any:
+        if len(data) > most_bytes:
+            name = kind.DESCRIPTOR.name
+            return LimitExceeded(f"a {name} has {len(data)} bytes; expected at most {most_bytes}: send less")
+        return kind.FromString(data)
+
+    return read
+
+
+def _read(request: Any) -> None:
+    """Raises the error that came in place of a message."""
+    if isinstance(request, TokenloomError):
+        raise request
 
 
 def _serialised(response: wire.StreamResponse | bytes) -> bytes:

@@ -28,6 +28,8 @@ from tokenloom_server.mixing.policy import Children, Choices, NodeShape
 _DEADLINE_BITS = 20
 #: Choices that are worked out ahead; fewer at first, so that a new mixer answers at once.
 _FIRST_AHEAD, _AHEAD = 64, 4096
+#: Jobs so many tokens from now are never reached, and all as far: within 64 bits with whatever is added.
+_FAR = 2**62
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -153,7 +155,7 @@ class _Jobs:
         child = np.repeat(np.arange(len(live)), counts)
         k = np.arange(len(child)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
         unit = np.array(units, np.int64)[child]
-        whole, rest = k * period_q[child], k * period_r[child]
+        whole, rest = np.minimum(k, (_FAR // np.maximum(period_q, 1))[child]) * period_q[child], k * period_r[child]
         due = begin_q[child] + whole + (begin_r[child] + rest + unit - 1) // unit - length
         ends, fractions = np.divmod(end_r[child] + rest, unit)
         ends += end_q[child] + whole

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape, Policy
+from tokenloom_server.mixing.round_robin import RoundRobin
+from tokenloom_server.mixing.sequential import Sequential
 from tokenloom_server.mixing.weighted import Weighted
 from tokenloom_server.mixing.weights import integer_weights
 from tokenloom_server.state import ChildState
@@ -29,6 +31,8 @@ Picks = npt.NDArray[np.int32]
 _POLICIES: dict[str, Callable[[NodeShape, Children, Sequence[int]], Policy]] = {
     "least_consumed": LeastConsumed,
     "weighted": Weighted,
+    "round_robin": RoundRobin,
+    "sequential": Sequential,
 }
 
 
@@ -222,11 +226,14 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
 
 
 def target_shares(config: RunConfig) -> tuple[float, ...]:
-    """Each source's share of all tokens that the weights ask for while everything lasts, by source id."""
+    """Each source's share of all tokens that the policies ask for while everything lasts, by source id; of a
+    ``sequential`` node the first child has all."""
     shares: list[Fraction] = []
 
     def visit(node: NodeConfig, share: Fraction) -> None:
         weights = integer_weights([child.weight for child in node.children])
+        if node.policy == "sequential":
+            weights = (1,) + (0,) * (len(weights) - 1)
         for child, weight in zip(node.children, weights, strict=True):
             own = share * Fraction(weight, sum(weights))
             if isinstance(child, NodeConfig):

@@ -16,6 +16,9 @@ const views = new Map(); // run name → view
 let failures = 0;
 let awaySince = null;
 let wake = () => {};
+// In this tab only, and never in a URL.
+const TOKEN_KEY = "tokenloom-token";
+let token = sessionStorage.getItem(TOKEN_KEY) ?? "";
 
 // Numbers
 
@@ -255,8 +258,10 @@ class RunView extends View {
 function example(run, address) {
   // What a server bound to every interface is called from here.
   const target = (address ?? "HOST:PORT").replace(/^(0\.0\.0\.0|\[::\])(?=:)/, location.hostname);
+  // Both endpoints use TLS, or none does.
+  const scheme = location.protocol === "https:" ? "grpcs://" : "grpc://";
   return `from tokenloom import RemoteDataset
-dataset = RemoteDataset("grpc://${target}/${run}", batch_size=4)
+dataset = RemoteDataset("${scheme}${target}/${run}", batch_size=4)
 for batch in dataset: ...`;
 }
 
@@ -265,12 +270,35 @@ for batch in dataset: ...`;
 // The server answered, with an error of its own.
 class Refused extends Error {}
 
-async function ask(url, { method = "GET", body, timeout = REQUEST_TIMEOUT_MS } = {}) {
+// It wants a token, or another one.
+class NoEntry extends Error {}
+
+async function fetchAnswer(url, { method = "GET", body, timeout = REQUEST_TIMEOUT_MS } = {}) {
   const headers = method === "POST" ? { "content-type": "application/json" } : {};
+  if (token) headers.authorization = `Bearer ${token}`;
   const answer = await fetch(url, { method, body, headers, signal: AbortSignal.timeout(timeout) });
-  const content = await answer.json();
-  if (!answer.ok) throw new Refused(content.message ?? `status ${answer.status}`);
-  return content;
+  if (answer.ok) return answer;
+  const { message = `status ${answer.status}` } = await answer.json();
+  throw answer.status === 401 ? new NoEntry(message) : new Refused(message);
+}
+
+const ask = async (url, options) => (await fetchAnswer(url, options)).json();
+
+// A link of its own carries no token, so the page asks and shows the very bytes that came.
+async function follow(event) {
+  const link = event.target.closest?.("a[data-asks]");
+  if (!link || !token) return;
+  event.preventDefault();
+  try {
+    const url = URL.createObjectURL(await (await fetchAnswer(link.href)).blob());
+    const download = document.createElement("a");
+    download.href = url;
+    download.download = link.pathname.split("/").pop();
+    download.click();
+    setTimeout(() => URL.revokeObjectURL(url), REQUEST_TIMEOUT_MS);
+  } catch (error) {
+    showConnection(error);
+  }
 }
 
 async function poll() {
@@ -298,6 +326,28 @@ function emptyState(server) {
   empty ??= new View("no-runs");
   empty.text("example", example("RUN", server.grpc_address));
   return empty.root;
+}
+
+// The form in place of the runs, or the runs.
+function showEntry(error) {
+  const appears = error !== null && $("entry").hidden;
+  $("entry").hidden = error === null;
+  if (appears) $("token").focus();
+  $("runs").hidden = error !== null;
+  $("forget").hidden = error !== null || !token;
+  if (error === null) return;
+  $("connection").dataset.state = "wait";
+  $("connection-text").textContent = "Token wanted";
+  $("away").hidden = true;
+  const words = token ? "The server does not know this token." : "";
+  if ($("entry-text").textContent !== words) $("entry-text").textContent = words;
+}
+
+function keepToken(text) {
+  token = text;
+  if (text) sessionStorage.setItem(TOKEN_KEY, text);
+  else sessionStorage.removeItem(TOKEN_KEY);
+  wake();
 }
 
 function showConnection(error) {
@@ -334,7 +384,22 @@ async function pause(ms) {
   }
 }
 
+// Waits for another token: the server is not asked again with one that it does not know.
+function entered() {
+  return new Promise((resolve) => {
+    wake = resolve;
+  });
+}
+
 async function main() {
+  $("entry").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const given = $("token").value.trim();
+    $("token").value = "";
+    if (given) keepToken(given);
+  });
+  $("forget").addEventListener("click", () => keepToken(""));
+  document.addEventListener("click", follow);
   $("retry").addEventListener("click", () => wake());
   document.addEventListener("visibilitychange", () => wake());
   for (;;) {
@@ -343,7 +408,13 @@ async function main() {
         await poll();
         failures = 0;
         showConnection(null);
+        showEntry(null);
       } catch (error) {
+        if (error instanceof NoEntry) {
+          showEntry(error);
+          await entered();
+          continue;
+        }
         failures += 1;
         console.warn(error);
         showConnection(error);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Path
@@ -11,6 +12,8 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope as RequestScope
 from tokenloom_proto.seal import unseal
 
 from tokenloom_server.metrics import create_registry
@@ -26,6 +29,7 @@ from tokenloom_server.rest_api.models import (
     SnapshotSaved,
 )
 from tokenloom_server.rest_api.problems import add_error_handlers
+from tokenloom_server.security import ROUTES, Access, Scope
 from tokenloom_server.stats import ResumePoint, RunService, RunStats, SnapshotInfo
 
 RunName = Annotated[
@@ -43,14 +47,19 @@ SnapshotId = Annotated[
 
 
 def create_app(
-    service: RunService, *, version: str, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()
+    service: RunService,
+    *,
+    version: str,
+    grpc_address: str | None = None,
+    allowed_hosts: Collection[str] = (),
+    access: Access | None = None,
 ) -> FastAPI:
-    """The REST interface to ``service``, with its own metrics registry.
+    """The REST interface to ``service``, with its own metrics registry. Without ``access`` everything is open.
 
     ``grpc_address`` is shown to people who have no trainer yet. ``allowed_hosts`` are DNS names that the
     server answers to besides IP addresses, localhost and names without a dot (see ``Guard``).
     """
-    app = FastAPI(
+    app = _App(
         title="Tokenloom",
         version=version,
         summary="Figures, snapshots and restore of training runs' data.",
@@ -65,8 +74,44 @@ def create_app(
     _add_health_routes(app, service, version)
     app.router.routes.extend(page_routes())
     add_error_handlers(app)
-    app.add_middleware(Guard, allowed_hosts=frozenset(name.lower() for name in (*allowed_hosts, socket.gethostname())))
+    app.add_middleware(
+        Guard,
+        allowed_hosts=frozenset(name.lower() for name in (*allowed_hosts, socket.gethostname())),
+        access=access or Access(),
+        needed=partial(_needed, app),
+    )
     return app
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = _with_scopes(super().openapi())
+        return self.openapi_schema
+
+
+def _needed(app: FastAPI, scope: RequestScope) -> Scope:
+    """What the route of a request asks for; where there is no such route, its absence is for readers to know."""
+    for route in app.routes:
+        if route.matches(scope)[0] is Match.FULL:
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            return ROUTES.get((method, getattr(route, "path", "")), Scope.CONTROL)
+    return Scope.READ
+
+
+def _with_scopes(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the token that each route asks for, and the answer to who has none."""
+    schema["components"]["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": "Where the server was started with a token."}
+    }
+    refused = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}}
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            needed = ROUTES.get((method.upper(), path), Scope.CONTROL)
+            if needed is not Scope.OPEN:
+                operation["security"] = [{"token": [needed.name.lower()]}]
+                operation["responses"]["401"] = {"description": "`Unauthenticated`: no token, or another.", **refused}
+    return schema
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -80,7 +125,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         422: "A field is not what is expected, or the snapshot is refused (`InvalidRequest`, `SnapshotInvalid`).",
         500: "A source, the tokeniser or the server failed.",
         503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
-        403: "`OriginRefused`: a browser sent this for a page of another host.",
+        403: "`OriginRefused`: a browser sent this for a page of another host. `Forbidden`: the token is for reading.",
         421: "`HostRefused`: the Host header is not a name of this server.",
     }
     return {status: {"model": ErrorBody, "description": meanings[status]} for status in (403, *statuses, 421)}

@@ -1,4 +1,4 @@
-"""What no route should have to think of: who asks, how much they send, and whether it is JSON."""
+"""What no route should have to think of: who asks, whether they may, how much they send, and whether it is JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import contextlib
 import ipaddress
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.rest_api.problems import HTTP_ERRORS, SECURITY_HEADERS, problem, quoted
+from tokenloom_server.security import Access
+from tokenloom_server.security import Scope as Needed
 
 #: A snapshot is at most 64 KB; escaped inside JSON it stays far below this.
 MAX_BODY_BYTES = 2**20
@@ -23,30 +26,42 @@ BODY_TIMEOUT_S = 10.0
 #: What is read and thrown away of a refused body, so that the sender gets to read the answer.
 LINGER_BYTES = 2**26
 LINGER_S = 2.0
+_NONE: Mapping[str, str] = {}
 
 
 class _Refused(Exception):
     """A request that goes no further."""
 
-    def __init__(self, status: int, message: str, *, unread: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, *, name: str = "", headers: Mapping[str, str] = _NONE, unread: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        self.name = name  # where it is not the status's own
+        self.headers = dict(headers)
         self.unread = unread  # a body is still on its way
 
 
 class Guard:
     """Refuses, before any route, what no route should have to think of.
 
-    There is no authentication, and a browser on the same machine reaches a loopback address: a page of
-    any site could send requests here, and one whose DNS name was pointed at this address could read the
-    answers. So Host must be an address or name that no stranger can own, Origin (sent by browsers) must
-    be this server, and a POST must carry a content type that browsers do not send unasked.
+    Where there are tokens, a request must bring the one that its route asks for; that is looked at before
+    its body is read. Where there are none, a browser on the same machine still reaches a loopback address: a
+    page of any site could send requests here, and one whose DNS name was pointed at this address could read
+    the answers. So Host must be an address or name that no stranger can own (any, where a token is asked for:
+    a page of a stranger has none), Origin (sent by browsers) must be this server, and a POST must carry a
+    content type that browsers do not send unasked.
     """
 
-    def __init__(self, app: ASGIApp, *, allowed_hosts: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, allowed_hosts: frozenset[str], access: Access, needed: Callable[[Scope], Needed]
+    ) -> None:
+        """``needed`` finds what the route of a request asks for."""
         self._app = app
         self._allowed_hosts = allowed_hosts
+        self._access = access
+        self._needed = needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,11 +78,13 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_sender(headers)
+            self._check_token(scope, headers)
             if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
                 receive = _replay(await _read_strict_json(headers, receive), receive)
         except _Refused as refusal:
-            headers_out = {"connection": "close"} if refusal.unread else {}
-            answer = problem(refusal.status, HTTP_ERRORS[refusal.status], refusal.message, headers_out)
+            headers_out = refusal.headers | ({"connection": "close"} if refusal.unread else {})
+            name = refusal.name or HTTP_ERRORS[refusal.status]
+            answer = problem(refusal.status, name, refusal.message, headers_out)
             await answer(scope, receive, _lingering(send_secured, receive) if refusal.unread else send_secured)
         except _Gone:
             pass
@@ -76,7 +93,7 @@ class Guard:
 
     def _check_sender(self, headers: Headers) -> None:
         host = headers.get("host")
-        if host is not None and not self._is_ours(host):
+        if host is not None and not self._access.closed and not self._is_ours(host):
             raise _Refused(
                 421,
                 f"Host is {quoted(host)}, which is not a name of this server; expected its IP address, localhost, "
@@ -90,6 +107,24 @@ class Guard:
                     f"Origin is {quoted(origin)}, but pages of other hosts may not use this server "
                     f"(Host is {quoted(host)}); send the request from this server's own page, or without a browser",
                 )
+
+    def _check_token(self, scope: Scope, headers: Headers) -> None:
+        if not self._access.closed:
+            return
+        needed = self._needed(scope)
+        found = headers.getlist("authorization")
+        try:
+            self._access.check(found[0] if len(found) == 1 else None, needed)
+        except TokenloomError as error:
+            # What RFC 6750 says to a client: which kind of token, and which scope was short.
+            lacks = f', error="insufficient_scope", scope="{needed.name.lower()}"' if error.http_status == 403 else ""
+            raise _Refused(
+                error.http_status,
+                str(error),
+                name=error.name,
+                headers={"www-authenticate": f'Bearer realm="tokenloom"{lacks}'},
+                unread=_has_body(headers),
+            ) from None
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -110,8 +145,7 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
     """The body, of bounded size, as JSON without NaN, infinities and repeated keys."""
     content_type = headers.get("content-type", "")
     declared = headers.get("content-length", "0")
-    chunked = "transfer-encoding" in headers
-    unread = chunked or declared != "0"
+    unread = _has_body(headers)
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise _Refused(
             415,
@@ -142,6 +176,10 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
         except (ValueError, RecursionError) as error:
             raise _Refused(422, f"body: not the JSON that is expected: {error}") from None
     return bytes(body)
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -7,6 +7,8 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from tokenloom_server.tls import Tls
+
 #: Connections at once; above it uvicorn answers 503. Times MAX_BODY_BYTES, it bounds the memory for bodies.
 MAX_CONNECTIONS = 128
 
@@ -14,7 +16,7 @@ MAX_CONNECTIONS = 128
 class Http(uvicorn.Server):
     """Answers on sockets, in the thread that calls ``run``; outside the main thread it touches no signals."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -30,6 +32,10 @@ class Http(uvicorn.Server):
                 limit_concurrency=MAX_CONNECTIONS,
             )
         )
+        if tls is not None:
+            # Checked when the server started; uvicorn would read the files now, and take weaker ciphers.
+            self.config.load()
+            self.config.ssl = tls.context
         #: Requests that had not ended in time.
         self.dropped = 0
 

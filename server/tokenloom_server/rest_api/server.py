@@ -11,6 +11,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.security import Access
+from tokenloom_server.tls import Tls
 
 if TYPE_CHECKING:
     from tokenloom_server.rest_api.http import Http
@@ -30,12 +32,19 @@ _BACKLOG = 128
 class RestServer:
     """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
+    def __init__(self, host: str, port: int, access: Access | None = None, tls: Tls | None = None) -> None:
+        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had.
+
+        Without ``access`` everything is open.
+        """
+        self._access = access or Access()
+        self._tls = tls
         self._listener = _listen(host, port)
         host, port = self._listener.getsockname()[:2]
         #: Where it listens, ``host:port``.
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        #: The page, and what every route is below of.
+        self.url = f"{'http' if tls is None else 'https'}://{self.address}/"
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._http: Http | None = None
@@ -84,9 +93,13 @@ class RestServer:
             from tokenloom_server.rest_api.http import Http
 
             app = create_app(
-                service, version=version("tokenloom"), grpc_address=grpc_address, allowed_hosts=allowed_hosts
+                service,
+                version=version("tokenloom"),
+                grpc_address=grpc_address,
+                allowed_hosts=allowed_hosts,
+                access=self._access,
             )
-            http = self._http = Http(app)
+            http = self._http = Http(app, self._tls)
             # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
             if not self._stopping:
                 http.run(sockets=[self._listener])

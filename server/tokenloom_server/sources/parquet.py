@@ -104,7 +104,7 @@ class ParquetSource(ShardedSource):
                 columns=[self._spec.column],
                 use_threads=False,
             ):
-                array = batch.column(0)
+                array = batch.column(self._spec.column)  # a struct's leaf may go by the same name, and comes along
                 size.saw(array)
                 if done < len(array):
                     yield array.slice(done)

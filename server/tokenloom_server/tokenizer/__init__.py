@@ -9,7 +9,13 @@ from tokenloom_server.tokenizer.choose import (
     choose_engine,
     load_engine,
 )
-from tokenloom_server.tokenizer.definition import AddedToken, TokenizerDefinition, find_tokenizer, id_dtype
+from tokenloom_server.tokenizer.definition import (
+    AddedToken,
+    TokenizerDefinition,
+    find_tokenizer,
+    id_dtype,
+    tokenizer_files,
+)
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
 from tokenloom_server.tokenizer.engine import Encoded, Engine, SpecialTokensInText
 
@@ -31,4 +37,5 @@ __all__ = [
     "find_tokenizer",
     "id_dtype",
     "load_engine",
+    "tokenizer_files",
 ]

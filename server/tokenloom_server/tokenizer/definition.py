@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from tokenloom_server.errors import TokenizerError
 #: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.
 _BYTES_END_OF_TEXT = 256
 _BYTES_BEGIN_OF_TEXT = 257
+
+#: What a tokeniser's folder holds: the tokeniser, and the names of its end and begin tokens.
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 
 _LISTED_FILES = 12
 _HELP = "Names are never looked up on a hub: download the tokeniser's files, and give their path"
@@ -99,7 +104,7 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
     if not vocabulary:
         raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
     # A file of another name may stand beside a config that is not its own.
-    named = _named_beside(path, vocabulary) if path.name == "tokenizer.json" else {}
+    named = _named_beside(path, vocabulary) if path.name == TOKENIZER_FILE else {}
     sealed = canonical({key: token.content for key, token in named.items()})
     return TokenizerDefinition(
         name=name,
@@ -110,6 +115,15 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
         end_of_text=named.get("eos_token"),
         begin_of_text=named.get("bos_token"),
     )
+
+
+def tokenizer_files(name: str, base_dir: Path) -> Iterator[str]:
+    """What ``find_tokenizer`` may read, the name itself first; nothing is looked at before that was taken."""
+    if name == BYTES_TOKENIZER:
+        return
+    yield name
+    folder = Path(name) if (base_dir / name).is_dir() else Path(name).parent
+    yield from (str(folder / file) for file in (TOKENIZER_FILE, CONFIG_FILE))
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -147,8 +161,8 @@ def _tokenizer_json(name: str, base_dir: Path) -> Path:
         )
     if not path.is_dir():
         return path
-    if (path / "tokenizer.json").is_file():
-        return path / "tokenizer.json"
+    if (path / TOKENIZER_FILE).is_file():
+        return path / TOKENIZER_FILE
     there = sorted(entry.name for entry in path.iterdir())
     listed = ", ".join(there[:_LISTED_FILES]) + (", …" if len(there) > _LISTED_FILES else "")
     raise TokenizerError(
@@ -183,7 +197,7 @@ def _refuse_random(name: str, path: Path, model: object) -> None:
 
 
 def _named_beside(path: Path, vocabulary: dict[str, int]) -> dict[str, NamedToken]:
-    beside = path.parent / "tokenizer_config.json"
+    beside = path.parent / CONFIG_FILE
     if not beside.is_file():
         return {}
     try:

@@ -1,0 +1,167 @@
+"""What a client shows a server, the token and a certificate, and where it refuses to; and how both read a token.
+
+A text that is no token is never quoted in an error: it may be one with a slip of the pen in it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: The variables that hold a token; with ``_FILE`` behind it, the variable that names a file with one.
+CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
+READ_VARIABLE = "TOKENLOOM_READ_TOKEN"
+#: Hosts, separated by commas, to which a token may be sent without TLS.
+PLAINTEXT_VARIABLE = "TOKENLOOM_PLAINTEXT_HOSTS"
+
+#: Files (PEM) for TLS, as a client has them: the CA to trust, and a certificate and its key to show.
+TLS_CA_VARIABLE = "TOKENLOOM_TLS_CA"
+TLS_CERT_VARIABLE = "TOKENLOOM_TLS_CERT"
+TLS_KEY_VARIABLE = "TOKENLOOM_TLS_KEY"
+_USE_TLS = "serve with --tls-cert and --tls-key, and write grpcs:// in place of grpc://"
+
+#: Nobody guesses that many characters, and no header has room for a token that is longer than the other bound.
+MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
+
+#: What may stand behind ``Bearer`` (RFC 6750, section 2.1).
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+
+#: The permission bits of everybody but the file's owner.
+_OTHERS = 0o077
+
+
+def find_token(variable: str, environment: Mapping[str, str], file: Path | None = None) -> str | None:
+    """The token of ``file``, of the environment's ``variable``, or of the file that ``variable_FILE`` names.
+
+    None where there is none of these. Raises ``ValueError`` where there are two, or one that is no token.
+    """
+    text = environment.get(variable)
+    named = environment.get(f"{variable}_FILE")
+    if file is None and named is not None:
+        file = Path(named)
+    if text is not None and file is not None:
+        raise ValueError(f"there are two tokens, one in {variable} and one in the file {str(file)!r}; keep one of them")
+    if file is not None:
+        return read_token(file)
+    return None if text is None else check_token(text, variable)
+
+
+def read_token(file: Path) -> str:
+    """The token in a file that only its owner may read. Raises ``ValueError`` naming the file."""
+    try:
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode & 0o777
+            content = opened.read(2 * MAX_CHARACTERS)
+    except OSError as error:
+        raise ValueError(f"the token file {str(file)!r} cannot be read ({error.strerror or error})") from None
+    if mode & _OTHERS:
+        raise ValueError(
+            f"the token file {str(file)!r} has mode {mode:04o}, so others than its owner may use it; expected 0600: "
+            f"chmod 600 {file}, and replace the token if somebody may have read it"
+        )
+    return check_token(content.decode("utf-8", "replace").strip(), f"the token file {str(file)!r}")
+
+
+def check_token(token: str, where: str) -> str:
+    """The token itself. Raises ``ValueError`` naming ``where`` it is from."""
+    if not MIN_CHARACTERS <= len(token) <= MAX_CHARACTERS or not _TOKEN.fullmatch(token):
+        found = f"{len(token)} characters" if token else "nothing"
+        raise ValueError(
+            f"{where} holds {found}; expected a token of {MIN_CHARACTERS} to {MAX_CHARACTERS} letters, digits and "
+            "-._~+/ (make one: openssl rand -hex 32)"
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, an IPv6 one with or without brackets, is this machine alone. No name is looked up."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def refuse_plaintext(host: str, environment: Mapping[str, str], remedy: str) -> None:
+    """Raises ``ValueError`` unless a token may be sent to ``host`` without TLS: to this machine, and to hosts that
+    ``TOKENLOOM_PLAINTEXT_HOSTS`` names. ``remedy`` says how to use TLS."""
+    allowed = {name.strip().lower() for name in environment.get(PLAINTEXT_VARIABLE, "").split(",")}
+    if not is_loopback(host) and host.strip("[]").lower() not in allowed:
+        raise ValueError(
+            f"the token would travel to {host} unencrypted, for everybody on the way to read: {remedy}; or, on a "
+            f"network that is yours alone, allow it with {PLAINTEXT_VARIABLE}={host.strip('[]')}"
+        )
+
+
+def authorization(token: str) -> str:
+    """The value of the header ``authorization``."""
+    return f"Bearer {token}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """For every connection to a run's servers. Nothing secret is in its ``repr``."""
+
+    token: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca: bytes | None = field(default=None, repr=False)
+    """PEM; None for those that gRPC comes with."""
+    certificate: bytes | None = field(default=None, repr=False)
+    """The client's own chain, PEM, where the server wants one (mTLS)."""
+    key: bytes | None = field(default=None, repr=False)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each gRPC call says of who asks."""
+        return () if self.token is None else (("authorization", authorization(self.token)),)
+
+    @classmethod
+    def find(
+        cls,
+        hosts: Iterable[str],
+        *,
+        tls: bool,
+        token: str | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        environment: Mapping[str, str],
+    ) -> Credentials:
+        """What is given, else what the environment names: ``TOKENLOOM_TOKEN`` (or ``TOKENLOOM_TOKEN_FILE``),
+        ``TOKENLOOM_TLS_CA``, ``TOKENLOOM_TLS_CERT`` and ``TOKENLOOM_TLS_KEY``.
+
+        Raises ``ValueError`` for what is missing or no token, and where the token would travel without TLS to another
+        machine that ``TOKENLOOM_PLAINTEXT_HOSTS`` does not name.
+        """
+        token = find_token(CONTROL_VARIABLE, environment) if token is None else check_token(token, "token")
+        if not tls:
+            if tls_ca is not None or tls_cert is not None or tls_key is not None:
+                raise ValueError("tls_ca, tls_cert and tls_key are for grpcs://, but the address begins with grpc://")
+            if token is not None:
+                for host in hosts:
+                    refuse_plaintext(host, environment, _USE_TLS)
+            return cls(token=token)
+        ca = _read("tls_ca", tls_ca, TLS_CA_VARIABLE, environment)
+        certificate = _read("tls_cert", tls_cert, TLS_CERT_VARIABLE, environment)
+        key = _read("tls_key", tls_key, TLS_KEY_VARIABLE, environment)
+        if (certificate is None) != (key is None):
+            raise ValueError(
+                f"tls_cert ({TLS_CERT_VARIABLE}) and tls_key ({TLS_KEY_VARIABLE}) belong together; one is missing"
+            )
+        return cls(token=token, tls=True, ca=ca, certificate=certificate, key=key)
+
+
+def _read(
+    name: str, given: str | os.PathLike[str] | None, variable: str, environment: Mapping[str, str]
+) -> bytes | None:
+    file = environment.get(variable) if given is None else given
+    if file is None:
+        return None
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        where = variable if given is None else name
+        raise ValueError(f"{where}: {str(file)!r} cannot be read ({error.strerror or error})") from None

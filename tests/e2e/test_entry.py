@@ -1,0 +1,406 @@
+"""The way in, with real processes: tokens, TLS, and what may be reached from elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import redis
+import trustme
+from conftest import Corpus, StartServer
+from cryptography.hazmat.primitives import serialization
+from support.redirecting import Redirecting
+from support.redis_server import RedisServer
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import World
+from tokenloom import Forbidden, RemoteDataset, ServerUnavailable, Unauthenticated
+
+RUN = "entry"
+CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
+TOKENS = {"TOKENLOOM_TOKEN": CONTROL, "TOKENLOOM_READ_TOKEN": READ}
+
+
+@pytest.fixture
+def mixture(corpus: Corpus) -> Path:
+    return corpus.mixture(RUN)
+
+
+def dataset(url: str, **options: Any) -> RemoteDataset:
+    return RemoteDataset(url, 1, **{"rank": 0, "world_size": 1, "connect_timeout_s": 20.0} | options)
+
+
+# Tokens
+
+
+def test_a_trainer_brings_the_token_and_others_do_not_get_in(mixture: Path, start_server: StartServer) -> None:
+    server = start_server(mixture, environment=TOKENS)
+    url = server.url(RUN)
+    with World(url, world_size=2, batch_size=2, token=CONTROL) as world:
+        world.steps(4)
+    for error, options in (
+        (Unauthenticated, {"attempt": "b"}),
+        (Unauthenticated, {"attempt": "c", "token": "another-token-0123456789"}),
+        (Forbidden, {"attempt": "d", "token": READ}),
+    ):
+        with dataset(url, **options) as refused, pytest.raises(error):
+            next(iter(refused))
+
+
+def test_who_only_looks_needs_no_more_than_the_token_for_reading(
+    mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    server = start_server(mixture, environment=TOKENS)
+    file = tmp_path / "token"
+    file.write_text(READ, encoding="utf-8")
+    file.chmod(0o600)
+    with (
+        World(server.url(RUN), token=CONTROL) as world,
+        RemoteDataset(server.url(RUN), 1, peek=True, resume="fresh", token=READ, connect_timeout_s=20.0) as peek,
+    ):
+        batches = [batch["input_ids"].tolist() for batch in itertools.islice(peek, 4)]
+        world.steps(4)
+        assert batches == [[list(sample.ids)] for sample in world.receipt.sequence()]
+    shown = tokenloom("peek", server.url(RUN), "--token-file", file, "--samples", 2, "--json", "--at", 0)
+    assert [json.loads(line)["ids"] for line in shown.output.splitlines()] == [ids for (ids,) in batches[:2]]
+    refused = tokenloom("peek", server.url(RUN))
+    assert (refused.status, refused.output.startswith("Unauthenticated: ")) == (2, True), refused.output
+    elsewhere = tokenloom("peek", "grpc://127.0.0.1:1,192.0.2.1:1/run", "--token-file", file)
+    assert "would travel to 192.0.2.1 unencrypted" in " ".join(elsewhere.output.split())
+
+
+def test_a_trainer_takes_the_token_from_its_environment(
+    mixture: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(CONTROL, encoding="utf-8")
+    file.chmod(0o600)
+    server = start_server(mixture, flags=("--token-file", str(file)))
+    monkeypatch.setenv("TOKENLOOM_TOKEN_FILE", str(file))
+
+    with World(server.url(RUN)) as world:
+        world.steps(2)
+
+
+def test_a_server_that_comes_back_with_another_token_ends_the_training_with_that_reason(
+    mixture: Path, tmp_path: Path
+) -> None:
+    server = ServerProcess(tmp_path / "server", mixture, environment=TOKENS).start()
+    again = None
+    try:
+        with World(server.url(RUN), token=CONTROL, prefetch_steps=1) as world:
+            world.steps(2)
+            server.kill()
+            again = ServerProcess(
+                tmp_path / "server", mixture, environment={"TOKENLOOM_TOKEN": "the-next-token-0123456789"}
+            )
+            again.grpc, again.rest = server.grpc, server.rest
+            again.start()
+            with pytest.raises(Unauthenticated, match="none of this server's"):
+                world.run()
+    finally:
+        server.kill()
+        if again is not None:
+            again.kill()
+
+
+def test_the_figures_are_read_with_a_token_file(
+    mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    server = start_server(mixture, environment=TOKENS)
+    file = tmp_path / "token"
+    for token in (READ, CONTROL):
+        file.unlink(missing_ok=True)
+        file.write_text(token, encoding="utf-8")
+        file.chmod(0o600)
+        shown = tokenloom("stats", server.rest_url, "--token-file", file)
+        assert (shown.status, RUN in shown.output) == (0, True), shown.output
+    refused = tokenloom("stats", server.rest_url)
+    assert refused.status == 2
+    assert refused.output.startswith("Unauthenticated: ")
+    assert "TOKENLOOM_TOKEN" in refused.output
+    file.chmod(0o644)
+    loose = tokenloom("stats", server.rest_url, "--token-file", file)
+    assert (loose.status, "has mode 0644" in " ".join(loose.output.split())) == (2, True), loose.output
+    file.chmod(0o600)
+    elsewhere = tokenloom("stats", "http://192.0.2.1:8080", "--token-file", file)
+    assert "would travel to 192.0.2.1 unencrypted" in " ".join(elsewhere.output.split())
+
+
+def test_a_token_is_not_sent_on_to_where_a_server_redirects(tmp_path: Path, tokenloom: CommandLine) -> None:
+    file = tmp_path / "token"
+    file.write_text(READ, encoding="utf-8")
+    file.chmod(0o600)
+    with Redirecting() as site:
+        tokenloom("stats", site.url, "--token-file", file)
+        heard = site.heard
+    assert [path for path, _ in heard] == ["/v1/runs", "/elsewhere"]
+    assert [authorization for _, authorization in heard] == [f"Bearer {READ}", None]
+
+
+# Who listens where
+
+
+@pytest.mark.parametrize("option", ["--grpc", "--rest"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "a-name-of-this-machine"])
+def test_without_a_token_only_this_machine_is_listened_to(
+    mixture: Path, tokenloom: CommandLine, option: str, host: str
+) -> None:
+    other = "--rest" if option == "--grpc" else "--grpc"
+
+    done = tokenloom("serve", mixture, option, f"{host}:0", other, "127.0.0.1:0")
+
+    assert done.status == 2
+    message = " ".join(done.output.split())
+    assert message.startswith(f"ConfigError: {option} {host}:0: others than this machine reach this address")
+    assert "set TOKENLOOM_TOKEN" in message
+    assert "--token-file" in message
+
+
+def test_with_a_token_everybody_is_listened_to_and_told_that_it_is_in_the_clear(mixture: Path, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "server", mixture, environment=TOKENS)
+    server.grpc, server.rest = "0.0.0.0:0", "0.0.0.0:0"
+    server.start()
+    try:
+        port = server.grpc.rpartition(":")[2]
+        with World(f"grpc://127.0.0.1:{port}/{RUN}", token=CONTROL) as world:
+            world.steps(1)
+        assert httpx.get(f"http://{server.rest}/v1/runs", trust_env=False).status_code == 401
+        assert server.log.count("without TLS the token and the data travel unencrypted") == 2
+    finally:
+        server.terminate()
+
+
+# TLS
+
+
+class Authority:
+    """A CA, and files of certificates that it signed."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._ca = trustme.CA()
+        self.file = folder / "ca.pem"
+        self._ca.cert_pem.write_to_path(self.file)
+
+    def issue(self, *names: str) -> tuple[Path, Path]:
+        """(certificate, key) for these names."""
+        issued = self._ca.issue_cert(*names)
+        cert, key = self._folder / f"{names[0]}.pem", self._folder / f"{names[0]}.key"
+        issued.cert_chain_pems[0].write_to_path(cert)
+        issued.private_key_pem.write_to_path(key)
+        return cert, key
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+def tls_arguments(cert: Path, key: Path, client_ca: Path | None = None) -> list[str]:
+    mutual = [] if client_ca is None else ["--tls-client-ca", str(client_ca)]
+    return ["--tls-cert", str(cert), "--tls-key", str(key), *mutual]
+
+
+def secure(server: ServerProcess) -> str:
+    return server.url(RUN).replace("grpc://", "grpcs://")
+
+
+def status_over_tls(server: ServerProcess, context: ssl.SSLContext, path: str, token: str | None = None) -> int:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    return httpx.get(f"https://{server.rest}{path}", verify=context, trust_env=False, headers=headers).status_code
+
+
+def test_with_tls_trainers_and_readers_check_the_certificate(
+    mixture: Path, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    cert, key = authority.issue("127.0.0.1", "localhost")
+    server = start_server(mixture, flags=tls_arguments(cert, key), environment=TOKENS)
+
+    with World(secure(server), world_size=2, token=CONTROL, tls_ca=authority.file) as world:
+        world.steps(3)
+    # Another CA, none at all, and no TLS: nobody gets through, and no token leaves.
+    stranger = Authority(tmp_path / "stranger")
+    for url, options in (
+        (secure(server), {"tls_ca": stranger.file}),
+        (secure(server), {}),
+        (server.url(RUN), {}),
+    ):
+        failing = dataset(url, token=CONTROL, attempt="x", connect_timeout_s=2.0, **options)
+        with failing, pytest.raises(ServerUnavailable):
+            next(iter(failing))
+
+    context = ssl.create_default_context(cafile=str(authority.file))
+    assert status_over_tls(server, context, "/readyz") == 200
+    assert status_over_tls(server, context, "/v1/runs") == 401
+    assert status_over_tls(server, context, "/v1/runs", READ) == 200
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{server.rest}/readyz", trust_env=False)
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        status_over_tls(server, ssl.create_default_context(), "/readyz")
+
+    file = tmp_path / "token"
+    file.write_text(READ, encoding="utf-8")
+    file.chmod(0o600)
+    url = f"https://{server.rest}"
+    assert f"https://{server.rest}/" in server.log
+    shown = tokenloom("stats", url, "--token-file", file, "--tls-ca", authority.file)
+    assert (shown.status, RUN in shown.output) == (0, True), shown.output
+    peeked = tokenloom("peek", secure(server), "--token-file", file, "--tls-ca", authority.file, "--json")
+    assert (peeked.status, len(peeked.output.splitlines())) == (0, 8), peeked.output
+    distrusting = tokenloom("stats", url, "--token-file", file)
+    assert (distrusting.status, "CERTIFICATE_VERIFY_FAILED" in distrusting.output) == (2, True), distrusting.output
+
+
+def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
+    mixture: Path, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    clients = Authority(tmp_path / "clients")
+    cert, key = clients.issue("trainer")
+    server = start_server(
+        mixture,
+        flags=tls_arguments(*authority.issue("127.0.0.1"), clients.file),
+        environment=TOKENS,
+    )
+    known = {"tls_ca": authority.file, "tls_cert": cert, "tls_key": key}
+
+    with World(secure(server), token=CONTROL, **known) as world:
+        world.steps(2)
+    # A certificate is no token.
+    with dataset(secure(server), attempt="y", **known) as refused, pytest.raises(Unauthenticated):
+        next(iter(refused))
+    # A token is no certificate, and neither is one of another CA.
+    other_cert, other_key = authority.issue("trainer")
+    for options in ({}, {"tls_cert": other_cert, "tls_key": other_key}):
+        options = {"tls_ca": authority.file, "token": CONTROL, "connect_timeout_s": 2.0, **options}
+        with dataset(secure(server), attempt="z", **options) as refused, pytest.raises(ServerUnavailable):
+            next(iter(refused))
+
+    context = ssl.create_default_context(cafile=str(authority.file))
+    with pytest.raises((httpx.TransportError, ssl.SSLError)):
+        status_over_tls(server, context, "/readyz")
+    context.load_cert_chain(cert, key)
+    assert status_over_tls(server, context, "/readyz") == 200
+    shown = tokenloom(
+        *("stats", f"https://{server.rest}", "--tls-ca", authority.file, "--tls-cert", cert, "--tls-key", key),
+    )
+    assert shown.output.startswith("Unauthenticated: "), shown.output
+
+
+def test_files_that_are_no_certificate_are_refused_before_anything_listens(
+    mixture: Path, authority: Authority, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    cert, key = authority.issue("127.0.0.1")
+    _, other_key = authority.issue("localhost")
+    (tmp_path / "junk.pem").write_text("junk", encoding="utf-8")
+    locked = tmp_path / "locked.pem"
+    under_passphrase = serialization.BestAvailableEncryption(b"a passphrase")
+    private = serialization.load_pem_private_key(key.read_bytes(), None)
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked.write_bytes(private.private_bytes(pem, pkcs8, under_passphrase))
+    for arguments, words in (
+        (["--tls-cert", cert], "--tls-cert without the rest"),
+        (["--tls-client-ca", cert], "--tls-client-ca without the rest"),
+        (["--tls-cert", cert, "--tls-key", other_key], "are not a certificate"),
+        (["--tls-cert", tmp_path / "junk.pem", "--tls-key", key], "are not a certificate"),
+        (["--tls-cert", cert, "--tls-key", locked], "the key has a passphrase"),
+        (["--tls-cert", cert, "--tls-key", tmp_path / "absent"], "cannot be read"),
+        ([*tls_arguments(cert, key), "--tls-client-ca", tmp_path / "junk.pem"], "holds no certificate"),
+    ):
+        done = tokenloom("serve", mixture, *arguments, "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
+        message = " ".join(done.output.split())
+        assert done.status == 2, message
+        assert message.startswith("ConfigError: --tls-"), message
+        assert words in message
+
+
+# Data roots
+
+
+def test_data_outside_of_the_data_roots_is_not_served(corpus: Corpus, tokenloom: CommandLine, tmp_path: Path) -> None:
+    mixture = corpus.mixture("rooted")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    addresses = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
+    for command in (("validate", mixture), ("serve", mixture, *addresses, "--ledger", f"sqlite:///{tmp_path}/l.db")):
+        done = tokenloom(*command, "--data-root", elsewhere)
+        message = " ".join(done.output.split())
+        assert done.status == 2
+        assert "ConfigError: mixture.children.0.source: " in message
+        assert "lies below no data root" in message
+    valid = tokenloom("validate", mixture, "--data-root", elsewhere, "--data-root", corpus.folder)
+    assert (valid.status, "valid" in valid.output) == (0, True), valid.output
+
+
+def test_data_roots_come_from_the_environment_too(corpus: Corpus, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", corpus.folder]
+    folders[0].mkdir()
+    roots = {"TOKENLOOM_DATA_ROOTS": ":".join(map(str, folders))}
+    mixture = corpus.mixture("rooted-by-environment")
+    ServerProcess(tmp_path / "right", mixture, environment=roots).start().kill()
+    with pytest.raises(RuntimeError, match="lies below no data root"):
+        ServerProcess(tmp_path / "wrong", mixture, environment={"TOKENLOOM_DATA_ROOTS": str(folders[0])}).start()
+
+
+# What is written down
+
+
+def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: Path) -> None:
+    password = "a-password-of-the-ledger"
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    ledger = RedisServer(folder).start()
+    with redis.Redis(port=ledger.port) as client:
+        client.config_set("requirepass", password)
+    flags = ("--log-level", "debug")
+    options: dict[str, Any] = {"flags": flags, "environment": TOKENS}
+    url = f"redis://:{password}@127.0.0.1:{ledger.port}/0"
+    server = ServerProcess(tmp_path / "server", mixture, ledger=url, **options).start()
+    try:
+        with World(server.url(RUN), token=CONTROL) as world:
+            world.steps(3)
+        headers = {"authorization": f"Bearer {READ}"}
+        wrong = "a-wrong-token-0123456789"
+        for path in ("/v1/runs", f"/v1/runs/{RUN}/stats", "/metrics", "/nowhere"):
+            httpx.get(f"{server.rest_url}{path}", headers=headers, trust_env=False)
+            httpx.get(f"{server.rest_url}{path}", headers={"authorization": f"Bearer {wrong}"}, trust_env=False)
+        with dataset(server.url(RUN), token=wrong, attempt="w") as refused, pytest.raises(Unauthenticated):
+            next(iter(refused))
+        # The ledger goes away and its errors are logged, too.
+        ledger.kill()
+        time.sleep(0.5)
+        figures = httpx.get(f"{server.rest_url}/v1/runs/{RUN}/stats", headers=headers, trust_env=False).text
+        httpx.post(f"{server.rest_url}/v1/runs/{RUN}/snapshots", json={}, headers=headers, trust_env=False)
+        server.terminate()
+        written = server.log + figures
+        with pytest.raises(RuntimeError, match="cannot be reached") as caught:
+            ServerProcess(tmp_path / "again", mixture, ledger=url, **options).start()
+        ledger.start()
+        with pytest.raises(RuntimeError, match="refuses this user") as refusal:
+            wrong_url = url.replace(password, f"not-{password}")
+            ServerProcess(tmp_path / "third", mixture, ledger=wrong_url, **options).start()
+        written += str(caught.value) + str(refusal.value)
+    finally:
+        server.kill()
+        ledger.kill()
+
+    assert "DEBUG" in written
+    for secret in (CONTROL, READ, wrong, password):
+        assert secret not in written
+
+
+def test_the_page_and_health_are_open_where_there_is_a_token(mixture: Path, start_server: StartServer) -> None:
+    server = start_server(mixture, environment=TOKENS)
+
+    assert httpx.get(server.rest_url, trust_env=False).status_code == 200
+    assert httpx.get(f"{server.rest_url}/readyz", trust_env=False).status_code == 200
+    with grpc.insecure_channel(server.grpc) as channel:
+        answer = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20)
+    assert answer == b"\x08\x01", "SERVING"

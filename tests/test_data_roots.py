@@ -1,0 +1,174 @@
+"""What a mixture file names lies below a data root, with every link resolved; whatever way it is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import flat, parsed, write_corpus, write_parquet, write_txt
+from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.order import Order
+
+SECRET = "the content of a file outside"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with data, and beside it something that is nobody's business."""
+    write_txt(tmp_path / "outside/secret.txt", [SECRET])
+    (tmp_path / "outside/tokenizer.json").write_text(SECRET, encoding="utf-8")
+    write_txt(tmp_path / "root/inside.txt", ["inside"] * 9)
+    return tmp_path / "root"
+
+
+def create(root: Path, spec: str, **fields: Any) -> Order:
+    return Order.create(parsed(flat([spec], **fields)), root, None, DataRoots.of([root]))
+
+
+def test_a_corpus_below_a_root_is_read_as_without_one(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    from support.corpora import mixture
+
+    config = parsed(mixture())
+    roots = DataRoots.of([tmp_path / "data"])
+    free, bound = Order.create(config, tmp_path, None), Order.create(config, tmp_path, None, roots)
+
+    assert free.record() == bound.record()
+    assert Order.load(config, tmp_path, None, free.record(), roots).record() == free.record()
+
+
+def link_to_a_file(root: Path) -> str:
+    (root / "innocent.txt").symlink_to(root.parent / "outside/secret.txt")
+    return "txt:innocent.txt:text"
+
+
+def link_to_a_link(root: Path) -> str:
+    (root / "second.txt").symlink_to(root.parent / "outside/secret.txt")
+    (root / "first.txt").symlink_to("second.txt")
+    return "txt:first.txt:text"
+
+
+def link_to_a_folder(root: Path) -> str:
+    (root / "linked").symlink_to(root.parent / "outside")
+    return "txt:linked/*.txt:text"
+
+
+def link_that_a_pattern_meets(root: Path) -> str:
+    (root / "linked").symlink_to(root.parent / "outside")
+    return "txt:**/*.txt:text"
+
+
+def one_of_many_files(root: Path) -> str:
+    (root / "zzz.txt").symlink_to(root.parent / "outside/secret.txt")
+    return "txt:*.txt:text"
+
+
+def dots(root: Path) -> str:
+    return "txt:../outside/secret.txt:text"
+
+
+def dots_behind_a_folder(root: Path) -> str:
+    (root / "sub").mkdir()
+    return "txt:sub/../../outside/*.txt:text"
+
+
+def dots_behind_a_link(root: Path) -> str:
+    (root.parent / "outside/deep").mkdir()
+    (root / "linked").symlink_to(root.parent / "outside/deep")
+    return "txt:linked/../secret.txt:text"
+
+
+def absolute(root: Path) -> str:
+    return f"txt:{root.parent}/outside/secret.txt:text"
+
+
+def a_neighbour_whose_name_begins_alike(root: Path) -> str:
+    write_txt(root.parent / "root-of-another/secret.txt", [SECRET])
+    return "txt:../root-of-another/secret.txt:text"
+
+
+def saved_dataset_that_names_a_file_elsewhere(root: Path) -> str:
+    (root / "saved").mkdir()
+    state = {"_data_files": [{"filename": "../../outside/secret.txt"}]}
+    (root / "saved/state.json").write_text(json.dumps(state), encoding="utf-8")
+    return "arrow:saved:text"
+
+
+def parquet_through_a_link(root: Path) -> str:
+    write_parquet(root.parent / "outside/a.parquet", [[1, 2, 3]])
+    (root / "a.parquet").symlink_to(root.parent / "outside/a.parquet")
+    return "parquet:a.parquet:ids"
+
+
+WAYS_OUT = (
+    *(link_to_a_file, link_to_a_link, link_to_a_folder, link_that_a_pattern_meets, one_of_many_files, dots),
+    *(dots_behind_a_folder, dots_behind_a_link, absolute, a_neighbour_whose_name_begins_alike),
+    *(saved_dataset_that_names_a_file_elsewhere, parquet_through_a_link),
+)
+
+
+@pytest.mark.parametrize("way", WAYS_OUT, ids=lambda way: way.__name__)
+def test_no_way_leads_out_of_a_root(root: Path, way: Callable[[Path], str]) -> None:
+    spec = way(root)
+    with pytest.raises(ConfigError, match=f"lies below no data root; expected it below {root}: ") as caught:
+        create(root, spec)
+
+    assert spec.split(":")[1].partition("*")[0].rstrip("/") in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_nothing_outside_is_listed_in_an_error(root: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create(root, "txt:../outside/no-such-*.txt:text")
+
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../outside/tokenizer.json", "../outside", "tok", "tok/tokenizer.json", "configured"])
+def test_a_tokeniser_lies_below_a_root_too(root: Path, name: str) -> None:
+    outside = root.parent / "outside"
+    (root / "tok").mkdir()
+    (root / "tok/tokenizer.json").symlink_to(outside / "tokenizer.json")
+    (root / "configured").mkdir()
+    (root / "configured/tokenizer_config.json").symlink_to(outside / "tokenizer.json")
+
+    with pytest.raises(ConfigError, match=r"tokenizer: .* lies below no data root") as caught:
+        create(root, "txt:inside.txt:text", tokenizer=name)
+
+    assert SECRET not in str(caught.value)
+
+
+def test_a_run_that_began_without_roots_is_held_to_them_afterwards(root: Path) -> None:
+    (root / "linked.txt").symlink_to(root.parent / "outside/secret.txt")
+    config = parsed(flat(["txt:*.txt:text"]))
+    record = Order.create(config, root, None).record()
+
+    with pytest.raises(ConfigError, match=r"source 'txt:\*\.txt:text': 'linked\.txt', which is .* no data root"):
+        Order.load(config, root, None, record, DataRoots.of([root]))
+
+
+def test_several_roots_and_links_between_them_are_fine(root: Path) -> None:
+    other = root.parent / "other"
+    write_txt(other / "more.txt", ["more"] * 9)
+    (root / "more.txt").symlink_to(other / "more.txt")
+    roots = DataRoots.of([root, other])
+
+    order = Order.create(parsed(flat(["txt:*.txt:text"])), root, None, roots)
+
+    assert order.shard_paths == (("inside.txt", "more.txt"),)
+
+
+def test_a_root_that_is_a_link_stands_for_its_folder(root: Path) -> None:
+    (root.parent / "link").symlink_to(root)
+
+    Order.create(parsed(flat(["txt:inside.txt:text"])), root, None, DataRoots.of([root.parent / "link"]))
+
+
+def test_a_root_that_is_not_there_is_refused(root: Path) -> None:
+    for path in (root / "absent", root / "inside.txt"):
+        with pytest.raises(ConfigError, match=f"--data-root {path}: there is no such folder"):
+            DataRoots.of([path])
