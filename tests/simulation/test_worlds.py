@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.scheduler import Violation
-from tests.simulation.world import World
+from tests.simulation.world import FAULTS, World
 
 #: Seeds of the worlds that are run each time, in chunks.
 WORLDS, CHUNK = 1000, 50
@@ -48,6 +48,7 @@ def test_a_seed_replays_to_the_event(seed: int) -> None:
     assert len(worlds[0].log) > 10
 
 
+@pytest.mark.timeout(300)  # where the seeds above are out of date
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = MUTANTS[name](monkeypatch)
@@ -57,3 +58,26 @@ def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: p
         except Violation:
             return
     pytest.fail(f"{name} survived {WORLDS} worlds")
+
+
+@pytest.mark.timeout(300)
+def test_the_worlds_meet_what_they_are_there_for() -> None:
+    # What the test above is worth.
+    found: set[tuple[str, str]] = set()
+    sizes: set[int] = set()
+    takeovers = 0
+    for seed in range(WORLDS // 5):
+        world = World(seed)
+        world.run()
+        sizes.add(world.plan.largest_world)
+        leaders = {who.partition(",")[0] for _, who, what, _ in world.log if what == "leads"}
+        takeovers += len(leaders) > 1
+        found |= {(what, str(details[0]) if details else "") for _, _, what, details in world.log}
+    assert max(sizes) == 64
+    assert takeovers > 3
+    assert {("fault", kind) for kind in FAULTS} <= found
+    for error in ("Fenced", "RunBusy", "AttemptUsed", "LedgerRolledBack"):
+        assert ("failed", error) in found, error
+    for what in ("late write", "answer lost", "ledger away"):
+        assert {(what, call) for call in ("open", "commit")} <= found, what
+    assert {("killed before", "open"), ("killed after", "acquire")} <= found
