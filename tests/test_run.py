@@ -220,6 +220,14 @@ def test_no_more_is_sent_than_a_rank_has_credit_for() -> None:
     assert received(generation, 0, session) == [(3, 5)]
 
 
+def test_credit_beyond_the_window_is_cut_and_none_at_all_is_one_step() -> None:
+    generation = generation_of(window=40, group_steps=8)
+    session = attached(generation, credit_steps=2**32 - 1)[0]
+    assert generation.slots[0].credit_steps == 40
+    generation.progress(0, session, 0, 0, 0.0)
+    assert generation.slots[0].credit_steps == 1
+
+
 def test_a_part_of_a_group_is_sent_at_once_where_nothing_more_may_be_produced() -> None:
     generation = generation_of(window=6, group_steps=64)
     session = attached(generation)[0]

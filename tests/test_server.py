@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import grpc
@@ -16,8 +18,10 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.server_process import ServerProcess
 from support.trainer import World
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_server import grpc_service
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.grpc_service import GrpcServer
+from tokenloom_server.grpc_service import GrpcServer, servicer
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.service import Runs
 
@@ -80,3 +84,40 @@ def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> Non
         assert call.result().status == health_pb2.HealthCheckResponse.SERVING
     server.stop(0.1)
     ledger.close()
+
+
+def test_a_stream_that_is_opened_and_never_begun_is_ended(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "OPEN_TIMEOUT_S", 0.2)
+    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+    runs, server = Runs(ledger), GrpcServer("127.0.0.1:0")
+    try:
+        runs.add(mixture, None)
+        server.start(runs)
+        silent = threading.Event()
+        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as ended:
+            next(DataLoaderStub(channel).Stream(iter(silent.wait, None), timeout=20))
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
+    finally:
+        silent.set()
+        server.stop(0)
+        runs.stop()
+        ledger.close()
+
+
+def test_a_peer_that_gives_no_sign_of_life_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_service.server, "KEEPALIVE_S", 1)
+    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+    server = GrpcServer("127.0.0.1:0")
+    try:
+        server.start(Runs(ledger))
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as peer:
+            # The preface of HTTP/2 and empty settings; the server's pings are never answered.
+            peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+            while peer.recv(4096):
+                pass
+    finally:
+        server.stop(0)
+        ledger.close()

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from tokenloom.batch import Batch, Message
 from tokenloom.columns import Columns
-from tokenloom.errors import Fenced
+from tokenloom.errors import Fenced, ServerUnavailable
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
@@ -46,10 +46,19 @@ class StepBuffer:
     """Steps that were received and not yet yielded, and how the stream stands."""
 
     def __init__(
-        self, start: Point, *, capacity_steps: int, step_samples: int, columns: Columns, counted: bool = True
+        self,
+        start: Point,
+        *,
+        capacity_steps: int,
+        step_samples: int,
+        columns: Columns,
+        timeout_s: float,
+        counted: bool = True,
     ) -> None:
-        """``counted``: what is consumed is to be committed; not so for who only looks."""
+        """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
+        for who only looks."""
         self.capacity_steps = capacity_steps
+        self._timeout_s = timeout_s
         self._counted = counted
         self._half_of_credits = max(1, capacity_steps // 2) * step_samples
         self.received = start
@@ -147,7 +156,8 @@ class StepBuffer:
     # The trainer's side
 
     def take(self, on_silence: Callable[[], None]) -> tuple[Batch, Point] | None:
-        """The next batch, and where the trainer stands behind it; waits for it. None at the end of the data."""
+        """The next batch, and where the trainer stands behind it; waits for it, at most ``timeout_s``. None at the end
+        of the data."""
         with self._taking:  # else two threads would get the same step
             step = self._steps[0] if self._steps else self._await_step(on_silence)
             if step is None:
@@ -169,23 +179,30 @@ class StepBuffer:
             return batch, point
 
     def _await_step(self, on_silence: Callable[[], None]) -> Step | None:
-        began = time.monotonic()
-        patience_s = PATIENCE_S
+        # Of this process's own time: one that was stopped has not waited.
+        waited_s, patience_s = 0.0, PATIENCE_S
         with self._lock:
             while not (self._steps or self._error or self.end_reason is not None):
                 if self.closing:
                     raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
-                if self._step_ready.wait(TICK_S if self._starved else STARVED_S):
+                tick_s = TICK_S if self._starved else STARVED_S
+                if self._step_ready.wait(tick_s):
                     continue
+                waited_s += tick_s
                 self._starved = True
                 if self._writer_delays:
                     self._report.notify_all()
                 if self.silent():
                     on_silence()
-                if time.monotonic() - began > patience_s:
+                what = self._waiting_for or "nothing that it names"
+                if waited_s > self._timeout_s:
+                    raise ServerUnavailable(
+                        f"no batch for {self._timeout_s:g} s (batch_timeout_s); waiting for: {what}. See the server's "
+                        "log; where it is back, next() goes on"
+                    )
+                if waited_s > patience_s:
                     patience_s += PATIENCE_S
-                    what = self._waiting_for or "nothing that it names"
-                    log.warning("no batch for %.0f s; waiting for: %s", time.monotonic() - began, what)
+                    log.warning("no batch for %.0f s; waiting for: %s", waited_s, what)
             self._starved = False
             if self._steps:
                 return self._steps[0]

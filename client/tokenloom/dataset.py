@@ -32,7 +32,8 @@ class RemoteDataset(IterableDataset[Batch]):
 
     The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
     from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id
-    of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most.
+    of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
+    waits for one at most ``batch_timeout_s``.
 
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
@@ -68,6 +69,7 @@ class RemoteDataset(IterableDataset[Batch]):
         position_ids: bool = False,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
+        batch_timeout_s: float = 3600.0,
         token: str | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
@@ -87,7 +89,11 @@ class RemoteDataset(IterableDataset[Batch]):
         for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-        for name, seconds in (("connect_timeout_s", connect_timeout_s), ("reconnect_timeout_s", reconnect_timeout_s)):
+        for name, seconds in (
+            ("connect_timeout_s", connect_timeout_s),
+            ("reconnect_timeout_s", reconnect_timeout_s),
+            ("batch_timeout_s", batch_timeout_s),
+        ):
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
         if resume is not None and not resume:
@@ -101,6 +107,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._position_ids = position_ids
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
+        self._batch_timeout_s = batch_timeout_s
         self._peek = peek
         if peek:
             given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
@@ -276,6 +283,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 peek=self._peek,
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
+                batch_timeout_s=self._batch_timeout_s,
             )
         )
         start = connection.opening.start

@@ -2,7 +2,7 @@
 
 An attempt id is used once: it is what keeps the ranks of a forgotten launch out of a new one. So it
 must be fresh for each launch and equal on its ranks, and is never guessed from ids that may repeat
-(torchrun's do).
+(torchrun's do), nor taken from a place where an earlier launch may have left it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ import torch.distributed as dist
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+#: How often rank 0 looks whether another rank asks for the attempt id.
+ASK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def resolve(
 ) -> Topology:
     """The slot of this process: from the arguments, else ``torch.distributed``, else the launcher.
 
-    With a process group, ranks other than 0 wait here until rank 0 has made its dataset.
+    With a process group, ranks wait here for each other, at most ``timeout_s``: rank 0 gives all of them its id.
     """
     grouped = dist.is_available() and dist.is_initialized()
     if (rank is None) != (world_size is None):
@@ -106,11 +110,11 @@ def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, gr
     if world_size == 1:
         return uuid.uuid4().hex
     if grouped and (store := _default_store()) is not None:
-        return _shared(store, f"tokenloom/{run}/{stream}/{members}", rank, timeout_s)
+        return _shared(store, f"tokenloom/{run}/{stream}/{members}", rank, world_size, timeout_s)
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    if job and step:
-        restarts = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return "-".join(["slurm", job, step, *restarts, stream])
+    # Not under torchrun, which starts ranks again within a step; and its agents count restarts each for themselves.
+    if job and step and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "-".join(["slurm", job, step, os.environ.get("SLURM_RESTART_COUNT", "0"), stream])
     raise ValueError(
         f"rank {rank} of {world_size} needs an attempt id that is new for each launch and equal on all its ranks. "
         "There are three ways: call torch.distributed.init_process_group before making the dataset (rank 0 shares "
@@ -127,20 +131,49 @@ def _default_store() -> Store | None:
     return _get_default_store()
 
 
-def _shared(store: Store, prefix: str, rank: int, timeout_s: float) -> str:
-    """Rank 0 makes the id, the others read it. Which dataset of its launch this is, is counted in the
-    store itself, so that several datasets do not clash and a new process group begins anew."""
-    ordinal = store.add(f"{prefix}/made-by-{rank}", 1)
-    key = f"{prefix}/attempt-{ordinal}"
-    if rank == 0:
-        attempt = uuid.uuid4().hex
-        store.set(key, attempt)
+def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: float) -> str:
+    """Rank 0 makes the id and hands it to each other rank that asks for it, until all have it.
+
+    A store may be older than the launch: torchrun keeps one over its restarts. So nobody takes what lies there:
+    each rank asks under a token of its own, and gets what was answered to that. Rank 0 answers whatever was asked
+    last, an earlier life's questions included, and is done when every rank has said that it has this id.
+    """
+    deadline = time.monotonic() + timeout_s
+    if rank:
+        token = uuid.uuid4().hex
+        store.set(f"{prefix}/asked-{rank}", token)
+        answer = f"{prefix}/answer-{token}"
+        try:
+            store.wait([answer], datetime.timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise ValueError(
+                f"rank {rank} waited {timeout_s:g} s for rank 0 to make its RemoteDataset for the same run and stream "
+                f"({prefix}), in vain: every rank of the group must make one, at the same time"
+            ) from error
+        attempt = str(store.get(answer).decode())
+        store.set(f"{prefix}/{attempt}-{rank}", "taken")
         return attempt
-    try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise ValueError(
-            f"rank {rank} waited {timeout_s:g} s for rank 0 to make its RemoteDataset for the same run and stream "
-            f"({prefix}), in vain: every rank of the group must make one, in the same order"
-        ) from error
-    return str(store.get(key).decode())
+    attempt = uuid.uuid4().hex
+    answered: dict[int, bytes] = dict.fromkeys(range(1, world_size), b"")
+    while answered:
+        for other, known in list(answered.items()):
+            found = _value(store, f"{prefix}/asked-{other}")
+            # Looked at in this order: behind its confirmation a rank may ask for its next dataset.
+            if _value(store, f"{prefix}/{attempt}-{other}"):
+                del answered[other]
+            elif found != known:
+                answered[other] = found
+                store.set(f"{prefix}/answer-{found.decode()}", attempt)
+        if answered and time.monotonic() > deadline:
+            absent = ", ".join(map(str, list(answered)[:8])) + (", …" if len(answered) > 8 else "")
+            raise ValueError(
+                f"rank 0 waited {timeout_s:g} s for rank {absent} to make a RemoteDataset for the same run and stream "
+                f"({prefix}), in vain: every rank of the group must make one, at the same time"
+            )
+        time.sleep(ASK_EVERY_S)
+    return attempt
+
+
+def _value(store: Store, key: str) -> bytes:
+    """What lies under a key, at once; empty where nothing does."""
+    return bytes(store.compare_set(key, "", ""))

@@ -61,7 +61,9 @@ class LedgerUnavailable(LedgerError):
 
 
 class LedgerUnsafe(LedgerError):
-    """The ledger would acknowledge writes that it can lose (Redis without appendonly and fsync always)."""
+    """The ledger would acknowledge writes that it can lose (Redis without appendonly and fsync always, SQLite on a
+    network file system).
+    """
 
     http_status = 503
 

@@ -459,8 +459,12 @@ class Host:
                 left = deadline - self.clock()
                 if left <= 0 or interrupted():
                     self._watch(live, session)
-                    return Waiting(self.waiting_for())
+                    return Waiting(self.waiting_for() or self._slow_work(live))
                 live.slots[session.rank].wait(left)
+
+    def _slow_work(self, live: Live) -> str:
+        """What is at work where nobody waits for anything; for people."""
+        return "samples to be read and tokenised" if live.generation.steps_wanted() else ""
 
     def wake(self, session: Session) -> None:
         """Makes a waiting ``next_for`` of the session look at what interrupts it."""

@@ -331,7 +331,10 @@ class Opener:
 
 def _check(call: JoinCall, sample_bytes: int) -> None:
     if not 1 <= call.world_size <= MAX_WORLD_SIZE:
-        raise JoinRefused(f"world size is {call.world_size}; expected 1 to {MAX_WORLD_SIZE}")
+        raise JoinRefused(
+            f"world size is {call.world_size}; expected 1 to {MAX_WORLD_SIZE}: each rank's stream takes a thread, so "
+            "only the processes of the data-parallel group join"
+        )
     if call.rank >= call.world_size:
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
     if not 1 <= call.batch_size <= 2**20:

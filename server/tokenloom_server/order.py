@@ -21,13 +21,15 @@ import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
+from tokenloom_server.careful import CarefulEncoder
 from tokenloom_server.config import RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
+from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer
 from tokenloom_server.packing.concat import ConcatPacker
-from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.pipeline import Pipeline, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
@@ -35,6 +37,7 @@ from tokenloom_server.sources.files import order_warning
 from tokenloom_server.sources.manifest import Manifest, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
     Encoded,
@@ -78,6 +81,8 @@ class Order:
         self.tokenizer = definition
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
+        self._suspects: Suspects | None = None
+        self._notes_nothing = False
         self.name = config.run
         self.specs = tuple(source.source for source in config.sources)
         self.shards = tuple(manifest.shards(spec) for spec in self.specs)
@@ -241,16 +246,8 @@ class Order:
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
             source, reader = self.config.sources[source_id], self.open(source_id)
-            encoder = DocumentEncoder(
-                engine,
-                vocab_size=self.vocab_size,
-                bos_id=self._bos_id,
-                eot_id=self._eot_id,
-                add_bos=_adds_bos(self.config, source),
-                add_eot=_adds_eot(self.config, source),
-            )
             packed = ConcatPacker(
-                Documents(source.source, reader, encoder, source.epochs),
+                Documents(source.source, reader, self._encoder(source_id, reader, engine), source.epochs),
                 source_state,
                 source_id=source_id,
                 length=self.config.sequence_length,
@@ -260,6 +257,45 @@ class Order:
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype)
+
+    def _encoder(self, source_id: int, reader: Source, engine: Engine | None) -> Encoder:
+        source = self.config.sources[source_id]
+
+        def around(engine: Engine | None) -> DocumentEncoder:
+            return DocumentEncoder(
+                engine,
+                vocab_size=self.vocab_size,
+                bos_id=self._bos_id,
+                eot_id=self._eot_id,
+                add_bos=_adds_bos(self.config, source),
+                add_eot=_adds_eot(self.config, source),
+            )
+
+        suspects = self._load_suspects()
+        if engine is None or self.engine is None or suspects is None or reader.content is not Content.TEXT:
+            return around(engine)
+        assert self.config.tokenizer is not None
+        isolation = Isolation(
+            tokenizer=self.config.tokenizer,
+            base_dir=self.base_dir,
+            record=self.engine,
+            special_tokens_in_text=self.config.special_tokens_in_text,
+        )
+        return CarefulEncoder(
+            around,
+            engine,
+            isolation,
+            suspects,
+            source_id=source_id,
+            spec=source.source,
+            shard_paths=self.shard_paths[source_id],
+        )
+
+    def close(self) -> None:
+        """An orderly end: no row is suspected of it."""
+        with self._engine_lock:
+            if self._suspects is not None:
+                self._suspects.close()
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
@@ -275,6 +311,22 @@ class Order:
                 # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
                 self._loaded = _Engines(load, readahead.threads() + 1)
             return self._loaded
+
+    def _load_suspects(self) -> Suspects | None:
+        """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""
+        if self.engine is None or self.engine.engine == "bytes" or self.index_dir is None:
+            return None
+        with self._engine_lock:
+            if self._suspects is None and not self._notes_nothing:
+                try:
+                    self._suspects = Suspects(self.index_dir, self.name)
+                except OSError as error:
+                    self._notes_nothing = True
+                    _log.warning(
+                        "%s: %s cannot be written (%s): a document at which the tokeniser crashes will not be found",
+                        self.name, self.index_dir, error.strerror,
+                    )  # fmt: skip
+            return self._suspects
 
     def _tokenizer_record(self) -> dict[str, str]:
         if self.engine is None:

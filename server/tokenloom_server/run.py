@@ -230,7 +230,8 @@ class Generation:
                 f"{self.index_of(slot.sent)}"
             )
         slot.last_heard = now
-        slot.credit_steps = max(1, credit_steps)
+        # More than the window can never be in flight, whatever a client asks for.
+        slot.credit_steps = min(max(1, credit_steps), self.window_steps)
         self.slots.consume(slot, step)
         self._release()
 

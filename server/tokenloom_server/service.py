@@ -26,6 +26,8 @@ from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
 
+#: How long the runs' threads get to commit what is acknowledged and to end, seconds.
+STOP_S = 5.0
 #: Each has its threads, its window of samples, and a tokeniser.
 MAX_RUNS = 64
 #: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
@@ -115,10 +117,15 @@ class Runs:
 
     def stop(self) -> None:
         """Commits what is acknowledged and ends every run's threads; bounded."""
+        # All are told first, so that they end side by side: the bound is one for all of them.
+        for served in self._runs.values():
+            served.host.stop(0.0)
+        deadline = time.monotonic() + STOP_S
         for served in self._runs.values():
             served.peeks.stop()
-            served.host.stop()
+            served.host.stop(max(0.0, deadline - time.monotonic()))
             served.leadership.end()
+            served.host.order.close()
 
     # --- stats.RunService --------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from tokenloom import (
     TokenloomError,
     buffer,
 )
-from tokenloom.connection import channel
+from tokenloom.connection import channel, stream
 from tokenloom_proto import dataloader_pb2 as wire
 
 
@@ -172,6 +172,23 @@ def test_a_long_wait_is_logged_with_what_is_waited_for(
     assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
 
 
+def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trainer_may_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffer, "TICK_S", 0.1)
+    script = Script(on_message=lambda number, begin: "silent" if number == 1 else None)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, batch_timeout_s=0.5) as dataset:
+        batches = iter(dataset)
+        with pytest.raises(
+            ServerUnavailable, match=r"no batch for 0\.5 s \(batch_timeout_s\); waiting for: the stream"
+        ):
+            next(batches)
+        assert dataset._connection is not None
+        dataset._connection.on_silence()
+
+        assert next(batches)["sample_index"] == 1
+
+
 def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_first() -> None:
     with serving(Script()) as (_, url, server):
         dataset = RemoteDataset(url, 1, prefetch_steps=4, reconnect_timeout_s=0.5)
@@ -185,6 +202,21 @@ def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_fi
 
     assert got[:3] == [2, 3, 4]
     dataset.close()
+
+
+def test_a_server_that_takes_every_stream_and_says_nothing_is_given_up_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(buffer, "TICK_S", 0.1)
+    monkeypatch.setattr(stream, "SOUND_STREAM_S", 0.05)  # less than each of the streams lasts
+    with serving(Script(on_message=lambda number, begin: "silent")) as (server, url, _):
+        dataset = RemoteDataset(url, 1, reconnect_timeout_s=1.0)
+        with pytest.raises(ServerUnavailable, match=r"gave no stream for 1 s .*silent, without even a heartbeat"):
+            next(iter(dataset))
+        dataset.close()
+
+        assert len(server.opens) > 1
 
 
 def test_closing_while_the_server_is_away_does_not_wait_for_it() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tokenloom.topology import Topology, resolve
+import torch.distributed as dist
+from tokenloom.topology import Topology, _shared, resolve
 
 VARIABLES = ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"]
-VARIABLES += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"]
+VARIABLES += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +79,15 @@ def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(monkeypat
     assert first.attempt == second.attempt != restarted.attempt
 
 
+def test_torchrun_within_a_slurm_step_needs_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ValueError, match="init_process_group before making the dataset"):
+        topology()
+
+
 def test_several_processes_of_which_this_one_does_not_know_its_rank_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +122,33 @@ def test_a_rank_that_does_not_fit_its_world_is_refused(rank: int, world_size: in
 def test_an_empty_attempt_is_refused() -> None:
     with pytest.raises(ValueError, match="attempt is empty"):
         topology(0, 2, "")
+
+
+def resolved(store: dist.Store, ranks: Collection[int], timeout_s: float = 20) -> dict[int, str]:
+    """The attempts that ranks of a world of three get through a store, all at once."""
+    with ThreadPoolExecutor(3) as pool:
+        asked = {rank: pool.submit(_shared, store, "run/train/of-3", rank, 3, timeout_s) for rank in ranks}
+        return {rank: attempt.result() for rank, attempt in asked.items()}
+
+
+def test_what_an_earlier_life_left_in_the_store_is_not_taken_for_the_attempt() -> None:
+    store = dist.HashStore()
+    first = resolved(store, (0, 1, 2))
+    # Of the next life, rank 0 comes alone, then only the others do: the store has all sorts of rests.
+    for ranks in ((0,), (0, 2), (1, 2)):
+        with pytest.raises(ValueError, match=r"waited 0\.2 s for rank"):
+            resolved(store, ranks, timeout_s=0.2)
+    lives = [first, *(resolved(store, order) for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)))]
+
+    assert [len(set(life.values())) for life in lives] == [1, 1, 1, 1]
+    assert len({life[0] for life in lives}) == 4
+
+
+def test_ranks_that_are_waited_for_in_vain_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 waited 0\.1 s for rank 1, 2 to make a RemoteDataset .*every rank"):
+        resolved(dist.HashStore(), (0,), timeout_s=0.1)
+    with pytest.raises(ValueError, match=r"rank 2 waited 0\.1 s for rank 0 to make its RemoteDataset"):
+        resolved(dist.HashStore(), (2,), timeout_s=0.1)
 
 
 RANK_OF_A_GROUP = """

@@ -30,6 +30,7 @@ _OPTIONS: list[tuple[str, int]] = [
     # For a Join that waits on other ranks; streams are watched by their heartbeats.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
 ]
 
 

@@ -54,6 +54,7 @@ class Request:
     peek: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
+    batch_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

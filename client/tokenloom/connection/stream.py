@@ -32,7 +32,7 @@ from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
 
-#: A stream that lived so long was sound, so the next break gets the whole reconnect budget again.
+#: A stream on which something still came after so long was sound: the next break gets the whole reconnect budget again.
 SOUND_STREAM_S = 10.0
 #: How long close() waits for the server to take the last report.
 FLUSH_S = 2.0
@@ -52,6 +52,7 @@ class Connection:
         self._channel: grpc.Channel | None = None
         self._call: grpc.Call | None = None
         self._fell_silent = False
+        self._heard_at = 0.0
         self._targets = cycle(request.address.targets)
         try:
             self.opening = join(lambda: DataLoaderStub(self._connect()), request, self._nonce)
@@ -65,6 +66,7 @@ class Connection:
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
             step_samples=request.topology.world_size * request.batch_size,
             columns=self.opening.layout.columns(),
+            timeout_s=request.batch_timeout_s,
             counted=not request.peek,
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
@@ -120,7 +122,7 @@ class Connection:
             if self.buffer.closing:
                 self._report_once()
                 return
-            if self.buffer.received_through > had or time.monotonic() - began > SOUND_STREAM_S:
+            if self.buffer.received_through > had or self._heard_at - began > SOUND_STREAM_S:
                 retry.reset()
             delay_s = retry.next_delay_s()
             if delay_s is None:
@@ -164,6 +166,7 @@ class Connection:
 
     def _receive(self, response: Response) -> None:
         message = response.message
+        self._heard_at = time.monotonic()
         self.buffer.heard(message.committed_through, message.heartbeat.waiting_for)
         self._server_epoch = max(self._server_epoch, message.server_epoch)
         if self.buffer.closing:

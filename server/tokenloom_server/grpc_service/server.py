@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from tokenloom_server.service import Runs
 
+#: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
+#: time again, seconds.
+KEEPALIVE_S = 30
 #: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
 #: reconnects comes before its old stream was seen to be broken, and for those who look on.
 MAX_CALLS = 2 * 4096 + 256
@@ -43,6 +46,11 @@ class GrpcServer:
             options=[
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+                # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
+                ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+                ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
+                ("grpc.http2.max_pings_without_data", 0),
                 # Clients ping when a call is long silent, such as a Join that waits for rank 0.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
                 ("grpc.keepalive_permit_without_calls", 1),

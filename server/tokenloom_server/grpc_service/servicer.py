@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 #: How long the end of a client's stream waits for its last commit, seconds.
 _FINISH_S = 2.0
+#: A stream whose first message does not come within this time is ended, seconds: it has a thread.
+OPEN_TIMEOUT_S = 30.0
 
 #: What a request without a snapshot may have: it is names and numbers.
 SMALL_REQUEST_BYTES = 2**16
@@ -83,7 +85,8 @@ class DataLoader:
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
     ) -> Iterator[wire.StreamResponse | bytes]:
         with _errors(context):
-            first = next(requests, None)
+            with _within(OPEN_TIMEOUT_S, context):
+                first = next(requests, None)
             _read(first)
             if first is None or first.WhichOneof("kind") != "open":
                 raise JoinRefused("a stream begins with StreamOpen")
@@ -372,6 +375,18 @@ def _join_response(
 
 def _index_of(committed: Commit | None) -> int:
     return committed.sample_index if committed is not None else 0
+
+
+@contextlib.contextmanager
+def _within(seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
+    """Cancels the call where what is done here takes longer."""
+    timer = threading.Timer(seconds, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
+from tokenloom_server.ledger.place import refuse_shared
 
 #: How long a call waits for another process's transaction; those take milliseconds.
 BUSY_TIMEOUT_S = 5.0
@@ -72,6 +73,8 @@ class SqliteFile:
             )
         if path.is_dir():
             raise ConfigError(f"The ledger {path} is a folder; expected a file. Give another path with --ledger.")
+        # Before anything is written there.
+        refuse_shared(path)
         with self._translated():
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False

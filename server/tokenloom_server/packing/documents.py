@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.sources.base import Source
 from tokenloom_server.state import Cursor
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer import Documents as Encoded
 
 
 class Piece(NamedTuple):
@@ -30,6 +30,13 @@ class Piece(NamedTuple):
     ends: npt.NDArray[np.int64]
 
 
+class Encoder(Protocol):
+    """How do a source's rows become ids? Told where they lie, since a row may be the end of the process."""
+
+    def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
+        """Tokens of an Arrow column that begins at a shard's row. Raises ``TokenizerError``."""
+
+
 #: A source with at most this many tokens and rows is kept in memory once it was read, for its next epochs.
 KEPT_TOKENS = 2**18
 
@@ -37,7 +44,7 @@ KEPT_TOKENS = 2**18
 class Documents:
     """The rows of one source, ``epochs`` times over (a fraction: that part of the last pass's rows)."""
 
-    def __init__(self, name: str, source: Source, encoder: DocumentEncoder, epochs: float) -> None:
+    def __init__(self, name: str, source: Source, encoder: Encoder, epochs: float) -> None:
         self._name = name
         self._source = source
         self._encoder = encoder
@@ -120,7 +127,7 @@ class Documents:
                 column = column[:left]
                 left -= len(column)
             try:
-                documents = self._encoder.encode(column, rows.first_row)
+                documents = self._encoder.encode(column, rows.first_row, shard)
             except TokenizerError as error:
                 raise TokenizerError(f"{self._name}: {self._source.shards[shard].path}: {error}") from None
             yield Piece(epoch, shard, rows.first_row, documents.values, documents.ends)

@@ -8,6 +8,7 @@ from tokenloom_server.tokenizer.choose import (
     EngineRecord,
     choose_engine,
     load_engine,
+    other_engine,
 )
 from tokenloom_server.tokenizer.definition import (
     AddedToken,
@@ -37,5 +38,6 @@ __all__ = [
     "find_tokenizer",
     "id_dtype",
     "load_engine",
+    "other_engine",
     "tokenizer_files",
 ]

@@ -162,6 +162,16 @@ def load_engine(
     return CheckedEngine(engine, reference, one_in=check_one_in) if check_one_in else engine
 
 
+def other_engine(
+    definition: TokenizerDefinition, record: EngineRecord, special_tokens_in_text: SpecialTokensInText
+) -> Engine:
+    """The engine that the run did not begin with, for a document at which its own crashes: on the run's own rows the
+    two gave the same ids. Raises ``TokenizerError`` where that one cannot load the tokeniser."""
+    if record.engine == TokenizersEngine.name:
+        return GigatokenEngine(definition, special_tokens_in_text)
+    return TokenizersEngine(definition, special_tokens_in_text)
+
+
 def _require_version(record: EngineRecord, found: str) -> None:
     if record.version != found:
         raise TokenizerError(

@@ -54,12 +54,12 @@ class DocumentEncoder:
         self._bos = self._mark(self._bos_id)
         self._eot = self._mark(self._eot_id)
 
-    def encode(self, column: pa.Array, first_row: int = 0) -> Documents:
+    def encode(self, column: pa.Array, first_row: int = 0, shard: int = 0) -> Documents:
         """Tokens of a (large_)string column, or of a (large_)list column of integers.
 
-        ``first_row`` is the row that the column begins at, for messages alone. Raises ``TokenizerError``,
-        naming the row, for a null among the ids, an id outside the vocabulary, text that is not UTF-8, a
-        column of another type, or text without a tokeniser.
+        ``first_row`` is the row that the column begins at, for messages alone; of which ``shard``, makes no difference
+        here. Raises ``TokenizerError``, naming the row, for a null among the ids, an id outside the vocabulary, text
+        that is not UTF-8, a column of another type, or text without a tokeniser.
         """
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             encoded = self._tokenised(column, first_row)
