@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sqlite3
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import yaml
@@ -1116,6 +1118,42 @@ def join_once_it_leads(served: ServedRun, call: JoinCall) -> Joined:
         except NotLeader:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_the_other_ranks_wait_on_while_rank_0_cannot_reach_the_ledger(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, ledger = away(place)
+
+    def unreachable(*_: object) -> NoReturn:
+        raise LedgerUnavailable("away on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "read_run", unreachable)
+        with pytest.raises(LedgerUnavailable):
+            served.opener.join(call_of(0))
+    assert served.opener.try_join(call_of(1)) is None
+    assert served.opener.join(call_of(0)).opening == served.opener.join(call_of(1)).opening
+
+
+def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place) -> None:
+    served = place.serve()
+    served.opener.join(call_of(0))
+    with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
+        file.execute("UPDATE runs SET generation = 0")
+        file.execute("DELETE FROM openings")
+    with pytest.raises(LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"):
+        served.opener.join(call_of(1))
+
+
+def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: Place) -> None:
+    served = place.serve()
+    assert served.host.leads()
+    with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
+        file.execute("UPDATE leases SET holder = 'another'")
+    served.leadership.step()
+    assert not served.host.leads()
+    assert "another has the lease of run 'test', at this server's own epoch" in served.host.stands_by_for
 
 
 def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(place: Place) -> None:

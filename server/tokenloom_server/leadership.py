@@ -67,12 +67,15 @@ class Leadership(threading.Thread):
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
 
     def run(self) -> None:
-        host = self._host
         while not self._ended.is_set():
-            doubts = host.doubts
-            pause_s = self.step()
-            with host.lock:
-                host.lease_wakes.wait_for(lambda seen=doubts: self._ended.is_set() or host.doubts != seen, pause_s)
+            doubts = self._host.doubts
+            self._rest(self.step(), doubts)
+
+    def _rest(self, pause_s: float, doubts: int) -> None:
+        """Waits, unless a doubt has come up since there were so many."""
+        host = self._host
+        with host.lock:
+            host.lease_wakes.wait_for(lambda: self._ended.is_set() or host.doubts != doubts, pause_s)
 
     def step(self) -> float:
         """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
