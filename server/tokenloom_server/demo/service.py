@@ -21,6 +21,8 @@ READY_TIMEOUT_S = 120.0
 #: The last acknowledgement travels and is committed in well under a second.
 COMMIT_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 10.0
+#: The server's --lease and --liveness, seconds.
+CERTAIN_AFTER_S = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,10 @@ def start(processes: Processes, name: str, mixture: Path, ledger: Path, log: Pat
     """Starts a server on free ports of the loopback interface, and waits until it is ready."""
     ready_file = log.with_suffix(".ready.json")
     ready_file.unlink(missing_ok=True)
-    ports = ["--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", "--ready-file", str(ready_file)]
-    child = processes.start(name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *ports], log)
+    options = ["--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", "--ready-file", str(ready_file)]
+    # What is killed here is known to be dead: nobody has to wait as long as in earnest until that is certain.
+    options += ["--lease", str(CERTAIN_AFTER_S), "--liveness", str(CERTAIN_AFTER_S)]
+    child = processes.start(name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *options], log)
     wait_until(lambda: _addresses(ready_file) is not None or child.status == 0, f"{name}", READY_TIMEOUT_S, [child])
     addresses = _addresses(ready_file)
     if addresses is None:
