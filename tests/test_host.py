@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sqlite3
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import pytest
 import yaml
@@ -1089,6 +1091,8 @@ class Away(SqliteLedger):
         ledger.close()
         self.away = False
         self.lose_answer = self.lose_request = False
+        self.keep_opening = False
+        self.kept: tuple[Any, ...] = ()
 
     def commit(self, *args: Any) -> int:
         if self.away:
@@ -1099,6 +1103,9 @@ class Away(SqliteLedger):
         if self.lose_request:
             self.lose_request = False
             raise LedgerUnavailable("the request was lost on purpose")
+        if self.keep_opening:
+            self.keep_opening, self.kept = False, args
+            raise LedgerUnavailable("it is on its way")
         super().open(*args)
         if self.lose_answer:
             self.lose_answer = False
@@ -1136,6 +1143,61 @@ def patiently(call: Callable[[], T]) -> T:
         except NotLeader:
             assert time.monotonic() < deadline, "the server does not lead any more"
             time.sleep(0.01)
+
+
+def test_the_other_ranks_wait_on_while_rank_0_cannot_reach_the_ledger(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, ledger = away(place)
+
+    def unreachable(*_: object) -> NoReturn:
+        raise LedgerUnavailable("away on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "read_run", unreachable)
+        with pytest.raises(LedgerUnavailable):
+            served.opener.join(call_of(0))
+    assert served.opener.try_join(call_of(1)) is None
+    assert served.opener.join(call_of(0)).opening == served.opener.join(call_of(1)).opening
+
+
+def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place) -> None:
+    served = place.serve()
+    served.opener.join(call_of(0))
+    with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
+        file.execute("UPDATE runs SET generation = 0")
+        file.execute("DELETE FROM openings")
+    with pytest.raises(LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"):
+        served.opener.join(call_of(1))
+
+
+def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: Place) -> None:
+    served = place.serve()
+    assert served.host.leads()
+    with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
+        file.execute("UPDATE leases SET holder = 'another'")
+    served.leadership.step()
+    assert not served.host.leads()
+    assert "another has the lease of run 'test', at this server's own epoch" in served.host.stands_by_for
+
+
+def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(place: Place) -> None:
+    served, ledger = away(place)
+    trainer = Trainer(served)
+    trainer.take(2)
+    trainer.settle()
+    ledger.keep_opening = True
+    with pytest.raises(LedgerUnavailable):
+        served.opener.join(call_of(0, attempt="late", resume="latest", takeover=True))
+    deadline = time.monotonic() + PATIENCE_S
+    while not served.host.leads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(NotLeader):
+        SqliteLedger.open(ledger, *ledger.kept)
+    for rank in trainer.ranks:
+        rank.connect(served)
+    trainer.take(2)
 
 
 def test_an_opening_whose_answer_was_lost_is_found_again_and_nothing_is_sent_to_the_launch_before(

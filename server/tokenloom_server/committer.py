@@ -41,27 +41,49 @@ class Committer(threading.Thread):
         host = self._host
         while True:
             with host.lock:
-                self._await_commit()
-                live, steps = host.live, host.commit_due_steps()
-                if live is None or not steps:
-                    if host.stopping:
-                        return
-                    # While this thread slept with the lock let go, a new generation came or the run stopped.
-                    continue
-                group = live.generation.group_of(steps - 1)
-                known = host.committed.sample_index if host.committed is not None else 0
-            if live is not self._live:
-                self._live, self._journalled = live, live.base.sample_index
-            try:
-                self._commit(live, group, steps, known)
-            except (NotLeader, LedgerRolledBack) as error:
-                if live is host.live:
-                    host.lose(error)
-            except TokenloomError as error:
-                host.fail(live, error)
-            except Exception as error:
-                _log.exception("%s: committing failed", host.name)
-                host.fail(live, LedgerError(f"committing failed: {type(error).__name__}: {error}"))
+                while (rest_s := self.rest_s()) is None or rest_s > 0:
+                    host.committer_wakes.wait(rest_s)
+                if host.stopping and not host.commit_due_steps():
+                    return
+            self.step()
+
+    def rest_s(self) -> float | None:
+        """How long to rest before the next ``step``, seconds: 0 where it is due, None until this thread is woken
+        (the caller holds the lock)."""
+        host = self._host
+        due = host.commit_due_steps()
+        host.committer_idle = not due and not host.stopping
+        if host.committer_idle:
+            return None
+        # More steps may join the commit, unless the window would fill up meanwhile; and a ledger that is away is
+        # left alone for a while.
+        if host.stopping or (host.backlog() and not self._failures):
+            return 0.0
+        return max(0.0, self._commit_at_s - host.clock())
+
+    def step(self) -> bool:
+        """Commits what every rank acknowledged, if that is news; whether it was. Does not wait for it."""
+        host = self._host
+        with host.lock:
+            live, steps = host.live, host.commit_due_steps()
+            if live is None or not steps:
+                return False
+            group = live.generation.group_of(steps - 1)
+            known = host.committed.sample_index if host.committed is not None else 0
+            self._commit_at_s = host.clock() + COMMIT_EVERY_S
+        if live is not self._live:
+            self._live, self._journalled = live, live.base.sample_index
+        try:
+            self._commit(live, group, steps, known)
+        except (NotLeader, LedgerRolledBack) as error:
+            if live is host.live:
+                host.lose(error)
+        except TokenloomError as error:
+            host.fail(live, error)
+        except Exception as error:
+            _log.exception("%s: committing failed", host.name)
+            host.fail(live, LedgerError(f"committing failed: {type(error).__name__}: {error}"))
+        return True
 
     def _commit(self, live: Live, group: Group, steps: int, known: int) -> None:
         host = self._host
@@ -74,7 +96,7 @@ class Committer(threading.Thread):
                 self._journalled = group.begin
                 self._bound_journal(live)
         except LedgerUnavailable as error:
-            self._wait_for_ledger(commit, error)
+            self._ledger_is_away(commit, error)
             return
         self._failures = 0
         with host.lock:
@@ -84,19 +106,7 @@ class Committer(threading.Thread):
             if live is host.live:
                 host.set_committed(live, steps, commit, state)
 
-    def _await_commit(self) -> None:
-        """Sleeps until a commit is due, and on while more steps may join it (the caller holds the lock)."""
-        host = self._host
-        while not host.stopping and not host.commit_due_steps():
-            host.committer_idle = True
-            host.committer_wakes.wait()
-        host.committer_idle = False
-        rest_s = self._commit_at_s - host.clock()
-        if not host.stopping and rest_s > 0 and not host.backlog():
-            host.committer_wakes.wait(rest_s)
-        self._commit_at_s = host.clock() + COMMIT_EVERY_S
-
-    def _wait_for_ledger(self, commit: Commit, error: LedgerUnavailable) -> None:
+    def _ledger_is_away(self, commit: Commit, error: LedgerUnavailable) -> None:
         host = self._host
         with host.lock:
             host.ledger_error = str(error)
@@ -104,7 +114,7 @@ class Committer(threading.Thread):
                 raise LedgerError(f"stopped with sample {commit.sample_index} uncommitted: {error}")
             if not self._failures:
                 _log.warning("%s: the ledger is away; commits wait for it: %s", host.name, error)
-            host.committer_wakes.wait(_LEDGER_BACKOFF_S[min(self._failures, len(_LEDGER_BACKOFF_S) - 1)])
+            self._commit_at_s = host.clock() + _LEDGER_BACKOFF_S[min(self._failures, len(_LEDGER_BACKOFF_S) - 1)]
         self._failures += 1
 
     def _bound_journal(self, live: Live) -> None:

@@ -105,7 +105,13 @@ class Host:
     """Owns one run of this server. Thread-safe."""
 
     def __init__(
-        self, order: Order, ledger: Ledger, uid: str, terms: Terms, clock: Callable[[], float] = time.monotonic
+        self,
+        order: Order,
+        ledger: Ledger,
+        uid: str,
+        terms: Terms,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.order = order
         self.ledger = ledger
@@ -116,9 +122,9 @@ class Host:
         self.epoch = 0
         self.epoch_held = False
         self.leads_until = -math.inf
-        #: Whether it gave its epoch up by itself, see ``doubt``; and what then wakes the keeper of the lease.
+        #: Whether the lease is only to be taken anew, because an opening may have been written (``doubt``).
         self.in_doubt = False
-        self.lease_wanted = threading.Event()
+        self.doubts = 0
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         self.lock = threading.Lock()
@@ -135,10 +141,11 @@ class Host:
         #: (time, commit) over the last minute or so, for rates and window shares.
         self.recent: deque[tuple[float, Commit]] = deque(maxlen=512)
         self.clock = clock
-        self.wall_clock = time.time
+        self.wall_clock = wall_clock
         self.stopping = False
         self.producer_wakes = threading.Condition(self.lock)
         self.committer_wakes = threading.Condition(self.lock)
+        self.lease_wakes = threading.Condition(self.lock)
         #: Whether the committer sleeps until a commit is due; it alone sets this.
         self.committer_idle = False
         self._workers: tuple[threading.Thread, ...] = ()
@@ -224,15 +231,16 @@ class Host:
             self.wake_all()
             self.live = None
 
-    def doubt(self, reason: str) -> None:
-        """Nobody knows whether a new generation was opened: nothing is sent until this server has taken a new epoch, at
-        which the write cannot happen any more, and has read what there is (the caller holds the lock)."""
-        _log.warning("%s: whether a generation was opened is unknown; the ledger is read anew: %s", self.name, reason)
+    def doubt(self, error: TokenloomError) -> None:
+        """Nobody knows whether an opening was written, or will be yet (the caller holds the lock). Nothing is sent
+        until the lease is taken anew: that shuts out a write that is still on its way, and shows one that was done."""
+        _log.warning("%s: nothing is sent until the ledger tells whether a generation was opened: %s", self.name, error)
         self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
-        self.stands_by_for = reason
+        self.doubts += 1
+        self.lease_wakes.notify_all()
+        self.stands_by_for = f"the ledger did not say whether a generation was opened: {error}"
         self.wake_all()
         self.live = None
-        self.lease_wanted.set()
 
     def stand_by(self, reason: str) -> None:
         """Another server leads; ``reason`` names it."""
@@ -434,7 +442,7 @@ class Host:
         Raises ``Fenced``, ``ServerStopping``, or the error that stopped the run (after all that was
         produced before it).
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self.clock() + timeout_s
         with self.lock:
             while True:
                 if self.stopping:
@@ -453,7 +461,7 @@ class Host:
                 # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
                 if self.error is not None and live.generation.consumed_all(session.rank):
                     raise self.error
-                left = deadline - time.monotonic()
+                left = deadline - self.clock()
                 if left <= 0 or interrupted():
                     self._watch(live, session)
                     return Waiting(self.waiting_for() or self._slow_work(live))

@@ -68,28 +68,36 @@ class Leadership(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.is_set():
-            try:
-                pause_s = self._renew() if self._host.epoch_held else self._ask()
-            except LedgerUnavailable as error:
-                if self._ended.is_set():
-                    return
+            doubts = self._host.doubts
+            self._rest(self.step(), doubts)
+
+    def _rest(self, pause_s: float, doubts: int) -> None:
+        """Waits, unless a doubt has come up since there were so many."""
+        host = self._host
+        with host.lock:
+            host.lease_wakes.wait_for(lambda: self._ended.is_set() or host.doubts != doubts, pause_s)
+
+    def step(self) -> float:
+        """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
+        try:
+            return self._renew() if self._host.epoch_held else self._ask()
+        except LedgerUnavailable as error:
+            if not self._ended.is_set():
                 self._note_absence(error)
-                # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
-                pause_s = min(0.5, self._lease_s / RENEWALS)
-            except TokenloomError as error:
-                _log.error("%s: the lease: %s: %s", self._host.name, error.name, error)
-                pause_s = self._lease_s / RENEWALS
-            except Exception:
-                _log.exception("%s: keeping the lease failed", self._host.name)
-                pause_s = self._lease_s / RENEWALS
-            self._host.lease_wanted.wait(pause_s)
-            self._host.lease_wanted.clear()
+            # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
+            return min(0.5, self._lease_s / RENEWALS)
+        except TokenloomError as error:
+            _log.error("%s: the lease: %s: %s", self._host.name, error.name, error)
+        except Exception:
+            _log.exception("%s: keeping the lease failed", self._host.name)
+        return self._lease_s / RENEWALS
 
     def end(self) -> None:
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it."""
         host = self._host
         self._ended.set()
-        host.lease_wanted.set()
+        with host.lock:
+            host.lease_wakes.notify_all()
         if self.ident is not None:
             self.join(_END_S)  # else a renewal under way would come behind the release
         if not host.epoch_held or self._away_since is not None:
@@ -118,7 +126,7 @@ class Leadership(threading.Thread):
         self._away_since = None
 
     def _ask(self) -> float:
-        if self._host.epoch and not (self._host.epoch_held or self._host.in_doubt):
+        if self._host.epoch and not self._host.epoch_held and not self._host.in_doubt:
             # Who lost a lease is no restart of the one that has it: it waits like any other.
             self._holder = f"{self._name} (was at epoch {self._host.epoch})"
         try:
@@ -135,6 +143,7 @@ class Leadership(threading.Thread):
         generation, known, heard_at = host.standing()
         try:
             host.ledger.renew(host.uid, host.stream, host.epoch, self._lease_s, heard_at, generation, known)
+            self._look_at_holder()
         except (NotLeader, LedgerRolledBack) as error:
             host.lose(error)
             return 0.0 if isinstance(error, LedgerRolledBack) else self._lease_s / _ASK_PART
@@ -143,6 +152,15 @@ class Leadership(threading.Thread):
             _log.info("%s: the lease is renewed after %.1f s", host.name, host.clock() - self._away_since)
             self._away_since = None
         return self._lease_s / RENEWALS
+
+    def _look_at_holder(self) -> None:
+        """A ledger that went back may have given another server the epoch that this one has. Raises ``NotLeader``."""
+        stored = self._host.ledger.read_run(self._host.name, self._host.stream)
+        if stored is not None and stored.lease is not None and stored.lease.holder != self._holder:
+            raise NotLeader(
+                f"{stored.lease.holder} has the lease of run {self._host.name!r}, at this server's own epoch "
+                f"{self._host.epoch}: the ledger lost data, and gave it out twice"
+            )
 
     def _note_absence(self, error: LedgerUnavailable) -> None:
         host = self._host

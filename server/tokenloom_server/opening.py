@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -12,7 +11,9 @@ from tokenloom_server.errors import (
     AttemptUsed,
     JoinRefused,
     LedgerError,
+    LedgerRolledBack,
     LedgerUnavailable,
+    NotLeader,
     ResumePointNeeded,
     RunBusy,
     ServerStopping,
@@ -85,21 +86,52 @@ class Opener:
         Raises ``JoinRefused``, ``AttemptUsed``, ``RunBusy``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
+        joined = self.try_join(call)
+        if joined is not None:
+            return joined
+        host, asked = self._host, self._ask_of(call)
+        deadline = host.clock() + RANK_0_WAIT_S
+        while joined is None:
+            with host.lock:
+                left_s = deadline - host.clock()
+                if left_s <= 0:
+                    raise self.no_rank_0(call)
+                host.changed.wait_for(
+                    lambda: host.stopping or not host.leads() or self._decided(call.attempt, asked), left_s
+                )
+            joined = self.try_join(call)
+        return joined
+
+    def try_join(self, call: JoinCall) -> Joined | None:
+        """``join`` without waiting: None where rank 0 has to join first."""
         _check(call, self._host.order.sample_bytes)
         self._host.require_lead()
         if call.rank == 0:
             try:
                 opening = self._open(call)
+            except (LedgerUnavailable, NotLeader):
+                # Rank 0 tries again, so the others go on waiting for it.
+                raise
             except TokenloomError as error:
                 self._remember(call, error)
                 raise
         else:
-            opening = self._await(call)
+            found = self._find(call)
+            if found is None:
+                return None
+            opening = found
             self._agree(call, opening)
         host = self._host
         host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
         host.heard(opening.generation, call.rank)
         return Joined(uid=host.uid, opening=opening, start=host.order.decode(opening.start_state))
+
+    def no_rank_0(self, call: JoinCall) -> JoinRefused:
+        """Why a rank stops waiting for rank 0, after ``RANK_0_WAIT_S``."""
+        return JoinRefused(
+            f"rank {call.rank} waited {RANK_0_WAIT_S:.0f} s for rank 0 of attempt {call.attempt!r}; "
+            "it has not joined: see its log, and check that all ranks share one attempt id"
+        )
 
     def _open(self, call: JoinCall) -> Opening:
         host = self._host
@@ -130,7 +162,7 @@ class Opener:
                 group_steps=host.group_steps(call.world_size, call.batch_size),
                 start_index=start.sample_index,
                 start_state=text,
-                opened_at=time.time(),
+                opened_at=host.wall_clock(),
             )
             committed = host.commit_of(start, text)
             # Also where the answer of the write is lost: the same rank will ask again.
@@ -139,7 +171,7 @@ class Opener:
                 try:
                     host.ledger.open(uid, host.stream, host.epoch, opening, committed)
                 except LedgerUnavailable as error:
-                    host.doubt(str(error))
+                    host.doubt(error)
                     raise
                 host.uid = uid
                 # Older refusals are of no interest any more; nobody who joins from now on is to hear them.
@@ -164,32 +196,34 @@ class Opener:
             self._host.terms.liveness_s + BUSY_MARGIN_S,
         )
 
-    def _await(self, call: JoinCall) -> Opening:
+    def _decided(self, attempt: str, asked: tuple[str, str]) -> bool:
+        """Whether rank 0 opened the attempt, or was refused (the caller holds the host's lock)."""
+        live = self._host.live
+        return (live is not None and live.generation.attempt == attempt) or (attempt, asked) in self._refused
+
+    def _find(self, call: JoinCall) -> Opening | None:
+        """The opening that rank 0 wrote; None while there is none. Raises what rank 0 was refused with."""
         host = self._host
-        deadline = time.monotonic() + RANK_0_WAIT_S
         asked = self._ask_of(call)
-        if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
-            raise AttemptUsed(
-                f"attempt {call.attempt!r} opened an earlier generation of run {host.name!r}; "
-                "an attempt id is used once"
-            )
         with host.lock:
-            while True:
-                if host.live is not None and host.live.generation.attempt == call.attempt:
-                    break
-                if (call.attempt, asked) in self._refused:
-                    raise self._refused[call.attempt, asked]
-                left = deadline - time.monotonic()
-                if host.stopping:
-                    raise ServerStopping("the server is stopping; join again when it is back")
-                if left <= 0:
-                    raise JoinRefused(
-                        f"rank {call.rank} waited {RANK_0_WAIT_S:.0f} s for rank 0 of attempt {call.attempt!r}; "
-                        "it has not joined: see its log, and check that all ranks share one attempt id"
-                    )
-                host.changed.wait(min(left, 1.0))
+            if host.stopping:
+                raise ServerStopping("the server is stopping; join again when it is back")
+            opened = host.live is not None and host.live.generation.attempt == call.attempt
+            if not opened and (call.attempt, asked) in self._refused:
+                raise self._refused[call.attempt, asked]
+        if not opened:
+            if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
+                raise AttemptUsed(
+                    f"attempt {call.attempt!r} opened an earlier generation of run {host.name!r}; "
+                    "an attempt id is used once"
+                )
+            return None
         opening = self._stored().opening
-        assert opening is not None
+        if opening is None:
+            raise LedgerRolledBack(
+                f"attempt {call.attempt!r} opened a generation of run {host.name!r}, but {host.ledger.description} has "
+                "none: it lost data; restore the ledger, or restart the training job from its checkpoint"
+            )
         if opening.attempt != call.attempt:
             raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
         return opening

@@ -32,33 +32,41 @@ class Producer(threading.Thread):
                 if host.stopping:
                     self._pipeline = self._group = None  # and what it has under way
                     return
-                live = host.live
-                assert live is not None
-                if live is not self._live:
-                    self._live, self._pipeline, self._group, self._careful = live, None, None, False
-                steps, fresh = live.generation.steps_wanted(), live.generation.needs_group()
-            try:
-                self._fill(live, 1 if self._careful else steps, fresh)
-            except (SourceError, TokenizerError) as error:
-                if self._careful or steps == 1:
-                    self._give_up(live, error)
-                else:
-                    _log.warning("%s: going on step by step towards a fault: %s", host.name, error)
-                    self._step_back(live, fresh)
-                continue
-            except TokenloomError as error:
+            self.step()
+
+    def step(self) -> bool:
+        """Produces one burst, if steps are wanted now; whether they were. Does not wait for that."""
+        host = self._host
+        with host.lock:
+            live, steps = host.live, host.steps_wanted()
+            if live is None or not steps:
+                return False
+            if live is not self._live:
+                self._live, self._pipeline, self._group, self._careful = live, None, None, False
+            fresh = live.generation.needs_group()
+        try:
+            self._fill(live, 1 if self._careful else steps, fresh)
+        except (SourceError, TokenizerError) as error:
+            if self._careful or steps == 1:
                 self._give_up(live, error)
-                continue
-            except Exception as error:
-                if self._host.stopping:
-                    continue  # the interpreter ends: it lets nothing more be read ahead
-                _log.exception("%s: producing failed", host.name)
-                self._give_up(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
-                continue
-            assert self._group is not None and self._pipeline is not None
-            with host.lock:
-                if live is host.live:
-                    host.publish(live, self._group, fresh, self._pipeline.ended, self._pipeline.dropped_samples)
+            else:
+                _log.warning("%s: going on step by step towards a fault: %s", host.name, error)
+                self._step_back(live, fresh)
+            return True
+        except TokenloomError as error:
+            self._give_up(live, error)
+            return True
+        except Exception as error:
+            if host.stopping:
+                return True  # the interpreter ends: it lets nothing more be read ahead
+            _log.exception("%s: producing failed", host.name)
+            self._give_up(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
+            return True
+        assert self._group is not None and self._pipeline is not None
+        with host.lock:
+            if live is host.live:
+                host.publish(live, self._group, fresh, self._pipeline.ended, self._pipeline.dropped_samples)
+        return True
 
     def _fill(self, live: Live, steps: int, fresh: bool) -> None:
         if self._pipeline is None:

@@ -1,4 +1,4 @@
-"""The contract of the ledger: everything here holds on SQLite and on a real Redis alike."""
+"""The contract of the ledger: everything here holds on SQLite, on a real Redis and in memory alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.ledger_data import SPECS, commit_at, opening_of
-from support.ledger_stores import LedgerStore, RedisStore, SqliteStore
+from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
 from tokenloom_server.errors import (
     AttemptUsed,
     Fenced,
@@ -27,10 +27,16 @@ from tokenloom_server.state import MAX_COUNTER
 NAME, STREAM, UID = "wiki-and-code", "train", "uid-1"
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "redis", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LedgerStore]:
-    redis = request.param == "redis"
-    made: LedgerStore = RedisStore(request.getfixturevalue("redis_server")) if redis else SqliteStore(tmp_path)
+    made: LedgerStore
+    match request.param:
+        case "sqlite":
+            made = SqliteStore(tmp_path)
+        case "redis":
+            made = RedisStore(request.getfixturevalue("redis_server"))
+        case _:
+            made = MemoryStore()
     yield made
     made.close()
 

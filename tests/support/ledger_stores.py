@@ -12,6 +12,7 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
+from support.memory_ledger import MemoryLedger, Store
 from support.redis_server import RedisServer
 
 
@@ -44,6 +45,22 @@ class SqliteStore:
     def close(self) -> None:
         while self._opened:
             self._opened.pop().close()
+
+
+class MemoryStore:
+    """What simulated worlds run on; it must keep the contract for them to prove anything."""
+
+    def __init__(self) -> None:
+        self._store = Store()
+
+    def open(self) -> Ledger:
+        return MemoryLedger(self._store)
+
+    def crash(self) -> None:
+        """There is no process to kill, and the store outlives its ledgers."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class RedisStore:

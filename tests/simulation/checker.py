@@ -1,0 +1,308 @@
+"""What must be true of a world, whatever happens in it. Recounts from the reference; asks the server nothing.
+
+It sees what lies in the ledger's store behind every write, what leaves a server, what a rank gets and uses, and
+which errors end a launch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tokenloom_server.errors import TokenloomError
+from tokenloom_server.host import Session
+from tokenloom_server.opening import JoinCall
+from tokenloom_server.run import EndOfData
+
+from tests.simulation.corpus import Reference
+from tests.simulation.scheduler import Violation
+from tests.simulation.server import RUN, STREAM, Accepted, Batches, Server
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer import Launch, Rank
+    from tests.simulation.world import World
+
+#: Errors that end a launch rightly where the ledger lost data.
+_OF_LOST_DATA = frozenset({"LedgerRolledBack", "NotFound", "OrderMismatch", "Fenced", "AttemptUsed", "LedgerError"})
+
+
+class Checker:
+    """See the module."""
+
+    def __init__(self, world: World, reference: Reference) -> None:
+        self._world = world
+        self._reference = reference
+        #: The store as it was after the last write: generation, committed index, pin.
+        self._generation = 0
+        self._index = -1
+        self._pin: str | None = None
+        self._pinned_at = 0.0
+        #: Committed indices and pins since the last opening: what the next may have read.
+        self._indices: set[int] = set()
+        self._pins: set[int] = set()
+        #: By attempt, the greatest index that was ever durable in its generation.
+        self._durable: dict[str, int] = {}
+        self._attempts: set[str] = set()
+        self._greatest_generation = 0
+        #: By attempt, by begin of a step: its rotation.
+        self._rotations: dict[tuple[str, int], int] = {}
+        self.samples = 0
+
+    @property
+    def committed(self) -> int:
+        """The committed sample index; −1 before the first opening."""
+        return self._index
+
+    @property
+    def present(self) -> str:
+        """The attempt of the present generation; empty before the first."""
+        run = self._world.store.runs.get((RUN, STREAM))
+        return run.openings[-1].attempt if run is not None and run.openings else ""
+
+    def fail(self, message: str) -> NoReturn:
+        self._world.note("checker", "VIOLATION", message)
+        raise Violation(message)
+
+    # The ledger
+
+    def look_at_ledger(self, call: str, args: tuple[Any, ...], server: Server) -> None:
+        """A write was done, by a server that may be dead by now."""
+        run = self._world.store.runs.get((RUN, STREAM))
+        if run is None:
+            return
+        if run.pin != self._pin:
+            self._pin, self._pinned_at = run.pin, self._world.now
+            if run.pin is not None:
+                self._pins.add(json.loads(run.pin)["sample_index"])
+        if run.committed is None:
+            return
+        index = run.committed.sample_index
+        if (run.generation, index) == (self._generation, self._index):
+            return
+        epoch = server.host.epoch if server.host is not None else None
+        if epoch != run.epoch:
+            self.fail(f"{server.name} has epoch {epoch}, the ledger {run.epoch}, but its {call} moved the ledger")
+        if run.generation != self._generation:
+            self._look_at_opening()
+        elif index < self._index:
+            self.fail(f"{call} moved generation {run.generation} back from sample {self._index} to {index}")
+        elif call != "commit":
+            self.fail(f"{call} moved the counters, from sample {self._index} to {index}")
+        else:
+            if args[3] != run.generation:
+                self.fail(f"a commit of generation {args[3]} moved generation {run.generation}")
+            launch = self._world.launch_of(run.openings[-1].attempt)
+            if index > launch.consumed:
+                self.fail(f"sample {index} was committed, but not every rank is beyond {launch.consumed}")
+        self._generation, self._index = run.generation, index
+        self._indices.add(index)
+        self._durable[run.openings[-1].attempt] = index
+        reference = self._reference
+        if index > len(reference):
+            self.fail(f"sample {index} was committed, but the data end at {len(reference)}")
+        self._equal(f"the counters at sample {index}", dict(run.committed.counters), reference.counters[index])
+        self._equal(f"the digest at sample {index}", run.committed.digest, reference.digests[index])
+        self._equal(f"the tokens at sample {index}", run.committed.total_tokens, index * reference.length)
+        self._world.note("ledger", call, server.name, run.generation, index)
+
+    def _look_at_opening(self) -> None:
+        run = self._world.store.runs[RUN, STREAM]
+        opening = run.openings[-1]
+        if run.generation <= self._greatest_generation:
+            self.fail(f"generation {run.generation} was opened after {self._greatest_generation}")
+        if opening.attempt in self._attempts:
+            self.fail(f"{opening.attempt} opened a second generation, {run.generation}")
+        self._greatest_generation = run.generation
+        self._attempts.add(opening.attempt)
+        launch, start = self._world.launch_of(opening.attempt), opening.start_index
+        allowed = set(self._pins)
+        if launch.loaded is not None:
+            allowed.add(launch.loaded.sample_index)
+        elif launch.resume == "latest":
+            allowed |= self._indices or {0}
+        elif launch.resume.partition("-")[0].isdigit():
+            allowed.add(int(launch.resume.partition("-")[0]))
+        else:
+            allowed.add(0)
+        if start not in allowed:
+            self.fail(f"{opening.attempt} asked for one of {sorted(allowed)}, and starts at {start}")
+        if (opening.world_size, opening.batch_size) != (launch.world_size, launch.batch_size):
+            self.fail(f"{opening.attempt} was opened for {opening.world_size} × {opening.batch_size}")
+        self._indices, self._pins = set(), set()
+
+    def lost_data(self) -> None:
+        """The store went back to what it was: from there on is looked."""
+        run = self._world.store.runs.get((RUN, STREAM))
+        self._generation = run.generation if run is not None else 0
+        self._index = run.committed.sample_index if run is not None and run.committed is not None else -1
+        self._pin = run.pin if run is not None else None
+        self._indices, self._pins = {max(self._index, 0)}, set()
+        if self._pin is not None:
+            self._pins.add(json.loads(self._pin)["sample_index"])
+        self._greatest_generation = self._generation
+        self._attempts = {opening.attempt for opening in run.openings} if run is not None else set()
+
+    # What leaves a server
+
+    def attached(self, server: Server, rank: Rank, session: Session) -> None:
+        self._look_at_fence("a stream began", rank, session)
+
+    def sent(self, server: Server, rank: Rank, session: Session, committed_through: int) -> None:
+        self._look_at_fence("data were sent", rank, session)
+        durable = self._durable.get(rank.launch.attempt, -1)
+        if committed_through > durable:
+            self.fail(f"{rank.name} was told that {committed_through} is committed, but {durable} is")
+
+    def _look_at_fence(self, what: str, rank: Rank, session: Session) -> None:
+        run = self._world.store.runs.get((RUN, STREAM))
+        if run is None or self._world.lost:
+            return
+        number = session.generation.number
+        if number != run.generation:
+            self.fail(f"{what} for {rank.name}, generation {number}, but {run.generation} was open already")
+        if run.openings[-1].attempt != rank.launch.attempt:
+            self.fail(f"{what} for {rank.name} in the generation of {run.openings[-1].attempt}")
+
+    def answered(self, server: Server, call: JoinCall, answer: Accepted | TokenloomError) -> None:
+        if isinstance(answer, Accepted) and answer.opening.attempt != call.attempt:
+            self.fail(f"{call.attempt} was let into the generation of {answer.opening.attempt}")
+
+    def look_at_memory(self, server: Server) -> None:
+        """G5: ids are held of a window and a group at most."""
+        live = server.host.live if server.host is not None else None
+        if live is None:
+            return
+        generation = live.generation
+        held = sum(len(group.marks) for group in generation.groups if len(group.samples))
+        most = generation.window_steps + generation.plan.group_steps
+        if held > most:
+            self.fail(f"{server.name} holds {held} steps; a window and a group are {most}")
+
+    # What a rank gets and uses
+
+    def joined(self, rank: Rank, answer: Accepted) -> None:
+        start, loaded = answer.start, rank.launch.loaded
+        if loaded is not None and (start.sample_index, start.digest) != (loaded.sample_index, loaded.digest):
+            self.fail(f"{rank.name} loaded sample {loaded.sample_index}, and was started at {start.sample_index}")
+        self._look_at_point(rank.name, start.sample_index, start.digest, start.total_tokens)
+        if answer.opening.attempt != rank.launch.attempt:
+            self.fail(f"{rank.name} was let into the generation of {answer.opening.attempt}")
+
+    def received(self, rank: Rank, message: Batches) -> None:
+        reference, launch = self._reference, rank.launch
+        begin = message.begin_index
+        for step in message.steps:
+            if begin != rank.received and step is message.steps[0]:
+                self.fail(f"{rank.name} got sample {begin} where {rank.received} is next")
+            end = begin + launch.world_size * launch.batch_size
+            if end > len(reference) and reference.config.last_step == "pad":
+                end = len(reference)
+            self._equal(f"{rank.name}'s step from {begin} ends at", step.end_index, end)
+            self._look_at_point(rank.name, end, step.digest, step.total_tokens)
+            rotation = (step.slice - rank.number) % launch.world_size
+            known = self._rotations.setdefault((launch.attempt, begin), rotation)
+            if rotation != known:
+                self.fail(f"{rank.name} got slice {step.slice} at {begin}, but another rank's says rotation {known}")
+            first = begin + step.slice * launch.batch_size
+            for index, source, ids in zip(range(first, end + 10**6), step.source_ids, step.ids, strict=False):
+                if index >= end:
+                    padded = source == -1 and not any(ids) and reference.config.last_step == "pad"
+                    if not padded:
+                        self.fail(f"{rank.name} got sample {index}, behind the end {end}")
+                elif (source, ids) != (reference.samples[index].source, reference.samples[index].ids):
+                    self.fail(f"{rank.name} got another sample than the reference has at {index}")
+            self._equal(f"{rank.name}'s samples of a step", len(step.ids), launch.batch_size)
+            self.samples += len(step.ids)
+            begin = end
+
+    def buffered(self, rank: Rank, steps: int) -> None:
+        if steps > rank.credit_steps:
+            self.fail(f"{rank.name} holds {steps} steps, but gave credits for {rank.credit_steps}")
+
+    def ended(self, rank: Rank, end: EndOfData) -> None:
+        """G8: where the data end for every rank alike."""
+        joined = rank.joined
+        assert joined is not None
+        step, total = rank.launch.world_size * rank.launch.batch_size, len(self._reference)
+        expected = total
+        if self._reference.config.last_step == "drop":
+            expected -= (total - joined.opening.start_index) % step
+        self._equal(f"the end of the data for {rank.name}", end.end_index, expected)
+        self._equal(f"the samples dropped for {rank.name}", end.dropped_samples, total - expected)
+        self._equal(f"what {rank.name} received", rank.received, expected)
+        if not end.reason:
+            self.fail(f"the data end for {rank.name} without a reason")
+
+    def saved(self, launch: Launch, at: int, texts: set[str]) -> None:
+        """All ranks' states at a sample index."""
+        if len(texts) != 1:
+            self.fail(f"the ranks of {launch.attempt} wrote different states at sample {at}")
+        self.look_at_text(next(iter(texts)), at)
+
+    def look_at_snapshot(self, launch: Launch, text: str, at: int) -> None:
+        """The server's text is the one that ranks of the generation write there."""
+        if json.loads(text)["generation"] != self._generation or self._world.lost:
+            return
+        for rank in launch.ranks:
+            if rank.history is not None and rank.joined is not None and rank.joined.opening.start_index < at:
+                try:
+                    own = rank.history.text(at)
+                except ValueError:
+                    continue  # it did not stop there, or is not there yet
+                if rank.joined.opening.generation == self._generation:
+                    self._equal(f"the server's snapshot at sample {at}", text, own)
+
+    def look_at_text(self, text: str, at: int) -> None:
+        found = json.loads(text)
+        self._equal("a state's sample index", found["sample_index"], at)
+        self._look_at_point("a state", at, found["digest"], found["total_tokens"])
+
+    def _look_at_point(self, who: str, index: int, digest: str, total_tokens: int) -> None:
+        if index > len(self._reference):
+            self.fail(f"{who} is at sample {index}, but the data end at {len(self._reference)}")
+        self._equal(f"{who}'s digest at sample {index}", digest, self._reference.digests[index])
+        self._equal(f"{who}'s tokens at sample {index}", total_tokens, index * self._reference.length)
+
+    # How a launch ends
+
+    def failed(self, launch: Launch, rank: Rank, error: TokenloomError) -> None:
+        """Whether a launch may end with an error: a healthy one goes on, whatever dies around it."""
+        world, name, text = self._world, error.name, str(error)
+        opened = rank.joined.opening.generation if rank.joined is not None else None
+        superseded = opened is not None and self._greatest_generation > opened
+        if opened is None:
+            superseded = launch.attempt in self._attempts and self._attempts_behind(launch.attempt)
+        if world.lost and name in _OF_LOST_DATA:
+            return
+        if world.lost and name == "SnapshotInvalid" and "run_uid" in text:
+            return  # the ledger came back as it was before it took that run's uid
+        if name == "Fenced" and superseded:
+            return
+        if name == "AttemptUsed" and superseded:
+            return
+        if name == "JoinRefused" and "waited" in text:
+            return  # rank 0 was dead or stopped
+        if name == "JoinRefused" and "pinned" in text:
+            return
+        if name == "ResumePointNeeded" and not launch.resume and not launch.text:
+            return
+        if name == "RunBusy" and self._attempts - {launch.attempt}:
+            return
+        if name == "RankStalled":
+            return  # another rank was dead or stopped
+        if name == "LedgerError" and "Another opening came first" in text:
+            return
+        self.fail(f"{rank.name} was ended without need: {name}: {text}")
+
+    def _attempts_behind(self, attempt: str) -> bool:
+        run = self._world.store.runs.get((RUN, STREAM))
+        return run is not None and run.openings[-1].attempt != attempt
+
+    def completed(self, launch: Launch) -> None:
+        ends = {rank.consumed for rank in launch.ranks}
+        if len(ends) != 1:
+            self.fail(f"the ranks of {launch.attempt} ended at samples {sorted(ends)}")
+
+    def _equal(self, what: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            self.fail(f"{what}: found {found}, expected {expected}")

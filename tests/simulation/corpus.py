@@ -1,0 +1,235 @@
+"""Small mixtures whose rows lie in memory, and what their order must be: the reference of all worlds."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from tokenloom_server import config
+from tokenloom_server.ledger.base import Counters
+from tokenloom_server.order import Order
+from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.manifest import Manifest, SourceFiles
+from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
+
+VOCAB, END_OF_TEXT = 60_000, 59_999
+#: Rows of one read.
+_ROWS_AT_ONCE = 5
+NAMES = ("a", "b", "c", "d")
+
+
+def spec_of(name: str) -> str:
+    return f"arrow:{name}:ids"
+
+
+def _children(*names: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"source": spec_of(name), "alias": name} | fields for name in names]
+
+
+#: By name: the mixture file's fields beside run, vocabulary and window.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "one source": {"sequence_length": 4, "mixture": {"policy": "least_consumed", "children": _children("a")}},
+    "drops": {"sequence_length": 5, "mixture": {"policy": "least_consumed", "children": _children("a", "b", "c")}},
+    "pads": {
+        "sequence_length": 6,
+        "last_step": "pad",
+        "mixture": {"policy": "weighted", "children": _children("a", "b")},
+    },
+    "nested, shifted, epochs": {
+        "sequence_length": 7,
+        "labels": "shifted",
+        "seed": 3,
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [
+                {"source": spec_of("a"), "weight": 2},
+                {"source": spec_of("b"), "epochs": 2.5},
+                {"policy": "weighted", "weight": 1.5, "children": _children("c", "d")},
+            ],
+        },
+    },
+    "stops, padded": {
+        "sequence_length": 4,
+        "seed": 11,
+        "last_step": "pad",
+        "mixture": {"policy": "least_consumed", "on_exhausted": "stop", "children": _children("b", "d", epochs=2)},
+    },
+}
+
+
+@cache
+def rows_of(name: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """A source's rows by shard. A token is made of its source and its place, so that no two samples are alike."""
+    rng = random.Random(f"rows of {name}")
+    shards, token = [], NAMES.index(name) * 10_000
+    for _ in range(2):
+        rows = []
+        for _ in range(rng.randint(12, 24)):
+            length = rng.choice([0, 1, 2, 3, 5, 8, 13, 21])
+            rows.append(tuple(range(token, token + length)))
+            token += length
+        shards.append(tuple(rows))
+    return tuple(shards)
+
+
+class MemorySource:
+    """Implements ``Source``."""
+
+    content = Content.IDS
+
+    def __init__(self, name: str, shards: tuple[Shard, ...]) -> None:
+        self.shards = shards
+        self._columns = _columns(name)
+
+    def row_count(self, shard: int) -> int:
+        return len(self._columns[shard])
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        column = self._columns[shard]
+        for first in range(row, len(column), _ROWS_AT_ONCE):
+            yield Rows(first, column[first : first + _ROWS_AT_ONCE])
+
+
+@cache
+def _columns(name: str) -> tuple[pa.Array, ...]:
+    return tuple(pa.array(rows, pa.list_(pa.uint16())) for rows in rows_of(name))
+
+
+class MemoryOrder(Order):
+    """An order whose rows lie in memory. ``breathe`` is called around whatever the producer does that takes time."""
+
+    breathe: Callable[[], None] = staticmethod(lambda: None)
+
+    def open(self, source_id: int) -> MemorySource:
+        location = self.config.sources[source_id].spec.location
+        return MemorySource(location, self.shards[source_id])
+
+    def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
+        pipeline = super().pipeline(state)
+        if ahead:
+            fill, breathe = pipeline.fill, self.breathe
+
+            def breathing(group: Group, steps: int) -> None:
+                breathe()
+                fill(group, steps)
+                breathe()
+
+            pipeline.fill = breathing  # type: ignore[method-assign]
+        return pipeline
+
+
+def order_of(mixture: str, window_steps: int) -> MemoryOrder:
+    """A new order over the mixture of that name."""
+    document = {"run": "world", "vocab_size": VOCAB, "end_of_text_id": END_OF_TEXT, "window_steps": window_steps}
+    parsed = config.parse(document | MIXTURES[mixture], where=mixture)
+    files = tuple(
+        SourceFiles(
+            source.source,
+            tuple(
+                Shard(f"{source.spec.location}-{shard}", sum(map(len, rows)), f"{shard}")
+                for shard, rows in enumerate(rows_of(source.spec.location))
+            ),
+        )
+        for source in parsed.sources
+    )
+    return MemoryOrder(parsed, Path(), None, Manifest(files), None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    source: int
+    ids: bytes
+
+
+class Reference:
+    """What every world of a mixture must deliver and count.
+
+    Which source stands where is asked of one pipeline that nothing disturbed. What a source's samples hold, the
+    counters and the digests are worked out here, from the rows alone.
+    """
+
+    def __init__(self, mixture: str) -> None:
+        order = order_of(mixture, 2)
+        self.config = order.config
+        self.specs = order.specs
+        self.length = order.config.sequence_length
+        picks = _picks(order)
+        streams = [_stream(source.spec.location, source.epochs) for source in order.config.sources]
+        ends = [stream.row_ends for stream in streams]
+        given = [0] * len(streams)
+        self.samples: list[Sample] = []
+        self.digests = ["0" * 32]
+        self.counters = [self._count(given, ends)]
+        digest = 0
+        for source in picks:
+            at = given[source] * self.length
+            ids = streams[source].tokens[at : at + order.width].astype("<u2").tobytes()
+            given[source] += 1
+            digest = (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(ids, seed=source)) % DIGEST_MODULUS
+            self.samples.append(Sample(source, ids))
+            self.digests.append(f"{digest:032x}")
+            self.counters.append(self._count(given, ends))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _count(self, given: list[int], ends: list[list[int]]) -> dict[str, Counters]:
+        return {
+            spec: Counters(
+                samples=samples,
+                rows=_rows_taken(row_ends, samples * self.length),
+                tokens=samples * self.length,
+            )
+            for spec, samples, row_ends in zip(self.specs, given, ends, strict=True)
+        }
+
+
+@cache
+def reference(mixture: str) -> Reference:
+    return Reference(mixture)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    tokens: Any
+    row_ends: list[int]
+
+
+def _stream(name: str, epochs: float) -> _Stream:
+    """A source's documents, joined, and where each row ends."""
+    rows = [row for shard in rows_of(name) for row in shard]
+    whole = math.floor(epochs)
+    rows = rows * whole + rows[: math.ceil((epochs - whole) * len(rows))]
+    documents = [[*row, END_OF_TEXT] if row else [] for row in rows]
+    tokens = np.array([token for document in documents for token in document], np.int64)
+    return _Stream(tokens, list(accumulate(map(len, documents))))
+
+
+def _rows_taken(row_ends: list[int], tokens: int) -> int:
+    """Rows that were taken to their end, and those without tokens before the one that was taken from last."""
+    if not tokens:
+        return 0
+    last = bisect.bisect_left(row_ends, tokens)
+    return last + (row_ends[last] == tokens)
+
+
+def _picks(order: Order) -> list[int]:
+    """The source of every sample, from an undisturbed pipeline."""
+    pipeline = order.pipeline(order.initial())
+    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4096)
+    group = pipeline.begin_group(plan)
+    pipeline.fill(group, 4096)
+    assert pipeline.ended is not None
+    picks: list[int] = group.source_ids[0, : len(group.marks), 0].tolist()
+    return picks

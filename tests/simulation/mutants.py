@@ -1,0 +1,122 @@
+"""Worlds with a guard of the product taken out. The simulation is worth what it finds in these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tokenloom_server.errors import NotFound
+from tokenloom_server.host import Host, Live
+from tokenloom_server.ledger.base import Commit
+from tokenloom_server.run import Generation
+from tokenloom_server.slots import Slot
+
+from tests.support.memory_ledger import MemoryLedger, Run, Store
+
+MakeLedger = Callable[[Store, Callable[[], float]], MemoryLedger]
+#: Takes the guard out, and says which ledger to use.
+Mutant = Callable[[pytest.MonkeyPatch], MakeLedger]
+
+
+class _NoFence(MemoryLedger):
+    def _fence(self, run: Run, generation: int) -> None:
+        """Any generation may write."""
+
+
+class _NoDeduplication(MemoryLedger):
+    def _is_done(self, commit: Commit, committed: int) -> bool:
+        return False
+
+
+class _NoEpoch(MemoryLedger):
+    def _led(self, uid: str, stream: str, epoch: int) -> Run:
+        return self._store.run(uid, stream)
+
+
+def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """The ledger takes writes of a generation that is over."""
+    return _NoFence
+
+
+def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """The server serves every generation as if it were the present one."""
+
+    def live_of(self: Host, uid: str, generation: int, attempt: str, committed_through: int) -> Live:
+        if self.live is None:
+            raise NotFound("join first")
+        return self.live
+
+    patch.setattr(Host, "_live_of", live_of)
+    patch.setattr(Host, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
+    return MemoryLedger
+
+
+def ledger_without_deduplication(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A commit that comes twice, or late, moves the counters back."""
+    return _NoDeduplication
+
+
+def ledger_that_ignores_the_epoch(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A server that was superseded goes on writing."""
+    return _NoEpoch
+
+
+def boundary_one_step_early(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """After a restart, production begins one step away from the boundary."""
+    right = Generation._boundary_step
+    patch.setattr(Generation, "_boundary_step", lambda self, steps: max(0, right(self, steps) - 1))
+    return MemoryLedger
+
+
+def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """What one rank has consumed is committed as if all had."""
+
+    def commit_due(self: Generation) -> int | None:
+        steps = min(max(slot.consumed for slot in self.slots), self.produced)
+        return steps if steps > self.committed else None
+
+    patch.setattr(Generation, "commit_due", commit_due)
+    return MemoryLedger
+
+
+def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """Where the ledger did not say whether a generation was opened, the one before goes on."""
+    patch.setattr(Host, "doubt", lambda self, error: None)
+    return MemoryLedger
+
+
+def lease_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A server that could not renew its lease goes on sending."""
+    patch.setattr(Host, "leads", lambda self: self.epoch_held)
+    return MemoryLedger
+
+
+def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A rank is sent more than it has room for."""
+    sendable = Generation._sendable
+
+    def generous(self: Generation, slot: Slot, flush: bool = False) -> int:
+        given, slot.credit_steps = slot.credit_steps, slot.credit_steps + 1
+        try:
+            return sendable(self, slot, flush)
+        finally:
+            slot.credit_steps = given
+
+    patch.setattr(Generation, "_sendable", generous)
+    return MemoryLedger
+
+
+MUTANTS: dict[str, Mutant] = {
+    mutant.__name__: mutant
+    for mutant in (
+        ledger_without_fence,
+        server_without_fence,
+        ledger_without_deduplication,
+        ledger_that_ignores_the_epoch,
+        boundary_one_step_early,
+        commit_one_step_ahead,
+        opening_of_unknown_outcome_forgotten,
+        lease_ignored,
+        credits_ignored,
+    )
+}

@@ -1,0 +1,494 @@
+"""A server process: the product's own parts, called where their threads would call them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from tokenloom.snapshot import Base, Point
+from tokenloom_proto.seal import canonical
+from tokenloom_server.committer import Committer
+from tokenloom_server.errors import Fenced, TokenloomError
+from tokenloom_server.host import Host, Live, Session, Waiting
+from tokenloom_server.leadership import Leadership
+from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.opening import RANK_0_WAIT_S, JoinCall, Joined
+from tokenloom_server.producer import Producer
+from tokenloom_server.run import Delivery, EndOfData
+from tokenloom_server.service import ServedRun
+from tokenloom_server.state import digest_hex
+
+from tests.simulation.ledger import LedgerLink
+from tests.simulation.network import Stream, Unavailable
+from tests.simulation.scheduler import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer import Rank
+    from tests.simulation.world import World
+
+RUN, STREAM = "world", "train"
+HEARTBEAT_S = 5.0
+#: How soon a thread runs that was woken, seconds.
+WOKEN_S = 0.003
+#: How long the end of a client's stream waits for its last commit, seconds.
+FINISH_S = 2.0
+
+
+class StepInfo(NamedTuple):
+    end_index: int
+    slice: int
+    total_tokens: int
+    digest: str
+    source_ids: list[int]
+    ids: list[bytes]
+
+
+class Batches(NamedTuple):
+    begin_index: int
+    steps: list[StepInfo]
+    base: Base | None
+
+
+class Heartbeat(NamedTuple):
+    waiting_for: str
+
+
+class Accepted(NamedTuple):
+    """The answer to a Join."""
+
+    uid: str
+    opening: Opening
+    start: Point
+    template: bytes
+    server_epoch: int
+
+
+class Wake(threading.Condition):
+    """A condition on which nobody sleeps: whoever would is told."""
+
+    def __init__(self, lock: threading.Lock, woken: Callable[[], None]) -> None:
+        super().__init__(lock)
+        self._woken = woken
+
+    def notify(self, n: int = 1) -> None:
+        self._woken()
+
+
+class SmallHost(Host):
+    """A host whose messages and groups have few steps, so that a small world has many of each."""
+
+    steps_of_message = steps_of_group = 1
+
+    def message_steps(self, batch_size: int) -> int:
+        return self.steps_of_message
+
+    def group_steps(self, world_size: int, batch_size: int) -> int:
+        return self.steps_of_group
+
+
+class _Waiting:
+    """A Join that is being answered."""
+
+    def __init__(self, rank: Rank, call: JoinCall, number: int) -> None:
+        self.rank = rank
+        self.call = call
+        self.number = number
+        #: What it asks for, once it waits for rank 0.
+        self.asked: tuple[str, str] | None = None
+
+
+class _Stream:
+    """The server's end of a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.session: Session | None = None
+        #: Progress that came before the session began.
+        self.inbox: list[tuple[int, int, str]] = []
+        self.closed_at: float | None = None
+        self.over = False
+        self.pump_due = False
+        self.heartbeat_at = 0.0
+
+
+class Server(Process):
+    """One life of a server."""
+
+    def __init__(self, world: World, address: int, life: int) -> None:
+        super().__init__(f"server {address}, life {life}")
+        #: What it is in the ledger: a restart on the same port is the same.
+        self.holder = f"server {address}"
+        self._world = world
+        self.reachable = False
+        #: Its clocks: how far they are off, and by how much they run too fast.
+        self._ahead_s = world.rng.random() * 1000
+        self._rate = 1 + world.plan.clock_drift * (2 * world.rng.random() - 1)
+        self._wall_ahead_s = 1e6 + world.rng.random()
+        self.host: Host | None = None
+        self.streams: dict[Stream, _Stream] = {}
+        #: Joins that were sent here and not answered, and those that arrived.
+        self.calls: dict[tuple[Rank, int], None] = {}
+        self._joining: dict[_Waiting, None] = {}
+        self._joins_due = False
+        self._producing = self._committing = False
+        self._producer_due = self._committer_due = False
+        self._keeping_lease = False
+        self._lease_at = 0.0
+        self._hooked: Live | None = None
+
+    def held_up(self) -> bool:
+        return self.paused or (self.host is not None and self.host.lock.locked())
+
+    def clock(self) -> float:
+        return self._world.now * self._rate + self._ahead_s
+
+    def wall_clock(self) -> float:
+        return self._world.now + self._wall_ahead_s
+
+    # Coming up and going down
+
+    def boot(self) -> None:
+        """Serves the run, as ``Runs.add`` does on standby."""
+        world = self._world
+        order = copy.copy(world.order)
+        order.breathe = partial(self._breathe_while_producing)
+        ledger = LedgerLink(world, self)
+        try:
+            stored: StoredRun | None = ledger.read_run(RUN, STREAM)
+            if stored is None:
+                stored = ledger.create_run(RUN, STREAM, world.new_uid(), world.record)
+        except TokenloomError as error:
+            world.note(self.name, "cannot start", error.name, str(error))
+            world.kill_server(self)
+            return
+        host = SmallHost(order, ledger, stored.uid, world.plan.terms, self.clock, self.wall_clock)
+        host.steps_of_message, host.steps_of_group = world.plan.message_steps, world.plan.group_steps
+        self.host = host
+        self.leadership = Leadership(host, self.holder)
+        self.served = ServedRun(host, self.leadership)
+        self.producer, self.committer = Producer(host), Committer(host)
+        host.producer_wakes = Wake(host.lock, self._wake_producer)
+        host.committer_wakes = Wake(host.lock, self._wake_committer)
+        host.changed = Wake(host.lock, self._wake_joins)
+        host.lease_wakes = Wake(host.lock, self._wake_lease)
+        self.reachable = True
+        self._keep_lease()
+
+    def _wake_lease(self) -> None:
+        self._world.soon(WOKEN_S, self, self._keep_lease)
+
+    def _keep_lease(self) -> None:
+        """The thread of the lease."""
+        assert self.host is not None
+        if self.host.stopping or self._keeping_lease:
+            return
+        self._keeping_lease = True
+        led = self.host.epoch_held
+        pause_s = self.leadership.step()
+        self._keeping_lease = False
+        if self.host.epoch_held != led:
+            self._world.note(self.name, "leads" if self.host.epoch_held else "leads no longer", self.host.epoch)
+        self._hook()
+        self._lease_at = self._world.now + pause_s
+        self._world.at_time(self._lease_at, self, self._lease_is_due)
+
+    def _lease_is_due(self) -> None:
+        if self._world.now >= self._lease_at:
+            self._keep_lease()
+
+    def killed(self) -> None:
+        """Ends it here and now; ``Killed`` unwinds what it is in the middle of."""
+        self.alive = False
+        self.reachable = False
+        for stream in self._world.streams:
+            if stream.server is self:
+                stream.cut()
+        for rank, number in self.calls:
+            self._world.soon(1.0, rank, rank.answered, number, Unavailable("the connection broke"))
+
+    def stop(self) -> None:
+        """SIGTERM: commits what is acknowledged, ends streams, and goes."""
+        if self.host is None:
+            self._world.kill_server(self)
+            return
+        self.reachable = False
+        self.host.stop()
+        self._world.soon(1.0, self, self._leave)
+
+    def _leave(self) -> None:
+        self.leadership.end()
+        self._world.kill_server(self)
+
+    def _breathe_while_producing(self) -> None:
+        if self._world.rng.random() < self._world.plan.overlap:
+            self._world.breathe(self, 0.004)
+
+    # Threads
+
+    def _wake_producer(self) -> None:
+        if not self._producer_due:
+            self._producer_due = True
+            self._world.soon(WOKEN_S, self, self._produce)
+
+    def _produce(self) -> None:
+        self._producer_due = False
+        if self._producing or self.host is None or self.host.stopping:
+            return
+        self._producing = True
+        worked = self.producer.step()
+        self._producing = False
+        self._world.checker.look_at_memory(self)
+        self._hook()
+        if worked:
+            self._wake_producer()
+
+    def _wake_committer(self) -> None:
+        if not self._committer_due:
+            self._committer_due = True
+            self._world.soon(WOKEN_S, self, self._commit)
+
+    def _commit(self) -> None:
+        self._committer_due = False
+        if self._committing or self.host is None:
+            return
+        with self.host.lock:
+            rest_s = self.committer.rest_s()
+        if rest_s is None:
+            return
+        if rest_s > 0:
+            self._world.at(rest_s, self, self._wake_committer)
+            return
+        self._committing = True
+        worked = self.committer.step()
+        self._committing = False
+        self._hook()
+        if worked or not self.host.stopping:
+            self._wake_committer()
+
+    # Joins
+
+    def join(self, rank: Rank, call: JoinCall, number: int) -> None:
+        """A Join arrives. ``number`` −1: nobody waits for the answer."""
+        world = self._world
+        if self.host is None or not self.reachable:
+            self.calls.pop((rank, number), None)
+            world.soon(0.3, rank, rank.answered, number, Unavailable("nobody listens there"))
+            return
+        waiting = _Waiting(rank, call, number)
+        self._joining[waiting] = None
+        world.at(RANK_0_WAIT_S, self, self._give_up, waiting)
+        self._try_join(waiting)
+
+    def _try_join(self, waiting: _Waiting) -> None:
+        if waiting not in self._joining or self.host is None:
+            return
+        world, opener, call = self._world, self.served.opener, waiting.call
+        if call.rank == 0 and opener._opening.locked():
+            world.soon(0.02, self, self._try_join, waiting)
+            return
+        try:
+            joined = opener.try_join(call)
+            if joined is None:
+                waiting.asked = opener._ask_of(call)
+                self._wake_joins()  # it was decided meanwhile, perhaps
+                return
+            self._answer(waiting, self._accepted(joined))
+        except TokenloomError as error:
+            self._answer(waiting, error)
+        finally:
+            self._hook()
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if waiting in self._joining and waiting.asked is not None:
+            self._answer(waiting, self.served.opener.no_rank_0(waiting.call))
+
+    def _answer(self, waiting: _Waiting, answer: Accepted | TokenloomError) -> None:
+        self._joining.pop(waiting, None)
+        self.calls.pop((waiting.rank, waiting.number), None)
+        self._world.checker.answered(self, waiting.call, answer)
+        if waiting.number >= 0:
+            self._world.at(self._world.latency(), waiting.rank, waiting.rank.answered, waiting.number, answer)
+
+    def _wake_joins(self) -> None:
+        if self._joining and not self._joins_due:
+            self._joins_due = True
+            self._world.soon(WOKEN_S, self, self._look_at_joins)
+
+    def _look_at_joins(self) -> None:
+        """The Joins that wait for rank 0 look again where it was decided."""
+        self._joins_due = False
+        assert self.host is not None
+        for waiting in list(self._joining):
+            with self.host.lock:
+                decided = (
+                    self.host.stopping
+                    or not self.host.leads()
+                    or (waiting.asked is not None and self.served.opener._decided(waiting.call.attempt, waiting.asked))
+                )
+            if decided:
+                self._try_join(waiting)
+
+    def _accepted(self, joined: Joined) -> Accepted:
+        assert self.host is not None
+        start, opening = joined.start, joined.opening
+        template = self.host.order.template(joined.uid, STREAM, opening.generation)
+        base = Base(start.sample_index, opening.start_state.encode())
+        point = Point(start.sample_index, start.total_tokens, digest_hex(start.digest), base)
+        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.host.epoch)
+
+    # Streams
+
+    def open_stream(
+        self,
+        stream: Stream,
+        uid: str,
+        generation: int,
+        nonce: str,
+        received: Point,
+        committed_through: int,
+        server_epoch: int,
+        consumed: Point,
+        credit_steps: int,
+    ) -> None:
+        if self.host is None or not self.reachable:
+            stream.end(Unavailable("nobody listens there"))
+            return
+        state = self.streams[stream] = _Stream(stream)
+        rank = stream.rank.number
+        try:
+            session = self.host.attach(
+                uid, generation, rank, nonce, received.sample_index, committed_through,
+                received.digest, server_epoch, stream.rank.launch.attempt,
+            )  # fmt: skip
+            self._world.checker.attached(self, stream.rank, session)
+            state.session = session
+            self.host.progress(session, consumed.sample_index, credit_steps, consumed.digest)
+            while state.inbox:
+                self.host.progress(session, *state.inbox.pop(0))
+        except TokenloomError as error:
+            self._end(state, error)
+            return
+        self._hook()
+        if state.over:
+            self._detach(state)
+        else:
+            self._pump_soon(state, WOKEN_S)
+
+    def progress(self, stream: Stream, consumed: Point, credit_steps: int) -> None:
+        state = self.streams.get(stream)
+        if state is None or state.over or self.host is None:
+            return
+        report = consumed.sample_index, credit_steps, consumed.digest
+        if state.session is None:
+            state.inbox.append(report)
+            return
+        try:
+            self.host.progress(state.session, *report)
+        except TokenloomError as error:
+            self._end(state, error)
+
+    def close_stream(self, stream: Stream) -> None:
+        """The client has said all."""
+        state = self.streams.get(stream)
+        if state is not None and not state.over:
+            state.closed_at = self._world.now
+            self._finish(state)
+
+    def lost_stream(self, stream: Stream) -> None:
+        """The connection is gone."""
+        state = self.streams.pop(stream, None)
+        if state is not None and not state.over:
+            state.over = True
+            self._detach(state)
+
+    def _finish(self, state: _Stream) -> None:
+        """Waits, bounded, until all that every rank acknowledged is committed; as ``Host.finish`` does."""
+        if state.over or self.host is None or state.closed_at is None:
+            return
+        late = self._world.now - state.closed_at > FINISH_S
+        generation = state.session.generation if state.session is not None else None
+        if late or generation is None or generation.all_committed() or self.host.stopping:
+            if state.session is not None:
+                self.host.leave(state.session)
+            self._end(state, None)
+        else:
+            self._world.soon(0.1, self, self._finish, state)
+
+    def _pump_soon(self, state: _Stream, longest_s: float) -> None:
+        if not state.pump_due:
+            state.pump_due = True
+            self._world.soon(longest_s, self, self._pump, state)
+
+    def _pump(self, state: _Stream) -> None:
+        """The stream's thread: sends one message, or sleeps."""
+        state.pump_due = False
+        if state.over or state.closed_at is not None or self.host is None or state.session is None:
+            return
+        host, stream, session, world = self.host, state.stream, state.session, self._world
+        try:
+            found = host.next_for(session, 0.0, lambda: False)
+            committed = host.committed.sample_index if host.committed is not None else 0
+            if isinstance(found, Delivery):
+                message = self._batches(host, session.rank, found)
+                world.checker.sent(self, stream.rank, session, committed)
+                stream.down(stream.rank.receive, message, committed, host.epoch)
+            elif isinstance(found, EndOfData):
+                world.checker.sent(self, stream.rank, session, committed)
+                stream.down(stream.rank.receive, found, committed, host.epoch)
+            elif isinstance(found, Waiting) and world.now >= state.heartbeat_at:
+                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, host.epoch)
+                state.heartbeat_at = world.now + HEARTBEAT_S
+                world.at_time(state.heartbeat_at, self, self._pump_soon, state, WOKEN_S)
+        except TokenloomError as error:
+            self._end(state, error)
+            return
+        if not isinstance(found, Waiting):
+            self._pump_soon(state, WOKEN_S)
+
+    def _batches(self, host: Host, rank: int, delivery: Delivery) -> Batches:
+        group, first, last, with_base = delivery
+        size = group.plan.batch_size
+        ids = [one.tobytes() for one in group.ids(rank, first, last)]
+        if not ids:
+            raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
+        steps = [
+            StepInfo(
+                end_index=group.marks[step].sample_index,
+                slice=group.slice_of(step, rank),
+                total_tokens=group.marks[step].total_tokens,
+                digest=digest_hex(group.marks[step].digest),
+                source_ids=group.source_ids[rank, step].tolist(),
+                ids=ids[(step - first) * size : (step - first + 1) * size],
+            )
+            for step in range(first, last)
+        ]
+        base = Base(group.begin, host.resume_state(group).encode()) if with_base else None
+        return Batches(group.step_begin(first), steps, base)
+
+    def _end(self, state: _Stream, error: TokenloomError | None) -> None:
+        state.over = True
+        self.streams.pop(state.stream, None)
+        self._detach(state)
+        state.stream.end(error)
+
+    def _detach(self, state: _Stream) -> None:
+        if state.session is not None and self.host is not None:
+            self.host.detach(state.session)
+
+    def _hook(self) -> None:
+        """Makes the slots' conditions of a new generation wake their streams."""
+        live = self.host.live if self.host is not None else None
+        if self.host is not None and live is not None and live is not self._hooked:
+            self._hooked = live
+            live.slots[:] = [Wake(self.host.lock, partial(self._wake_rank, rank)) for rank in range(len(live.slots))]
+            for state in self.streams.values():
+                self._pump_soon(state, WOKEN_S)  # those of the generation before
+            self._wake_producer()
+
+    def _wake_rank(self, rank: int) -> None:
+        for state in self.streams.values():
+            if state.stream.rank.number == rank:
+                self._pump_soon(state, WOKEN_S)

@@ -1,0 +1,83 @@
+"""A thousand worlds and more, each drawn from its seed: nothing is lost, repeated or reordered in any of them.
+
+Where one fails: ``python -m tests.simulation SEED`` tells what happened in it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.scheduler import Violation
+from tests.simulation.world import FAULTS, World
+
+#: Seeds of the worlds that are run each time, in chunks.
+WORLDS, CHUNK = 1000, 50
+#: Where a mutant was caught last: looked at first, so that this takes seconds. Any of the worlds will do.
+CAUGHT = {
+    "ledger_without_fence": (144, 193),
+    "server_without_fence": (36, 40),
+    "ledger_without_deduplication": (72, 180),
+    "ledger_that_ignores_the_epoch": (80, 112),
+    "opening_of_unknown_outcome_forgotten": (475,),
+    "lease_ignored": (62, 168),
+}
+
+
+def broken(seed: int) -> str | None:
+    """What was violated in the world of a seed."""
+    try:
+        World(seed).run()
+    except Violation as violation:
+        return f"seed {seed}: {violation}"
+    return None
+
+
+@pytest.mark.parametrize("first", range(0, WORLDS, CHUNK))
+def test_no_world_breaks_a_promise(first: int) -> None:
+    found = [fault for seed in range(first, first + CHUNK) if (fault := broken(seed)) is not None]
+    assert not found, "\n".join([*found, "replay one: python -m tests.simulation SEED"])
+
+
+@pytest.mark.parametrize("seed", range(0, WORLDS, WORLDS // 10))
+def test_a_seed_replays_to_the_event(seed: int) -> None:
+    worlds = [World(seed), World(seed)]
+    for world in worlds:
+        world.run()
+    assert worlds[0].log == worlds[1].log
+    assert len(worlds[0].log) > 10
+
+
+@pytest.mark.timeout(300)  # where the seeds above are out of date
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = MUTANTS[name](monkeypatch)
+    for seed in [*CAUGHT.get(name, ()), *range(WORLDS)]:
+        try:
+            World(seed, ledger).run()
+        except Violation:
+            return
+    pytest.fail(f"{name} survived {WORLDS} worlds")
+
+
+@pytest.mark.timeout(300)
+def test_the_worlds_meet_what_they_are_there_for() -> None:
+    # What the test above is worth.
+    found: set[tuple[str, str]] = set()
+    sizes: set[int] = set()
+    takeovers = 0
+    for seed in range(WORLDS // 5):
+        world = World(seed)
+        world.run()
+        sizes.add(world.plan.largest_world)
+        leaders = {who.partition(",")[0] for _, who, what, _ in world.log if what == "leads"}
+        takeovers += len(leaders) > 1
+        found |= {(what, str(details[0]) if details else "") for _, _, what, details in world.log}
+    assert max(sizes) == 64
+    assert takeovers > 3
+    assert {("fault", kind) for kind in FAULTS} <= found
+    for error in ("Fenced", "RunBusy", "AttemptUsed", "LedgerRolledBack"):
+        assert ("failed", error) in found, error
+    for what in ("late write", "answer lost", "ledger away"):
+        assert {(what, call) for call in ("open", "commit")} <= found, what
+    assert {("killed before", "open"), ("killed after", "acquire")} <= found

@@ -1,0 +1,470 @@
+"""One world: a plan drawn from the seed, servers, launches, faults, and an end that must come."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from tokenloom_server.errors import BeyondHorizon, LedgerError, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.host import Terms
+from tokenloom_server.ledger.base import StoredSnapshot
+
+from tests.simulation.checker import Checker
+from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference
+from tests.simulation.network import Stream
+from tests.simulation.scheduler import Scheduler, Violation
+from tests.simulation.server import Server
+from tests.simulation.trainer import Launch, Rank
+from tests.support.memory_ledger import MemoryLedger, Store
+
+#: After the last fault all must be done within this time, seconds: a rank waits 120 s for a rank 0 that died.
+LIVENESS_S = 400.0
+#: And all that every rank used must be committed so soon behind the end, seconds.
+SETTLED_S = 60.0
+
+#: Kinds of faults that go together. A world has a theme, or a few kinds of all: many at once hide each other.
+THEMES: dict[str, tuple[str, ...]] = {
+    "launches": ("kill trainer", "kill rank", "zombies", "launch beside", "launch beside", "rogue"),
+    "servers": ("kill server", "stop server", "pause server", "ledger away"),
+    "network": ("break streams", "pause rank", "pause server", "kill server"),
+    "states": ("snapshot", "pin", "kill trainer", "kill server"),
+    "lost data": ("lose data", "kill server", "kill trainer"),
+}
+FAULTS = tuple(sorted({kind for kinds in THEMES.values() for kind in kinds}))
+LEDGER_FAULTS = (
+    *("hangs", "hangs after", "busy", "unreachable", "late", "twice", "answer lost", "dies before", "dies after"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What kind of world it is."""
+
+    mixture: str
+    window_steps: int
+    message_steps: int
+    group_steps: int
+    largest_world: int
+    in_step: bool
+    few_credits: bool
+    start_spread_s: float
+    latency_s: float
+    #: How often something else happens inside a call to the ledger, or inside producing.
+    overlap: float
+    loses_calls: float
+    clock_drift: float
+    ledger_faults: tuple[str, ...]
+    ledger_fault_rate: float
+    faults: tuple[str, ...]
+    fault_count: int
+    fault_gap_s: float
+    servers: int
+    terms: Terms
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Plan:
+        message_steps = rng.randint(1, 4)
+        theme = rng.choice([*sorted(THEMES), "any", "any"])
+        faults = THEMES[theme] if theme in THEMES else tuple(rng.sample(FAULTS, rng.randint(0, 5)))
+        ledger_faults = tuple(rng.sample(LEDGER_FAULTS, rng.randint(1, 4)))
+        ledger_fault_rate = rng.choice([0.0, 0.0, 0.03, 0.1, 0.3])
+        if theme == "launches" and rng.random() < 0.7:
+            # What a launch that is over still has on its way to the ledger.
+            ledger_faults, ledger_fault_rate = ("late", "twice", "answer lost", "hangs"), 0.2
+        return cls(
+            mixture=rng.choice(sorted(MIXTURES)),
+            window_steps=rng.randint(2, 12),
+            message_steps=message_steps,
+            group_steps=message_steps * rng.choice([1, 1, 2, 3]),
+            largest_world=rng.choice([1, 2, 2, 3, 4, 4, 6, 8, 16, 64]),
+            in_step=rng.random() < 0.7,
+            few_credits=rng.random() < 0.3,
+            start_spread_s=rng.choice([0.01, 0.5, 5.0]),
+            latency_s=rng.choice([0.002, 0.02, 0.3]),
+            overlap=rng.choice([0.0, 0.1, 0.5]),
+            loses_calls=rng.choice([0.0, 0.0, 0.1, 0.3]),
+            clock_drift=rng.choice([0.0, 0.001]),
+            ledger_faults=ledger_faults,
+            ledger_fault_rate=ledger_fault_rate,
+            faults=faults,
+            fault_count=rng.randint(1, 8) if faults else 0,
+            fault_gap_s=rng.choice([0.05, 0.3, 1.0]),
+            servers=rng.choice([1, 1, 2]),
+            terms=Terms(
+                lease_s=rng.choice([0.5, 3.0, 15.0]),
+                liveness_s=rng.choice([0.5, 3.0, 15.0]),
+                rank_timeout_s=rng.choice([30.0, 300.0]),
+            ),
+        )
+
+
+@cache
+def _order(mixture: str, window_steps: int) -> tuple[MemoryOrder, str]:
+    order = order_of(mixture, window_steps)
+    return order, order.record()
+
+
+class World(Scheduler):
+    """See the module. ``ledger`` may be a mutant."""
+
+    def __init__(self, seed: int, ledger: Callable[[Store, Callable[[], float]], MemoryLedger] = MemoryLedger) -> None:
+        super().__init__(seed)
+        self.seed = seed
+        self.plan = Plan.draw(self.rng)
+        self.order, self.record = _order(self.plan.mixture, self.plan.window_steps)
+        self.store = Store()
+        self.ledger = ledger(self.store, lambda: self.now)
+        self.checker = Checker(self, reference(self.plan.mixture))
+        self.servers: list[Server | None] = [None] * self.plan.servers
+        self.launches: list[Launch] = []
+        self.streams: list[Stream] = []
+        self.ledger_is_away = False
+        #: The ledger lost data: what was written behind a copy of the store.
+        self.lost = False
+        self._copies = [self.store.copy()]
+        self._checkpoint: str | None = None
+        self._saved: list[str] = []
+        self._uids = self._lives = 0
+        self._faults_left = self.plan.fault_count
+        self._quiet_at: float | None = None
+        self._completed: Launch | None = None
+        self._completed_at = 0.0
+        self._next_ask: tuple[str, str] | None = None
+        self._relaunch_due = False
+        self.over = False
+
+    # The course of events
+
+    def run(self) -> None:
+        """Runs the world to its end. Raises ``Violation``."""
+        with _quietly():
+            self.note("world", "plan", str(self.plan))
+            for address in range(self.plan.servers):
+                self._start_server(address)
+            self._launch()
+            self.soon(self.plan.fault_gap_s, None, self._fault)
+            self.soon(0.3, None, self._save_checkpoint)
+            while not self.over:
+                if not self.run_one():
+                    self.checker.fail("nothing is left to do, and the job is not done")
+                self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        launch = self._completed
+        if launch is None:
+            if self._quiet_at is not None and self.now > self._quiet_at + LIVENESS_S:
+                self.checker.fail(f"no end within {LIVENESS_S:.0f} s after the last fault: {self._standing()}")
+        elif self.lost or launch.failed is not None or self.checker.present != launch.attempt:
+            self.over = True  # its generation is over; what it had is in the next one's start, or given up with it
+        elif self.checker.committed == launch.consumed:
+            self.over = True
+        elif self.now > self._completed_at + SETTLED_S:
+            self.checker.fail(f"{self.checker.committed} is committed {SETTLED_S:.0f} s behind the end")
+
+    def finished(self, launch: Launch) -> None:
+        """A rank has all data."""
+        if self._completed is None and launch.complete:
+            self._completed, self._completed_at = launch, self.now
+            self.checker.completed(launch)
+            self.note(launch.attempt, "complete", launch.consumed)
+            self._become_quiet()
+
+    def _standing(self) -> str:
+        ranks = self.launches[-1].ranks
+        found = [
+            f"{rank.name} alive={rank.alive} joined={rank.joined is not None} at {rank.consumed}" for rank in ranks
+        ]
+        return "; ".join(found[:8])
+
+    def _become_quiet(self) -> None:
+        if self._quiet_at is not None:
+            return
+        self._quiet_at = self.now
+        self.note("world", "quiet")
+        self.ledger_is_away = False
+        for server in self.servers:
+            if server is not None and server.paused:
+                self.resume(server)
+        for launch in self.launches:
+            for rank in launch.ranks:
+                if rank.paused:
+                    self.resume(rank)
+
+    # What the parts ask
+
+    def latency(self) -> float:
+        return self.rng.random() * self.plan.latency_s * (10 if self.rng.random() < 0.02 else 1)
+
+    def ledger_fault(self, call: str) -> str | None:
+        if self._quiet_at is not None or not self.plan.ledger_fault_rate:
+            return None
+        # Openings are rare, and matter most.
+        rate = self.plan.ledger_fault_rate * (3 if call == "open" else 1)
+        return self.rng.choice(self.plan.ledger_faults) if self.rng.random() < rate else None
+
+    @property
+    def loses_calls(self) -> float:
+        return 0.0 if self._quiet_at is not None else self.plan.loses_calls
+
+    def new_uid(self) -> str:
+        self._uids += 1
+        return f"uid-{self._uids}"
+
+    def server_at(self, address: int) -> Server | None:
+        return self.servers[address % len(self.servers)]
+
+    def launch_of(self, attempt: str) -> Launch:
+        return self.launches[int(attempt.partition("-")[2])]
+
+    # Servers
+
+    def _start_server(self, address: int) -> None:
+        self._lives += 1
+        server = self.servers[address] = Server(self, address, self._lives)
+        self.soon(0.5, server, server.boot)
+
+    def kill_server(self, server: Server) -> None:
+        if not server.alive:
+            return
+        server.killed()
+        self.note(server.name, "dead")
+        address = self.servers.index(server)
+        self.servers[address] = None
+        self.soon(1.0, None, self._start_server, address)
+
+    # Launches
+
+    def _launch(self) -> None:
+        number = len(self.launches)
+        if number > 60:
+            self.checker.fail("sixty launches, and no end")
+        resume, text = self._ask()
+        largest = self.plan.largest_world
+        world_size = largest if not number else self.rng.randint(max(1, largest // 2), largest)
+        launch = Launch(self, number, world_size, self.rng.randint(1, 3), resume, text, self.rng.random() < 0.5)
+        self.launches.append(launch)
+        asked = f"state at {launch.loaded.sample_index}" if launch.loaded is not None else resume
+        self.note(launch.attempt, "starts", f"{world_size} × {launch.batch_size}", asked)
+        launch.start()
+
+    def _ask(self) -> tuple[str, str]:
+        """What the next launch resumes from: (resume, state)."""
+        if self._next_ask is not None:
+            ask, self._next_ask = self._next_ask, None
+            return ask
+        if not self.launches:
+            return "", ""
+        chance = self.rng.random()
+        if self._saved and chance < 0.1:
+            return self.rng.choice(self._saved), ""
+        if self._checkpoint is not None and chance < 0.85:
+            return "", self._checkpoint
+        return self.rng.choice(["latest", "latest", "fresh", ""]), ""
+
+    def launch_failed(self, launch: Launch, error: TokenloomError) -> None:
+        """The job's supervisor: a failed launch is ended, and where none is left, there is another."""
+        self.note(launch.attempt, "failed", error.name, str(error))
+        launch.given_up = True
+        self.soon(1.0, None, launch.kill)
+        if any(not other.given_up for other in self.launches):
+            return  # another goes on
+        if "pinned" in str(error):
+            self._next_ask = "", ""
+        elif error.name == "ResumePointNeeded":
+            self._next_ask = "latest", ""
+        elif (error.name == "NotFound" and launch.resume) or error.name == "SnapshotInvalid":
+            self._next_ask = self.rng.choice(["latest", "fresh"]), ""
+        self._relaunch()
+
+    def _relaunch(self) -> None:
+        if not self._relaunch_due:
+            self._relaunch_due = True
+            self.soon(2.0, None, self._launch_again)
+
+    def _launch_again(self) -> None:
+        self._relaunch_due = False
+        if self._completed is None:
+            self._launch()
+
+    def _save_checkpoint(self) -> None:
+        launch = self.launches[-1]
+        if launch.failed is None and all(rank.alive and not rank.paused for rank in launch.ranks):
+            self._checkpoint = launch.checkpoint() or self._checkpoint
+        self.soon(0.5, None, self._save_checkpoint)
+
+    # Faults
+
+    def _fault(self) -> None:
+        if self._quiet_at is not None:
+            return
+        if not self._faults_left:
+            self._become_quiet()
+            return
+        self._faults_left -= 1
+        kind = self.rng.choice(self.plan.faults)
+        self.note("world", "fault", kind)
+        self._copies.append(self.store.copy())
+        getattr(self, f"_{kind.replace(' ', '_')}")()
+        self.at(self.rng.expovariate(1 / self.plan.fault_gap_s), None, self._fault)
+
+    def _a_server(self) -> Server | None:
+        return self.rng.choice(self.servers)
+
+    def _kill_server(self) -> None:
+        server = self._a_server()
+        if server is not None:
+            self.kill_server(server)
+
+    def _stop_server(self) -> None:
+        server = self._a_server()
+        if server is not None and not server.held_up():
+            self.at(0.0, server, server.stop)
+
+    def _pause_server(self) -> None:
+        server = self._a_server()
+        if server is not None and not server.paused:
+            server.paused = True
+            self.at(self.rng.expovariate(1 / 5), None, self.resume, server)
+
+    def _kill_trainer(self) -> None:
+        self.launches[-1].kill()
+        self._relaunch()
+
+    def _a_rank(self) -> Rank | None:
+        alive = [rank for rank in self.launches[-1].ranks if rank.alive]
+        return self.rng.choice(alive) if alive else None
+
+    def _kill_rank(self) -> None:
+        rank = self._a_rank()
+        if rank is not None:
+            rank.kill()
+            rank.launch.given_up = True
+            self.soon(3.0, None, rank.launch.kill)
+            self._relaunch()
+
+    def _pause_rank(self) -> None:
+        rank = self._a_rank()
+        if rank is not None and not rank.paused:
+            rank.paused = True
+            self.at(self.rng.expovariate(1 / 2), None, self.resume, rank)
+
+    def _zombies(self) -> None:
+        """Ranks hang, are given up, and come back from the dead beside the next launch."""
+        self.launches[-1].given_up = True
+        for rank in self.launches[-1].ranks:
+            if rank.alive and not rank.paused and self.rng.random() < 0.7:
+                rank.paused = True
+                self.at(self.rng.expovariate(1 / 5), None, self.resume, rank)
+            elif self.rng.random() < 0.5:
+                rank.kill()
+        self._relaunch()
+
+    def _launch_beside(self) -> None:
+        """A second launch, by mistake or not, while the first is well."""
+        self._relaunch()
+
+    def _break_streams(self) -> None:
+        every = self.rng.random() < 0.3
+        self.streams = [stream for stream in self.streams if not stream.broken]
+        for stream in self.streams:
+            if every or self.rng.random() < 0.3:
+                stream.cut(silently=self.rng.random() < 0.2)
+
+    def _ledger_away(self) -> None:
+        self.ledger_is_away = True
+        self.at(self.rng.expovariate(1 / 3), None, self._ledger_back)
+
+    def _ledger_back(self) -> None:
+        self.ledger_is_away = False
+
+    def _snapshot(self) -> None:
+        server = self._a_server()
+        if server is not None and server.host is not None:
+            self.at(0.0, server, self._save_snapshot, server)
+
+    def _save_snapshot(self, server: Server) -> None:
+        self._make_snapshot(server, True)
+
+    def _make_snapshot(self, server: Server, save: bool) -> str | None:
+        """The server's own state at some index is the trainer's; saved, it can be resumed from."""
+        host, launch = server.host, self.launches[-1]
+        if host is None or host.live is None or host.committed is None:
+            return None
+        low = host.live.generation.plan.start_index
+        index = self.rng.randint(low, max(low, host.committed.sample_index))
+        try:
+            text, at = server.served.history.snapshot(index)
+            self.checker.look_at_text(text, at)
+            self.checker.look_at_snapshot(launch, text, at)
+            if save:
+                snapshot_id = f"{at}-{len(self._saved)}"
+                saved = StoredSnapshot(id=snapshot_id, sample_index=at, saved_at=self.now, text=text)
+                host.ledger.save_snapshot(host.uid, host.stream, saved)
+                self._saved.append(snapshot_id)
+        except (LedgerError, NotFound) as error:
+            self.note(server.name, "no snapshot", error.name)
+            return None
+        except BeyondHorizon as error:
+            self.checker.fail(f"no snapshot at {index}: {error}")
+        return text
+
+    def _pin(self) -> None:
+        server = self._a_server()
+        if server is not None and server.host is not None:
+            self.at(0.0, server, self._ask_for_pin, server)
+
+    def _ask_for_pin(self, server: Server) -> None:
+        text = self._make_snapshot(server, False)
+        host = server.host
+        if text is None or host is None:
+            return
+        try:
+            server.served.history.forward(server.served.history.parse(text))
+            host.ledger.pin(host.uid, host.stream, host.epoch, text)
+        except SnapshotInvalid as error:
+            self.checker.fail(f"its own snapshot is refused: {error}")
+        except (LedgerError, NotFound) as error:
+            self.note(server.name, "no pin", error.name)
+
+    def _rogue(self) -> None:
+        """Another process takes a rank's place within the attempt: it must be refused."""
+        rank = self._a_rank()
+        if rank is not None and rank.joined is not None:
+            rogue = Rogue(self, rank.launch, rank.number, f"rogue-{self.now}")
+            self.soon(0.1, rogue, rogue.join)
+
+    def _lose_data(self) -> None:
+        """The store comes back older than it was."""
+        copy = self.rng.choice(self._copies)
+        self.store.become(copy)
+        self.lost = True
+        self.checker.lost_data()
+
+
+class Rogue(Rank):
+    """A second process for a slot that was served."""
+
+    def answered(self, number: int, answer: object) -> None:
+        if not isinstance(answer, TokenloomError):
+            if not self._world.lost:
+                self._world.checker.fail(f"{self.name} was given to {self.nonce}, too")
+        elif answer.grpc_status == "UNAVAILABLE":
+            self._world.soon(1.0, self, self.join)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """The product's log is not what a world is told by."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+__all__ = ["Plan", "Violation", "World"]
