@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 RENEWALS = 3
 #: How often a server that stands by asks for the lease, as a part of it.
 _ASK_PART = 4
-#: How long the end waits for a renewal that is under way, seconds.
-_END_S = 2.0
 #: Beyond the lease of a server that was killed, a start waits this much longer, seconds.
 _MARGIN_S = 1.0
 
@@ -70,26 +68,23 @@ class Leadership(threading.Thread):
         while not self._ended.is_set():
             try:
                 pause_s = self._renew() if self._host.epoch_held else self._ask()
-            except LedgerUnavailable as error:
+            except Exception as error:
                 if self._ended.is_set():
-                    return
-                self._note_absence(error)
-                # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
-                pause_s = min(0.5, self._lease_s / RENEWALS)
-            except TokenloomError as error:
-                _log.error("%s: the lease: %s: %s", self._host.name, error.name, error)
-                pause_s = self._lease_s / RENEWALS
-            except Exception:
-                _log.exception("%s: keeping the lease failed", self._host.name)
-                pause_s = self._lease_s / RENEWALS
+                    return  # nobody would hear that the lease is let go
+                pause_s = self._note_failure(error)
             self._ended.wait(pause_s)
+        self._let_go()
 
-    def end(self) -> None:
-        """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it."""
-        host = self._host
+    def end(self, timeout_s: float) -> None:
+        """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
+        ``timeout_s``."""
         self._ended.set()
         if self.ident is not None:
-            self.join(_END_S)  # else a renewal under way would come behind the release
+            self.join(timeout_s)
+
+    def _let_go(self) -> None:
+        # By the thread that renews: no renewal comes behind it, and who ends a server need not wait for a ledger.
+        host = self._host
         if not host.epoch_held or self._away_since is not None:
             return  # nothing to let go, or nobody who would hear it in time
         try:
@@ -140,6 +135,19 @@ class Leadership(threading.Thread):
         if self._away_since is not None:
             _log.info("%s: the lease is renewed after %.1f s", host.name, host.clock() - self._away_since)
             self._away_since = None
+        return self._lease_s / RENEWALS
+
+    def _note_failure(self, error: Exception) -> float:
+        """How long to wait before the next try, seconds."""
+        host = self._host
+        if isinstance(error, LedgerUnavailable):
+            self._note_absence(error)
+            # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
+            return min(0.5, self._lease_s / RENEWALS)
+        if isinstance(error, TokenloomError):
+            _log.error("%s: the lease: %s: %s", host.name, error.name, error)
+        else:
+            _log.error("%s: keeping the lease failed", host.name, exc_info=error)
         return self._lease_s / RENEWALS
 
     def _note_absence(self, error: LedgerUnavailable) -> None:
