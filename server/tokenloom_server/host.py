@@ -56,6 +56,10 @@ WINDOW_GROUPS = (4, 64)
 RANK_WARNING_S = 30.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
+_REMEDY = (
+    "Bring its data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger "
+    "right again"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,14 +293,15 @@ class Host:
         groups = WINDOW_BYTES // (plan.group_samples * self.order.sample_bytes)
         return min(max(groups, fewest), most) * plan.group_steps
 
-    def recover(self, stored: StoredRun) -> None:
-        """Takes up the generation that the ledger has (the caller holds the lock)."""
+    def recover(self, stored: StoredRun, process: str = "") -> None:
+        """Takes up the generation that the ledger has (the caller holds the lock). ``process`` is rank 0's, where that
+        is known."""
         if stored.opening is None or stored.committed is None:
             return
         base = self.order.decode(stored.committed.state)
         self.committed_state, self.committed_at = base, stored.committed_at
         error = self.error
-        self.install(stored.opening, base, stored.committed, resumed=True)
+        self.install(stored.opening, base, stored.committed, resumed=True, process=process)
         self.error = error
         if stored.lease is not None and stored.lease.heard_at is not None and self.live is not None:
             heard = self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at)
@@ -353,11 +358,9 @@ class Host:
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
+        if epoch > self.epoch and self.epoch_held:
+            self._ask_who_leads(rank, epoch)
         with self.lock:
-            if epoch > self.epoch and self.epoch_held:
-                # Proof that another server leads: no need to wait for the next renewal to tell.
-                self.leads_until = -math.inf
-                self.stands_by_for = f"rank {rank} was served at server epoch {epoch} already, and this is {self.epoch}"
             self.require_lead()
             live = self._live_of(uid, generation, attempt, committed_through)
             known = rank < len(live.slots) and live.generation.slots[rank].nonce is not None
@@ -376,6 +379,34 @@ class Host:
             live.slots[rank].notify_all()
             self._wake_producer()
             return Session(live.generation, rank, number)
+
+    def _ask_who_leads(self, rank: int, epoch: int) -> None:
+        """A client met a newer server epoch: no need to wait for the next renewal to tell that another server leads.
+
+        Raises ``LedgerRolledBack`` where the ledger knows of no newer epoch than this server's, so it forgot one.
+        """
+        own = self.epoch
+        try:
+            stored = self.ledger.read_run(self.name, self.stream)
+            found = 0 if stored is None else stored.epoch
+        except TokenloomError:
+            self._wait_for_renewal(own, rank, epoch)
+            raise
+        if found > own:
+            self._wait_for_renewal(own, rank, epoch)
+        else:
+            # Only for this client, as in ``_live_of``.
+            raise LedgerRolledBack(
+                f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {found}: it "
+                f"lost data. {_REMEDY}"
+            )
+
+    def _wait_for_renewal(self, own: int, rank: int, epoch: int) -> None:
+        """Nothing is sent until the ledger says that this server leads still."""
+        with self.lock:
+            if self.epoch == own:
+                self.leads_until = -math.inf
+                self.stands_by_for = f"rank {rank} was served at server epoch {epoch} already, and this is {own}"
 
     def detach(self, session: Session) -> None:
         with self.lock:
@@ -607,9 +638,7 @@ class Host:
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data "
-                "back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger right "
-                "again"
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. {_REMEDY}"
             )
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")

@@ -109,9 +109,11 @@ class Opener:
                 self._agree(call, stored.opening)
                 with host.lock:
                     if host.live is None or host.live.generation.number != stored.opening.generation:
-                        # The opening write was done, and its answer was lost.
+                        # The opening write was done, and its answer was lost. What stopped the generation before,
+                        # and which process that was, is no longer of interest.
                         host.uid = stored.uid
-                        host.recover(stored)
+                        host.error = None
+                        host.recover(stored, call.process)
                         self._refused.clear()
                 return stored.opening
             self._refuse_busy(call)
