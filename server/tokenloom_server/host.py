@@ -352,9 +352,10 @@ class Host:
         received_digest: str = "",
         epoch: int = 0,
         attempt: str = "",
+        process: str = "",
     ) -> Session:
         """Begins a stream. ``epoch`` is the newest server epoch that the client has met. ``received_digest`` and
-        ``attempt`` are checked where they are not empty.
+        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says.
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
@@ -376,6 +377,8 @@ class Host:
             except (LedgerRolledBack, OrderMismatch) as error:
                 self._alarm(error)
                 raise
+            if rank == 0 and process:
+                live.process = process  # which a restarted server did not know
             live.slots[rank].notify_all()
             self._wake_producer()
             return Session(live.generation, rank, number)
