@@ -30,6 +30,7 @@ from tokenloom_server.errors import (
     NotFound,
     NotLeader,
     OrderMismatch,
+    RankStalled,
     ResumePointNeeded,
     ServerStopping,
     SnapshotInvalid,
@@ -889,10 +890,45 @@ def test_a_server_whose_client_met_a_newer_one_sends_nothing_more(place: Place) 
     trainer = Trainer(served)
     trainer.take(1)
     rank = trainer.ranks[0]
+    place.serve()
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
         served.host.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
     with pytest.raises(NotLeader):
         trainer.take(9)
+
+
+def test_a_client_that_met_an_epoch_which_the_ledger_forgot_hears_of_lost_data_and_disturbs_nobody(
+    place: Place,
+) -> None:
+    # A Redis that came back empty while its server was killed, too, counts its servers from 1 again.
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(1)
+    rank = trainer.ranks[0]
+    with pytest.raises(LedgerRolledBack, match=r"server epoch 2, but the ledger .* none beyond 1: it lost data"):
+        served.host.attach("of before", 1, 0, "zombie", 0, 0, "", 2)
+    trainer.take(9)
+    trainer.settle()
+    committed = place.stored().committed
+    assert committed is not None
+    assert committed.sample_index == rank.consumed
+
+
+def test_a_client_that_met_a_newer_server_gets_nothing_while_the_ledger_cannot_say_whether_there_is_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: object) -> StoredRun:
+        raise LedgerUnavailable("away on purpose")
+
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(1)
+    rank = trainer.ranks[0]
+    monkeypatch.setattr(served.host.ledger, "read_run", unavailable)
+    with pytest.raises(LedgerUnavailable):
+        served.host.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+    with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
+        served.host.require_lead()
 
 
 def test_of_two_servers_the_older_fails_closed_at_its_next_commit(place: Place) -> None:
@@ -1239,6 +1275,20 @@ def test_an_opening_that_never_reached_the_ledger_leaves_the_launch_before_as_it
     assert counters_of(place) == recount(served, trainer.taken())
 
 
+def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_one_before(place: Place) -> None:
+    served, ledger = away(place)
+    Trainer(served).take(2)
+    assert served.host.live is not None
+    served.host.fail(served.host.live, RankStalled("of the generation before"))
+    ledger.lose_answer = True
+    call = call_of(0, 1, attempt="lost", resume="latest", process="notebook")
+    with pytest.raises(LedgerUnavailable):
+        served.opener.join(call)
+    assert patiently(lambda: Rank(served, call)).take(3) == 3
+    assert served.host.live is not None
+    assert served.host.live.process == "notebook"
+
+
 def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path: Path) -> None:
     trainer = Trainer(place.serve())
     trainer.take(2)
@@ -1263,6 +1313,31 @@ def test_a_server_that_stops_commits_what_was_acknowledged(place: Place) -> None
     committed = place.stored().committed
     assert committed is not None
     assert committed.sample_index == 20
+
+
+def test_a_server_that_stops_waits_once_for_a_ledger_that_hangs_however_many_runs_it_has(
+    folder: Path, tmp_path: Path
+) -> None:
+    hangs = threading.Event()
+
+    class Hanging(SqliteLedger):
+        def release(self, *_: object) -> None:
+            hangs.wait(3.0)
+            raise LedgerUnavailable("no answer")
+
+    ledger = Hanging(tmp_path / "ledger.db")
+    runs = Runs(ledger)
+    for number in range(6):
+        path = folder / f"{tmp_path.name}-{number}.yaml"
+        path.write_text(yaml.safe_dump(mixture(run=f"run-{number}")))
+        runs.add(path, None)
+    began = time.monotonic()
+    runs.stop()
+    assert time.monotonic() - began < 8
+    hangs.set()
+    for served in (runs.get(name) for name in runs.names()):
+        served.leadership.join(PATIENCE_S)
+    ledger.close()
 
 
 def test_a_server_that_stops_makes_no_more_blocks_ahead(place: Place) -> None:

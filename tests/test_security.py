@@ -151,6 +151,20 @@ def test_every_route_has_a_scope_and_no_scope_is_for_a_route_that_is_gone() -> N
     assert set(routes()) == set(ROUTES)
 
 
+def test_everybody_hears_whether_a_server_is_ready_and_readers_alone_why_not(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    service.reason = "run secret: the ledger is away: Redis at 10.0.0.7:6379 cannot be reached"
+    try:
+        for token, told in ((None, False), ("f" * 32, False), (READ, True), (CONTROL, True)):
+            answer = http.get("/readyz", headers={"authorization": f"Bearer {token}"} if token else {})
+            assert answer.status_code == 503
+            assert (service.reason in answer.text) == told
+            assert ("secret" in answer.text) == told
+    finally:
+        service.reason = None
+
+
 def test_only_health_and_the_pages_own_files_are_open() -> None:
     assert {path for (_, path), scope in ROUTES.items() if scope is Scope.OPEN} == {
         *("/healthz", "/readyz", "/", "/page/page.css", "/page/page.js", "/page/icon.svg")

@@ -106,7 +106,7 @@ class StreamRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[StreamOpen, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch", "peek", "attempt", "batch_size")
+    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch", "peek", "attempt", "batch_size", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class StreamOpen(_message.Message):
     PEEK_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     run_uid: str
@@ -137,7 +138,8 @@ class StreamOpen(_message.Message):
     peek: bool
     attempt: str
     batch_size: int
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ...) -> None: ...
+    process: str
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("consumed_through", "credit_steps", "digest")

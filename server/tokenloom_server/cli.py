@@ -101,11 +101,17 @@ def serve(
     ] = False,
     lease: Annotated[
         float,
-        typer.Option(min=1, help="Seconds after which a server that cannot reach the ledger may be replaced."),
+        typer.Option(
+            min=1, max=3600, help="Seconds after which a server that cannot reach the ledger may be replaced."
+        ),
     ] = 15.0,
     liveness: Annotated[
         float,
-        typer.Option(min=0, help="Seconds of silence after which a rank no longer keeps its run from a new attempt."),
+        typer.Option(
+            min=0,
+            max=3600,
+            help="Seconds of silence after which a rank no longer keeps its run from a new attempt.",
+        ),
     ] = 15.0,
     rank_timeout: Annotated[
         float,

@@ -56,6 +56,10 @@ WINDOW_GROUPS = (4, 64)
 RANK_WARNING_S = 30.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
+_REMEDY = (
+    "Bring its data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger "
+    "right again"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,17 +377,16 @@ class Host:
         received_digest: str = "",
         epoch: int = 0,
         attempt: str = "",
+        process: str = "",
     ) -> Session:
         """Begins a stream. ``epoch`` is the newest server epoch that the client has met. ``received_digest`` and
-        ``attempt`` are checked where they are not empty.
+        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says.
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
+        if epoch > self.epoch and self.epoch_held:
+            self._ask_who_leads(rank, epoch)
         with self.lock:
-            if epoch > self.epoch and self.epoch_held:
-                # Proof that another server leads: no need to wait for the next renewal to tell.
-                self.leads_until = -math.inf
-                self.stands_by_for = f"rank {rank} was served at server epoch {epoch} already, and this is {self.epoch}"
             self.require_lead()
             live = self._live_of(uid, generation, attempt, committed_through)
             known = rank < len(live.slots) and live.generation.slots[rank].nonce is not None
@@ -399,9 +402,39 @@ class Host:
             except (LedgerRolledBack, OrderMismatch) as error:
                 self._alarm(error)
                 raise
+            if rank == 0 and process:
+                live.process = process  # which a restarted server did not know
             live.slots[rank].notify_all()
             self._wake_producer()
             return Session(live.generation, rank, number)
+
+    def _ask_who_leads(self, rank: int, epoch: int) -> None:
+        """A client met a newer server epoch: no need to wait for the next renewal to tell that another server leads.
+
+        Raises ``LedgerRolledBack`` where the ledger knows of no newer epoch than this server's, so it forgot one.
+        """
+        own = self.epoch
+        try:
+            stored = self.ledger.read_run(self.name, self.stream)
+            found = 0 if stored is None else stored.epoch
+        except TokenloomError:
+            self._wait_for_renewal(own, rank, epoch)
+            raise
+        if found > own:
+            self._wait_for_renewal(own, rank, epoch)
+        else:
+            # Only for this client, as in ``_live_of``.
+            raise LedgerRolledBack(
+                f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {found}: it "
+                f"lost data. {_REMEDY}"
+            )
+
+    def _wait_for_renewal(self, own: int, rank: int, epoch: int) -> None:
+        """Nothing is sent until the ledger says that this server leads still."""
+        with self.lock:
+            if self.epoch == own:
+                self.leads_until = -math.inf
+                self.stands_by_for = f"rank {rank} was served at server epoch {epoch} already, and this is {own}"
 
     def detach(self, session: Session) -> None:
         with self.lock:
@@ -633,9 +666,7 @@ class Host:
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. Bring its data "
-                "back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger right "
-                "again"
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. {_REMEDY}"
             )
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")

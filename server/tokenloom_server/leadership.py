@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 RENEWALS = 3
 #: How often a server that stands by asks for the lease, as a part of it.
 _ASK_PART = 4
-#: How long the end waits for a renewal that is under way, seconds.
-_END_S = 2.0
 #: Beyond the lease of a server that was killed, a start waits this much longer, seconds.
 _MARGIN_S = 1.0
 
@@ -70,6 +68,7 @@ class Leadership(threading.Thread):
         while not self._ended.is_set():
             doubts = self._host.doubts
             self._rest(self.step(), doubts)
+        self.let_go()
 
     def _rest(self, pause_s: float, doubts: int) -> None:
         """Waits, unless a doubt has come up since there were so many."""
@@ -81,25 +80,25 @@ class Leadership(threading.Thread):
         """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
         try:
             return self._renew() if self._host.epoch_held else self._ask()
-        except LedgerUnavailable as error:
-            if not self._ended.is_set():
-                self._note_absence(error)
-            # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
-            return min(0.5, self._lease_s / RENEWALS)
-        except TokenloomError as error:
-            _log.error("%s: the lease: %s: %s", self._host.name, error.name, error)
-        except Exception:
-            _log.exception("%s: keeping the lease failed", self._host.name)
-        return self._lease_s / RENEWALS
+        except Exception as error:
+            if self._ended.is_set():
+                self._away_since = self._host.clock()  # nobody would hear that the lease is let go
+                return 0.0
+            return self._note_failure(error)
 
-    def end(self) -> None:
-        """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it."""
-        host = self._host
+    def end(self, timeout_s: float) -> None:
+        """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
+        ``timeout_s``."""
         self._ended.set()
-        with host.lock:
-            host.lease_wakes.notify_all()
+        with self._host.lock:
+            self._host.lease_wakes.notify_all()
         if self.ident is not None:
-            self.join(_END_S)  # else a renewal under way would come behind the release
+            self.join(timeout_s)
+
+    def let_go(self) -> None:
+        """Lets the lease lapse now. By the thread that renews: no renewal comes behind it, and who ends a server need
+        not wait for a ledger."""
+        host = self._host
         if not host.epoch_held or self._away_since is not None:
             return  # nothing to let go, or nobody who would hear it in time
         try:
@@ -161,6 +160,19 @@ class Leadership(threading.Thread):
                 f"{stored.lease.holder} has the lease of run {self._host.name!r}, at this server's own epoch "
                 f"{self._host.epoch}: the ledger lost data, and gave it out twice"
             )
+
+    def _note_failure(self, error: Exception) -> float:
+        """How long to wait before the next try, seconds."""
+        host = self._host
+        if isinstance(error, LedgerUnavailable):
+            self._note_absence(error)
+            # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
+            return min(0.5, self._lease_s / RENEWALS)
+        if isinstance(error, TokenloomError):
+            _log.error("%s: the lease: %s: %s", host.name, error.name, error)
+        else:
+            _log.error("%s: keeping the lease failed", host.name, exc_info=error)
+        return self._lease_s / RENEWALS
 
     def _note_absence(self, error: LedgerUnavailable) -> None:
         host = self._host

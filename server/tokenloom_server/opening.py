@@ -142,10 +142,10 @@ class Opener:
                 self._agree(call, stored.opening)
                 with host.lock:
                     if host.live is None or host.live.generation.number != stored.opening.generation:
-                        # The opening write was done, and its answer was lost.
-                        host.uid = stored.uid
-                        host.recover(stored)
-                        self._refused.clear()
+                        raise NotLeader(f"run {host.name!r} is being taken up anew; join again")
+                    # The ledger does not know which process that is.
+                    host.live.process = call.process
+                    self._refused.clear()
                 return stored.opening
             self._refuse_busy(call)
             point, asked = self._resolve(call, stored)

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 #: How long the runs' threads get to commit what is acknowledged and to end, seconds.
 STOP_S = 5.0
+#: How long the end waits until the ledger has heard that the leases are let go, seconds.
+LET_GO_S = 2.0
 #: Each has its threads, its window of samples, and a tokeniser.
 MAX_RUNS = 64
 #: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
@@ -124,7 +126,12 @@ class Runs:
         for served in self._runs.values():
             served.peeks.stop()
             served.host.stop(max(0.0, deadline - time.monotonic()))
-            served.leadership.end()
+        # Behind the last commits, and again side by side: a ledger that hangs is waited for once.
+        for served in self._runs.values():
+            served.leadership.end(0.0)
+        deadline = time.monotonic() + LET_GO_S
+        for served in self._runs.values():
+            served.leadership.end(max(0.0, deadline - time.monotonic()))
             served.host.order.close()
 
     # --- stats.RunService --------------------------------------------------------------------------

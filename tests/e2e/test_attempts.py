@@ -81,6 +81,12 @@ def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corp
     second = RemoteDataset(server.url("again"), 1, resume="fresh")
     next(iter(second))
     assert (first.generation, second.generation) == (1, 2)
+    # And once more, behind a restart of the server, which hears whose run it is from the stream that comes back.
+    server.kill()
+    server.start()
+    with RemoteDataset(server.url("again"), 1, resume="latest", connect_timeout_s=30) as third:
+        next(iter(third))
+        assert third.generation == 3
     first.close()
     second.close()
 

@@ -385,6 +385,14 @@ def test_the_command_tells_its_version_and_refuses_what_it_does_not_know(tokenlo
         refused = tokenloom(*arguments)
         assert refused.status == 2
         assert "Traceback" not in refused.output
+    for option in ("--lease", "--liveness"):  # a lease for ever would outlive its server, and no thread waits so long
+        refused = tokenloom("serve", "m.yaml", option, "inf")
+        assert refused.status == 2
+        assert "3600" in refused.output
+    for arguments in (("serve", "m.yaml", "--lease", "nan"), ("serve", "m.yaml", "--rank-timeout", "0")):
+        refused = tokenloom(*arguments)
+        assert refused.status == 2
+        assert "Traceback" not in refused.output
 
 
 def test_validate_shows_sources_shares_engine_and_vocabulary(corpus: Corpus, tokenloom: CommandLine) -> None:

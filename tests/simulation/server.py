@@ -219,7 +219,8 @@ class Server(Process):
         self._world.soon(1.0, self, self._leave)
 
     def _leave(self) -> None:
-        self.leadership.end()
+        self.leadership.end(0.0)
+        self.leadership.let_go()
         self._world.kill_server(self)
 
     def _breathe_while_producing(self) -> None:

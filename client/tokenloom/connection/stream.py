@@ -22,6 +22,7 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
+from tokenloom import topology
 from tokenloom.batch import Batch, Message
 from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
@@ -234,6 +235,7 @@ class Connection:
                 document_starts=asked.position_ids or asked.document_ids,
                 peek=asked.peek,
                 batch_size=asked.batch_size if asked.peek else 0,
+                process=topology.process(),
             )
         )
 

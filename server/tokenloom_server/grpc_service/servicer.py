@@ -108,6 +108,7 @@ class DataLoader:
                 opened.received_digest,
                 opened.server_epoch,
                 opened.attempt,
+                opened.process,
             )
             try:
                 progress = opened.progress

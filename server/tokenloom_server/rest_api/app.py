@@ -16,6 +16,7 @@ from starlette.routing import Match
 from starlette.types import Scope as RequestScope
 from tokenloom_proto.seal import unseal
 
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.metrics import create_registry
 from tokenloom_server.page import page_routes
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
@@ -40,6 +41,7 @@ RunName = Annotated[
         examples=["wiki-and-code"],
     ),
 ]
+_UNTOLD = "this server is not ready; why is told to who brings its token, and stands in its log"
 SnapshotId = Annotated[
     str,
     Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
@@ -71,7 +73,7 @@ def create_app(
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     _add_run_routes(app, service, version, grpc_address)
-    _add_health_routes(app, service, version)
+    _add_health_routes(app, service, version, access or Access())
     app.router.routes.extend(page_routes())
     add_error_handlers(app)
     app.add_middleware(
@@ -227,7 +229,15 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         )
 
 
-def _add_health_routes(app: FastAPI, service: RunService, version: str) -> None:
+def _may_read(access: Access, request: Request) -> bool:
+    try:
+        access.check(request.headers.get("authorization"), Scope.READ)
+    except TokenloomError:
+        return False
+    return True
+
+
+def _add_health_routes(app: FastAPI, service: RunService, version: str, access: Access) -> None:
     registry = create_registry(service, version=version)
 
     @app.get("/healthz", summary="Is the process alive?", tags=["health"], responses=_errors())
@@ -236,10 +246,11 @@ def _add_health_routes(app: FastAPI, service: RunService, version: str) -> None:
         return Alive(status="alive", version=version)
 
     @app.get("/readyz", summary="Can requests be served?", tags=["health"], responses=_errors(503))
-    def readyz() -> Ready:
+    def readyz(request: Request) -> Ready:
         reason = service.not_ready()
         if reason is not None:
-            raise HTTPException(503, reason)
+            # Whether is for everybody, why is not: it names runs, machines and files.
+            raise HTTPException(503, reason if _may_read(access, request) else _UNTOLD)
         return Ready(status="ready")
 
     @app.get(
