@@ -23,15 +23,16 @@ class Address:
     def parse(cls, url: str) -> Address:
         """Reads a URL; raises ``ValueError``, with the expected form, for any other text."""
         try:
-            parts = urlsplit(url)
-            targets = tuple(_target(place) for place in parts.netloc.split(","))
+            scheme, _, rest = url.partition("://")
+            places, _, path = rest.partition("/")
+            # One place at a time: several are no URL, and some releases of Python refuse brackets in their midst.
+            targets = tuple(map(_target, places.split(",")))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{url!r} is not the address of a run ({error}): {EXPECTED}") from None
-        run = unquote(parts.path.removeprefix("/"))
-        extra = parts.query or parts.fragment
-        if parts.scheme not in ("grpc", "grpcs") or not run or "/" in run or extra:
+        run = unquote(path)
+        if scheme not in ("grpc", "grpcs") or not run or set("/?#") & set(path) or "/" in run:
             raise ValueError(f"{url!r} is not the address of a run: {EXPECTED}")
-        return cls(targets, run, parts.scheme == "grpcs")
+        return cls(targets, run, scheme == "grpcs")
 
     def __str__(self) -> str:
         return f"{'grpcs' if self.tls else 'grpc'}://{','.join(self.targets)}/{self.run}"

@@ -156,9 +156,16 @@ def serve(
     from tokenloom_server.tls import Tls
 
     _set_up_logging(log_level)
-    stopping = threading.Event()
+    stopping, serving = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        stopping.set()
+        if not serving.is_set():
+            # Large corpora, or another server's lease, may keep a start for long: it is given up where it stands.
+            raise SystemExit(0)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+        signal.signal(number, stop)
     try:
         server = Server(
             ServeOptions(
@@ -177,6 +184,7 @@ def serve(
                 data_roots=DataRoots.of(data_root or ()),
             )
         )
+        serving.set()
     except TokenloomError as error:
         _fail(error)
     # One line, plain, for people and scripts alike.

@@ -27,8 +27,8 @@ from tokenloom_server.state import State, digest_hex
 
 _log = logging.getLogger(__name__)
 
-#: How long the other ranks' Joins wait for rank 0's, seconds.
-RANK_0_WAIT_S = 120.0
+#: How long the other ranks' Joins wait for rank 0's, seconds: as long as clients by default try to join at all.
+RANK_0_WAIT_S = 300.0
 #: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
 BUSY_MARGIN_S = 6.0
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``grpc_service.server.MAX_CALLS``).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.ledger_data import SPECS, commit_at, opening_of
 from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
+from support.redis_server import RedisServer
 from tokenloom_server.errors import (
     AttemptUsed,
     Fenced,
@@ -21,7 +24,8 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Ledger, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Commit, Counters, Lease, Ledger, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.state import MAX_COUNTER
 
 NAME, STREAM, UID = "wiki-and-code", "train", "uid-1"
@@ -240,6 +244,32 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     assert run.lease is not None
     assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
     assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
+    assert run.lease.lasts_s == 1000
+
+
+def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_hours() -> None:
+    lease = Lease(holder="one", acquired_at=7200.0, lapses_at=7215.0, lasts_s=15.0, heard_at=None)
+    assert [lease.left_s(now) for now in (7201.0, 7214.5, 7216.0, 7199.5, 100.0)] == [14.0, 0.5, 0.0, 15.5, 0.0]
+
+
+def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    sqlite_path = tmp_path / "ledger.db"
+    with contextlib.closing(SqliteLedger(sqlite_path)) as ledger:
+        ledger.create_run(NAME, STREAM, UID, "{}")
+        ledger.acquire(UID, STREAM, "one", 15.0)
+        with contextlib.closing(sqlite3.connect(sqlite_path)) as file, file:
+            file.execute("UPDATE leases SET lapses_at = lapses_at + 7200")
+        assert ledger.acquire(UID, STREAM, "two", 15.0) == 2
+    store = RedisStore(redis_server)
+    remote = store.open()
+    remote.create_run(NAME, STREAM, UID, "{}")
+    remote.acquire(UID, STREAM, "one", 15.0)
+    with redis_server.client() as client:
+        client.hset(f"tokenloom:{{{UID}}}:{STREAM}", "lease_lapses_at", str(time.time() + 7200))
+    assert remote.acquire(UID, STREAM, "two", 15.0) == 2
+    store.close()
 
 
 def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(ledger: Ledger) -> None:

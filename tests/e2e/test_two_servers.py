@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import Corpus, Rpc, StartServer
@@ -71,6 +74,25 @@ def test_a_second_server_is_refused_while_the_first_leads(
     assert "--standby" in text
     with World(leader.url(run), 1, 2) as world:
         world.steps(3)
+
+
+def test_a_server_that_waits_for_a_lease_ends_when_it_is_told_to(
+    corpus: Corpus, start_server: StartServer, redis_url: str, tmp_path: Path
+) -> None:
+    mixture = corpus.mixture("waited-for")
+    start_server(mixture, ledger=redis_url, flags=("--lease", 60))
+    log = tmp_path / "waiting.log"
+    ports = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
+    command = [sys.executable, "-m", "tokenloom_server", "serve", str(mixture), "--ledger", redis_url, *ports]
+    with log.open("wb") as output:
+        waiting = subprocess.Popen([*command, "--lease", "60"], stdout=output, stderr=output)
+    try:
+        wait_for(lambda: "waiting up to 60 s" in log.read_text(), "the wait for the lease")
+        waiting.terminate()
+        assert waiting.wait(10) == 0
+    finally:
+        waiting.kill()
+        waiting.wait()
 
 
 def test_a_server_that_was_asleep_while_another_took_over_ends_its_streams(

@@ -117,11 +117,13 @@ class MemoryLedger:
         with self._store.lock:
             run, now = self._store.run(uid, stream), self._clock()
             lease = run.lease
-            if lease is not None and lease.holder != holder and lease.lapses_at > now:
-                raise refusals.lease_held(uid, stream, lease.holder, lease.acquired_at, lease.lapses_at - now)
+            if lease is not None and lease.holder != holder and lease.left_s(now):
+                raise refusals.lease_held(uid, stream, lease.holder, lease.acquired_at, lease.left_s(now))
             run.epoch = max(run.epoch, above) + 1
             heard_at = None if lease is None else lease.heard_at
-            run.lease = Lease(holder=holder, acquired_at=now, lapses_at=now + lease_s, heard_at=heard_at)
+            run.lease = Lease(
+                holder=holder, acquired_at=now, lapses_at=now + lease_s, lasts_s=lease_s, heard_at=heard_at
+            )
             return run.epoch
 
     def renew(
@@ -133,7 +135,7 @@ class MemoryLedger:
             if found[0] < generation or (found[0] == generation and found[1] < known):
                 raise refusals.rolled_back(uid, stream, *found, generation, known)
             if run.lease is not None:
-                run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, heard_at=heard_at)
+                run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, lasts_s=lease_s, heard_at=heard_at)
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
         with self._store.lock:

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+#: By so much the ledger's clock may go back without a lease being taken for one of before, seconds.
+CLOCK_SLACK_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
@@ -57,8 +60,16 @@ class Lease:
     holder: str
     acquired_at: float
     lapses_at: float
+    #: For how long it was granted, seconds.
+    lasts_s: float
     #: When every rank of the present generation had been heard last, as its server told; None where one was not.
     heard_at: float | None
+
+    def left_s(self, now: float) -> float:
+        """How long it still lasts, seconds. None of it where the clock has gone back so far that it would last longer
+        than it was granted for: that is no reason to wait for hours."""
+        left = self.lapses_at - now
+        return left if 0 < left <= self.lasts_s + CLOCK_SLACK_S else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

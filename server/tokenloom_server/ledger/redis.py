@@ -8,7 +8,7 @@ key                                 type     holds
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the lease:
-                                             ``lease_holder lease_acquired_at lease_lapses_at heard_at``;
+                                             ``lease_holder lease_acquired_at lease_lapses_at lease_s heard_at``;
                                              the generation:
                                              ``generation parent attempt world_size batch_size group_steps
                                              start_index opened_at opening_mark``; the committed state: ``sample_index
@@ -44,7 +44,16 @@ from typing import Any
 
 from tokenloom_server.errors import LedgerError
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import (
+    CLOCK_SLACK_S,
+    Commit,
+    Counters,
+    JournalEntry,
+    Lease,
+    Opening,
+    StoredRun,
+    StoredSnapshot,
+)
 from tokenloom_server.ledger.redis_client import RedisClient
 
 RUNS = "tokenloom:runs"
@@ -132,7 +141,7 @@ class RedisLedger:
         return sorted((field.rpartition("/")[0], field.rpartition("/")[2]) for field in fields)
 
     def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
-        (epoch,) = self._write("acquire", uid, stream, "", holder, lease_s, above)
+        (epoch,) = self._write("acquire", uid, stream, "", holder, lease_s, above, CLOCK_SLACK_S)
         return int(epoch)
 
     def renew(
@@ -343,6 +352,7 @@ def _lease(fields: dict[str, str]) -> Lease | None:
         holder=fields["lease_holder"],
         acquired_at=float(fields["lease_acquired_at"]),
         lapses_at=float(fields["lease_lapses_at"]),
+        lasts_s=float(fields["lease_s"]),
         heard_at=float(heard_at) if heard_at else None,
     )
 

@@ -87,12 +87,13 @@ class SqliteLedger:
             run = self._run(connection, uid, stream)
             now = self._clock()
             lease = self._lease(connection, run)
-            if lease is not None and lease.holder != holder and lease.lapses_at > now:
-                raise refusals.lease_held(uid, stream, lease.holder, lease.acquired_at, lease.lapses_at - now)
+            if lease is not None and lease.holder != holder and lease.left_s(now):
+                raise refusals.lease_held(uid, stream, lease.holder, lease.acquired_at, lease.left_s(now))
             connection.execute("UPDATE runs SET epoch = MAX(epoch, ?) + 1 WHERE id = ?", (above, run))
             connection.execute(
-                "INSERT OR REPLACE INTO leases (run, holder, acquired_at, lapses_at, heard_at) VALUES (?, ?, ?, ?, ?)",
-                (run, holder, now, now + lease_s, None if lease is None else lease.heard_at),
+                "INSERT OR REPLACE INTO leases (run, holder, acquired_at, lapses_at, lasts_s, heard_at) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (run, holder, now, now + lease_s, lease_s, None if lease is None else lease.heard_at),
             )
             (epoch,) = connection.execute("SELECT epoch FROM runs WHERE id = ?", (run,)).fetchone()
         return int(epoch)
@@ -105,7 +106,8 @@ class SqliteLedger:
             found = connection.execute("SELECT sample_index FROM committed WHERE run = ?", (run,)).fetchone()
             self._refuse_rolled_back(uid, stream, (present, found[0] if found else 0), (generation, known))
             connection.execute(
-                "UPDATE leases SET lapses_at = ?, heard_at = ? WHERE run = ?", (self._clock() + lease_s, heard_at, run)
+                "UPDATE leases SET lapses_at = ?, lasts_s = ?, heard_at = ? WHERE run = ?",
+                (self._clock() + lease_s, lease_s, heard_at, run),
             )
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
@@ -308,9 +310,12 @@ class SqliteLedger:
 
     def _lease(self, connection: sqlite3.Connection, run: int) -> Lease | None:
         row = connection.execute(
-            "SELECT holder, acquired_at, lapses_at, heard_at FROM leases WHERE run = ?", (run,)
+            "SELECT holder, acquired_at, lapses_at, lasts_s, heard_at FROM leases WHERE run = ?", (run,)
         ).fetchone()
-        return None if row is None else Lease(holder=row[0], acquired_at=row[1], lapses_at=row[2], heard_at=row[3])
+        if row is None:
+            return None
+        holder, acquired_at, lapses_at, lasts_s, heard_at = row
+        return Lease(holder=holder, acquired_at=acquired_at, lapses_at=lapses_at, lasts_s=lasts_s, heard_at=heard_at)
 
     def _fence(self, uid: str, stream: str, found: int, generation: int) -> None:
         if found == 0 or found != generation:

@@ -25,7 +25,8 @@ APPLICATION_ID = 0x544B4C4D
 # What a commit rewrites stands apart from the run's record, so that a commit writes few pages.
 _LEASES = """
 CREATE TABLE leases (
-    run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL, heard_at REAL);
+    run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL,
+    lasts_s REAL NOT NULL, heard_at REAL);
 """
 _SCHEMA = (
     """

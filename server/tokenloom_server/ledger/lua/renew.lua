@@ -2,5 +2,6 @@
 -- heard, or ''.
 local refusal = refused() or rolled_back(ARGV[3], ARGV[4])
 if refusal then return refusal end
-redis.call('HSET', RUN, 'lease_lapses_at', string.format('%.3f', now() + tonumber(ARGV[5])), 'heard_at', ARGV[6])
+redis.call('HSET', RUN, 'lease_lapses_at', string.format('%.3f', now() + tonumber(ARGV[5])), 'lease_s', ARGV[5],
+  'heard_at', ARGV[6])
 return {'ok'}
