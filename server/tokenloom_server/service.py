@@ -209,8 +209,8 @@ class Runs:
             dead = served.host.dead_worker()
             if dead is not None:
                 return f"run {run}: its thread {dead} has ended; restart the server, and report its log"
-            # An error that stopped a run does not count: the attempt that cures it has to reach this server, and so have
-            # the other runs' ranks. Stats, metrics and log tell of it.
+            # An error that stopped a run does not count: the attempt that cures it has to reach this server, and so
+            # have the other runs' ranks. Stats, metrics and log tell of it.
             if served.host.ledger_error is not None:
                 return f"run {run}: the ledger is away: {served.host.ledger_error}"
         return None if self._runs else "no run is served yet"
