@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 import time
 import urllib.request
@@ -51,6 +50,7 @@ from benchmarks.corpora import Documents, IdCorpus
 from benchmarks.processes import Processes, cpu_s
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, RANKS, WORKLOADS, Workload
+from tests.support.ports import free_port
 
 #: Calls of each kind of snapshot per run.
 SNAPSHOTS = 300
@@ -73,7 +73,7 @@ class Served:
         self._processes = processes
         self._mixture = mixture
         self._index_dir = index_dir or processes.folder / "index"
-        self.grpc, self.rest = (f"127.0.0.1:{port}" for port in _free_ports(2))
+        self.grpc, self.rest = (f"127.0.0.1:{free_port()}" for _ in range(2))
         self.ledger = processes.folder / f"{uuid.uuid4().hex}.db"
         self.ready = processes.folder / "ready.json"
         self.pid = 0
@@ -365,15 +365,6 @@ def measure_order(sources: int, shards: int, runs: int) -> Row:
 
 
 # ---------------------------------------------------------------------------------------------------
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import redis
 import yaml
-from support.redis_server import free_port, redis_binary
+from support.ports import free_port
+from support.redis_server import redis_binary
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS_WITHIN_S = 30.0

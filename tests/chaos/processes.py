@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.redis_server import free_port
+from support.ports import free_port
 
 from chaos.server_at import arm, disarm
 

@@ -16,6 +16,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from support.ports import free_port
+
 Direction = Literal["up", "down"]
 """``up``: from the one who connected to the target."""
 _T = TypeVar("_T")
@@ -76,7 +78,7 @@ class Proxy:
     def __init__(self, loop: ProxyLoop, target_port: int) -> None:
         self._loop = loop
         self.target_port = target_port
-        self.port = 0
+        self.port = free_port()
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
         # What new connections and chunks meet.
@@ -183,7 +185,6 @@ class Proxy:
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=_CHUNK_BYTES)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop_listening(self) -> None:
         if self._server is not None:

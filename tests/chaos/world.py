@@ -430,6 +430,8 @@ class World:
             raise LivenessFailed(f"ranks ended with {statuses}:\n{self.tell()}")
         self.wait(lambda: (self.observer.look() or {}).get("sample_index") == index, "the last commit", ENDING_S)
         for server in self.servers:
+            # One that is still being loaded, behind the last fault, has nothing to end in order yet.
+            self.wait(lambda server=server: server.ready, f"the start of {server.folder.name}")  # type: ignore[misc]
             left = server.children()
             status = server.terminate()
             left = [child for child in left if child.is_running()]

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import redis
 from support.ledger_data import commit_at, opening_of
-from support.redis_server import RedisServer, free_port
+from support.ports import free_port
+from support.redis_server import RedisServer
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
 from tokenloom_server.ledger import redis_client
 from tokenloom_server.ledger.base import Ledger, StoredSnapshot

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import Corpus, StartServer
-from support.redis_server import RedisServer, free_port
+from support.ports import free_port
+from support.redis_server import RedisServer
 from support.server_process import CommandLine, Finished, run_module
 from support.trainer import World
 

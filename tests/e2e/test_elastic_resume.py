@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 from conftest import Corpus, StartServer
+from support.ports import free_port
 from support.server_process import ServerProcess
 from support.trainer import Receipt, Sample, Trainer, World, rolling_digest
 
@@ -130,10 +130,7 @@ def test_ranks_in_processes_of_their_own_share_an_attempt_by_their_process_group
     server: ServerProcess, sequence: list[Sample], tmp_path: Path
 ) -> None:
     run = "processes"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         Trainer(
             tmp_path, f"rank-{rank}", group | {"RANK": str(rank)},

