@@ -553,7 +553,7 @@ def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch
     monkeypatch.setattr("tokenloom_server.snapshot.unseal", lambda text: pytest.fail("it was parsed"))
     shape = snapshot.Shape(specs=(), shards=(), nodes=(), sample_tokens=1)
     with pytest.raises(SnapshotInvalid, match=f"has {snapshot.MAX_BYTES + 1} bytes; expected at most"):
-        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, shape)
+        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, lambda _: shape)
 
 
 def test_the_bounds_fit_together() -> None:

@@ -121,7 +121,8 @@ class Leadership(threading.Thread):
             raise LedgerRolledBack(
                 f"run {host.name!r} is gone from {host.ledger.description}, right after its lease was taken"
             )
-        host.lead(epoch, stored, began, began + self._lease_s)
+        course = host.course.with_revisions(host.ledger.revisions(stored.uid, host.stream))
+        host.lead(epoch, stored, course, began, began + self._lease_s)
         self._away_since = None
 
     def _ask(self) -> float:

@@ -335,6 +335,11 @@ class Pipeline:
         self._segment = Segment(config, Mixer(config, state.nodes), state)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
+    @property
+    def sample_index(self) -> int:
+        """Of the sample that is next."""
+        return self._index
+
     def switch(self, switches: Sequence[Switch]) -> None:
         """From now on these, in order, are the switches behind the present sample index."""
         assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
