@@ -168,12 +168,21 @@ class Ledger(Protocol):
         """
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         """Makes the lease last ``lease_s`` seconds from now; ``heard_at`` is kept for a server that takes over.
 
-        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, and
-        ``LedgerRolledBack`` where the ledger is behind either.
+        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, also where
+        the lease is another holder's (a ledger that went back gave the epoch out twice), and ``LedgerRolledBack``
+        where the ledger is behind what is known.
         """
 
     def release(self, uid: str, stream: str, epoch: int) -> None:

@@ -71,6 +71,13 @@ def not_leader(uid: str, stream: str, found: int, had: int) -> NotLeader | Ledge
     )
 
 
+def given_out_twice(name: str, epoch: int, holder: str | None) -> NotLeader:
+    return NotLeader(
+        f"{holder or 'nobody'} has the lease of run {name!r}, at this server's own epoch {epoch}: the ledger lost "
+        "data, and gave it out twice"
+    )
+
+
 def fenced(uid: str, stream: str, found: int, had: int) -> Fenced | LedgerRolledBack:
     if found < had:
         return LedgerRolledBack(
