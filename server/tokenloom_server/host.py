@@ -56,10 +56,6 @@ WINDOW_GROUPS = (4, 64)
 RANK_WARNING_S = 30.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
-_REMEDY = (
-    "Bring its data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger "
-    "right again"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +422,7 @@ class Host:
             # Only for this client, as in ``_live_of``.
             raise LedgerRolledBack(
                 f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {found}: it "
-                f"lost data. {_REMEDY}"
+                f"lost data. {LedgerRolledBack.remedy}"
             )
 
     def _wait_for_renewal(self, own: int, rank: int, epoch: int) -> None:
@@ -666,7 +662,8 @@ class Host:
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. {_REMEDY}"
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. "
+                f"{LedgerRolledBack.remedy}"
             )
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")

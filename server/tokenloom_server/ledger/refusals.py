@@ -35,10 +35,7 @@ def renamed(uid: str, stream: str, found: str) -> NotLeader:
     )
 
 
-_REMEDY = (
-    "The ledger lost what it had acknowledged, so nothing goes on from it. Bring its data back, or restart the "
-    "training job from its last checkpoint: load_state_dict() makes the ledger right again."
-)
+_REMEDY = f"The ledger lost what it had acknowledged, so nothing goes on from it. {LedgerRolledBack.remedy}."
 
 
 def gone(uid: str, stream: str) -> LedgerRolledBack:
