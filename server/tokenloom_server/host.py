@@ -31,7 +31,7 @@ from tokenloom_server.errors import (
     ServerStopping,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun
+from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Group
 from tokenloom_server.run import Delivery, EndOfData, Generation
@@ -279,12 +279,11 @@ class Host:
             over = generation.end is not None and generation.committed == generation.produced
             if heard is None or over or self.clock() - heard >= self.terms.liveness_s:
                 return None
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(live.opened_at))
             process = f", rank 0 in process {live.process}" if live.process else ""
             return (
                 f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
-                f"{process}) trains on it since {since}, and each rank of it was heard {self.clock() - heard:.1f} s "
-                "ago or later"
+                f"{process}) trains on it since {date_of(live.opened_at)}, and each rank of it was heard "
+                f"{self.clock() - heard:.1f} s ago or later"
             )
 
     # --- generations -------------------------------------------------------------------------------

@@ -6,12 +6,18 @@ too; both are checked in the same atomic operation as the write. A run is (uid, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 #: By so much the ledger's clock may go back without a lease being taken for one of before, seconds.
 CLOCK_SLACK_S = 1.0
+
+
+def date_of(unix_s: float) -> str:
+    """A Unix time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -18,7 +17,7 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Opening, StoredRevision
+from tokenloom_server.ledger.base import Commit, Opening, StoredRevision, date_of
 from tokenloom_server.state import MAX_COUNTER
 
 
@@ -50,10 +49,10 @@ def rolled_back(uid: str, stream: str, generation: int, index: int, had: int, kn
 
 
 def lease_held(uid: str, stream: str, holder: str, acquired_at: float, left_s: float) -> LeaseHeld:
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(acquired_at))
     return LeaseHeld(
-        f"Run {uid}, stream {stream}, is served by {holder} since {since}; its lease lasts {left_s:.1f} s more unless "
-        f"it is renewed. Stop that server, or start this one with --standby: it takes over when that one goes."
+        f"Run {uid}, stream {stream}, is served by {holder} since {date_of(acquired_at)}; its lease lasts {left_s:.1f} "
+        f"s more unless it is renewed. Stop that server, or start this one with --standby: it takes over when that one "
+        f"goes."
     )
 
 
