@@ -32,7 +32,7 @@ from tokenloom_server.errors import (
     ServerStopping,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun
+from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Group
 from tokenloom_server.run import Delivery, EndOfData, Generation
@@ -57,10 +57,6 @@ WINDOW_GROUPS = (4, 64)
 RANK_WARNING_S = 30.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
-_REMEDY = (
-    "Bring its data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger "
-    "right again"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,12 +285,11 @@ class Host:
             over = generation.end is not None and generation.committed == generation.produced
             if heard is None or over or self.clock() - heard >= self.terms.liveness_s:
                 return None
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(live.opened_at))
             process = f", rank 0 in process {live.process}" if live.process else ""
             return (
                 f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
-                f"{process}) trains on it since {since}, and each rank of it was heard {self.clock() - heard:.1f} s "
-                "ago or later"
+                f"{process}) trains on it since {date_of(live.opened_at)}, and each rank of it was heard "
+                f"{self.clock() - heard:.1f} s ago or later"
             )
 
     # --- generations -------------------------------------------------------------------------------
@@ -432,7 +427,7 @@ class Host:
             # Only for this client, as in ``_live_of``.
             raise LedgerRolledBack(
                 f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {found}: it "
-                f"lost data. {_REMEDY}"
+                f"lost data. {LedgerRolledBack.remedy}"
             )
 
     def _wait_for_renewal(self, own: int, rank: int, epoch: int) -> None:
@@ -695,7 +690,8 @@ class Host:
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. {_REMEDY}"
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. "
+                f"{LedgerRolledBack.remedy}"
             )
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")

@@ -224,7 +224,7 @@ class Opener:
         if opening is None:
             raise LedgerRolledBack(
                 f"attempt {call.attempt!r} opened a generation of run {host.name!r}, but {host.ledger.description} has "
-                "none: it lost data; restore the ledger, or restart the training job from its checkpoint"
+                f"none: it lost data. {LedgerRolledBack.remedy}"
             )
         if opening.attempt != call.attempt:
             raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
