@@ -111,6 +111,10 @@ class NodeConfig(_Model):
     on_exhausted: Literal["drop", "stop"] = "drop"
     """When a child runs out: ``drop`` renormalises the rest; ``stop`` ends this node."""
 
+    @property
+    def name(self) -> str:
+        return self.alias or f"node {self.id}"
+
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Self:
         if self.policy in ("round_robin", "sequential"):
@@ -179,7 +183,7 @@ class RunConfig(_Model):
     """Steps that may be produced ahead of the committed one; the default follows the message size."""
     mixture: NodeConfig
     """The root of the mixture."""
-    phases: list[PhaseConfig] = []
+    phases: list[PhaseConfig] = Field(default_factory=list)
     """Parts of the run, one after the other; the run's own mixture and sequence length are those of the first where it
     gives none."""
 

@@ -14,9 +14,10 @@ from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import Pipeline, Switch
-from tokenloom_server.revision import MixtureChange, carry, changed, content_of, differences, merged, with_content
+from tokenloom_server.revision import carry, changed, content_of, differences, merged, with_content
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build

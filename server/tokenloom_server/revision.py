@@ -1,4 +1,4 @@
-"""A change of the mixture during a run: what is asked for, the config that it gives, and the state carried over.
+"""A change of the mixture during a run: the config that it gives, and the state carried over.
 
 A tree only grows: a source that leaves stays in it as dropped, with its cursor and counters, so that ids are never
 given twice and every counter still adds up.
@@ -8,75 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tokenloom_server.config import Child, NodeConfig, RunConfig, SourceConfig, explain
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.weights import integer_weights
+from tokenloom_server.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.state import ChildState, SourceState, State
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
-
-
-class _Asked(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Setting(_Asked):
-    """New values for one source or node."""
-
-    child: str
-    """Its alias or spec; a node without an alias by its place in the file, such as ``mixture.children.2``."""
-    weight: Any = None
-    policy: str | None = None
-    on_exhausted: str | None = None
-    epochs: float | str | None = None
-    max_tokens: int | None = None
-    unit: str | None = None
-    interpolate: str | None = None
-    alias: str | None = None
-    paused: bool | None = None
-    """Whether it is to give nothing until it is set to false again."""
-
-
-class Addition(_Asked):
-    """A new child."""
-
-    child: dict[str, Any]
-    """A source or a node, as in a mixture file."""
-    to: str = "mixture"
-    """The node that gets it: its alias, or its place in the file."""
-
-
-class Exclusion(_Asked):
-    """Rows to leave out from then on."""
-
-    file: str
-    """JSON lines, or CSV with a header: spec (or alias), shard, row. The path is the server's."""
-
-
-class MixtureChange(_Asked):
-    """What a revision is to change, from when on, and why."""
-
-    reason: Annotated[str, Field(min_length=1, max_length=2000)]
-    """For whoever asks later; it stays in the ledger."""
-    author: Annotated[str, Field(max_length=200)] = ""
-    sample_index: Annotated[int, Field(ge=0)] | None = None
-    """From this sample on; the first that is possible if neither this nor ``total_tokens`` is given."""
-    total_tokens: Annotated[int, Field(ge=0)] | None = None
-    """From the first sample on before which the run has had so many tokens."""
-    set: list[Setting] = []
-    add: list[Addition] = []
-    drop: list[str] = []
-    """Aliases, specs or places of sources and nodes that are to leave."""
-    mixture: dict[str, Any] | None = None
-    """A whole new root, as in a mixture file, instead of ``set``, ``add`` and ``drop``."""
-    append_files: list[str] = []
-    """Sources of which files that appeared since the run began are to be read, too, behind those they have."""
-    exclude: Exclusion | None = None
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
@@ -150,7 +93,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
         found.append(f"sequence_length: {old.sequence_length} → {new.sequence_length}")
     before = {_key(child): child for child in _children(old)}
     for child in _children(new):
-        was, name = before.get(_key(child)), _name(child)
+        was, name = before.get(_key(child)), child.name
         if was is None:
             found.append(f"{name}: new, weight {_text(child.weight)}")
             continue
@@ -162,7 +105,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
             if field in type(child).model_fields and getattr(was, field) != getattr(child, field)
         ]
     now = {_key(child) for child in _children(new)}
-    found += [f"{_name(child)}: gone" for key, child in before.items() if key not in now]
+    found += [f"{child.name}: gone" for key, child in before.items() if key not in now]
     return found
 
 
@@ -175,6 +118,25 @@ def content_of(config: RunConfig) -> dict[str, Any]:
 def with_content(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     """The config with the mixture of a ``content_of``."""
     return _validated(config, content["mixture"], content["sequence_length"])
+
+
+def as_file(config: RunConfig) -> dict[str, Any]:
+    """The mixture in force as a mixture file would have it: without ids and what was dropped."""
+
+    def visit(node: NodeConfig) -> dict[str, Any]:
+        fields = node.model_dump(exclude_defaults=True, exclude={"id", "presence", "children"})
+        fields["policy"] = node.policy
+        fields["children"] = [
+            visit(child)
+            if isinstance(child, NodeConfig)
+            else child.model_dump(exclude_defaults=True, exclude={"id", "presence"})
+            for child in node.children
+            if child.presence != "dropped"
+        ]
+        return fields
+
+    found: dict[str, Any] = _plain(visit(config.mixture))
+    return found
 
 
 def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = ()) -> State:
@@ -422,10 +384,6 @@ def _children(config: RunConfig) -> Iterator[Child]:
 
 def _key(child: Child) -> tuple[type, int]:
     return type(child), child.id
-
-
-def _name(child: Child) -> str:
-    return child.name if isinstance(child, SourceConfig) else child.alias or f"node {child.id}"
 
 
 def _text(value: object) -> str:

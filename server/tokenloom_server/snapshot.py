@@ -383,7 +383,9 @@ def _check_nodes(
         for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):
             own, is_node = divmod(child_id, 2)
             samples = issued[own] if is_node else sources[own].samples
-            given = tokens[own] if is_node else sources[own].tokens
+            given = samples * shape.sample_tokens
+            if shape.total_tokens is not None:
+                given = tokens[own] if is_node else sources[own].tokens
             exhausted = child.exhausted if is_node else sources[own].exhausted
             if (child.samples, child.tokens, child.exhausted) != (samples, given, exhausted):
                 raise SnapshotInvalid(

@@ -17,7 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots"),
+        ("spec", "security", "tls", "data_roots", "mixture_change"),
         ("config", "stats"),
         ("sources",),
         ("tokenizer",),
@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),
-        ("opening", "peeking"),
+        ("opening", "peeking", "revising"),
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
