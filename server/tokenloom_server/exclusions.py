@@ -117,21 +117,18 @@ def _table(path: str, local: Path) -> pa.Table:
 
 def _by_shard(path: str, table: pa.Table, sources: Sequence[Named]) -> Iterator[tuple[tuple[str, int], _Rows]]:
     by_name = {name: source for source in sources for name in (source.spec, source.alias) if name is not None}
-    names = pa.StructArray.from_arrays(
-        [table["spec"].combine_chunks().cast(pa.string()), table["shard"].combine_chunks().cast(pa.string())],
-        names=["spec", "shard"],
-    ).dictionary_encode()
-    codes = names.indices.to_numpy()
+    specs, shards = (table[name].combine_chunks().cast(pa.string()).dictionary_encode() for name in ("spec", "shard"))
     rows = table["row"].combine_chunks().to_numpy()
-    for code, each in enumerate(names.dictionary.to_pylist()):
-        source = by_name.get(each["spec"])
+    codes = specs.indices.to_numpy().astype(np.int64) * max(1, len(shards.dictionary)) + shards.indices.to_numpy()
+    for code in np.unique(codes).tolist():
+        at, shard_at = divmod(code, len(shards.dictionary))
+        name, shard = specs.dictionary[at].as_py(), shards.dictionary[shard_at].as_py()
+        source = by_name.get(name)
         if source is None:
+            raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(by_name))}")
+        if shard not in source.shards:
             raise ConfigError(
-                f"{path!r}: the mixture has no source {each['spec']!r}; it has {', '.join(sorted(by_name))}"
-            )
-        if each["shard"] not in source.shards:
-            raise ConfigError(
-                f"{path!r}: source {each['spec']!r} has no shard {each['shard']!r}; it has "
+                f"{path!r}: source {name!r} has no shard {shard!r}; it has "
                 f"{', '.join(source.shards[:5])}{', …' if len(source.shards) > 5 else ''}"
             )
-        yield (source.spec, source.shards.index(each["shard"])), rows[codes == code]
+        yield (source.spec, source.shards.index(shard)), rows[codes == code]
