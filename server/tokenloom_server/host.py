@@ -196,9 +196,9 @@ class Host:
             self.committed_state = course.initial()
             # What was lost is told to whoever still trains, until a trainer's state makes the ledger right again,
             # perhaps by another server.
-            if self._made_right(stored):
-                self.error = None
+            lost = None if self._made_right(stored) else self.error
             self.recover(stored)
+            self.error = lost
             self._up_since = since if self._up_since is None else min(since, self._up_since)
             self.wake_all()
         if stored.opening is not None and stored.committed is not None:
@@ -326,9 +326,7 @@ class Host:
             return
         base = self.course.decode(stored.committed.state)
         self.committed_state, self.committed_at = base, stored.committed_at
-        lost = self.error if isinstance(self.error, LedgerRolledBack) else None
         self.install(stored.opening, base, stored.committed, resumed=True)
-        self.error = lost
         if stored.lease is not None and stored.lease.heard_at is not None and self.live is not None:
             heard = self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at)
             for slot in self.live.generation.slots:
