@@ -59,3 +59,13 @@ class Policy(Protocol):
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
         """The credits under a mark, given the children's tokens."""
+
+
+class NoCredits:
+    """The part of ``Policy`` of those that keep nothing beside the counters."""
+
+    def mark(self) -> object:
+        return None
+
+    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
+        return (0,) * len(tokens)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
 
 
-class RoundRobin:
+class RoundRobin(NoCredits):
     """Implements ``Policy``. A child's turns are its samples; the live one with the fewest is next, the first in the
     file among several. So live children are never more than one sample apart, and there is nothing to save."""
 
@@ -35,9 +35,3 @@ class RoundRobin:
 
     def exhausted(self, child: int) -> None:
         self._ahead = self._ahead[:0]
-
-    def mark(self) -> None:
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(tokens)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
 
 
-class Sequential:
+class Sequential(NoCredits):
     """Implements ``Policy``. The first live child in the order of the file is next; there is nothing to save."""
 
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
@@ -26,9 +26,3 @@ class Sequential:
 
     def exhausted(self, child: int) -> None:
         """Nothing is kept."""
-
-    def mark(self) -> None:
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(tokens)

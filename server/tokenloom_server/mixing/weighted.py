@@ -9,13 +9,13 @@ from itertools import accumulate
 import numpy as np
 
 from tokenloom_server.hashing import Purpose, draw, draws
-from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
 
 #: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.
 _FIRST_AHEAD, _AHEAD = 64, 4096
 
 
-class Weighted:
+class Weighted(NoCredits):
     """Implements ``Policy``. The draw for a node's k-th sample is a hash of (seed, node id, k, retry),
     scaled to the sum of the live children's integer weights: exact proportions, nothing to save."""
 
@@ -50,12 +50,6 @@ class Weighted:
 
     def exhausted(self, child: int) -> None:
         self._rebuild()
-
-    def mark(self) -> None:
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(tokens)
 
     def _child_at(self, point: int) -> int:
         return self._live[bisect_right(self._cumulative, point)]
