@@ -19,10 +19,16 @@ class Sequential(NoCredits):
         return np.full(count, self.choose(0), np.intp)
 
     def choose(self, retry: int) -> int:
-        return self._children.exhausted.index(False)
+        return self._children.out.index(False)
 
     def issued(self, count: int) -> None:
         """Nothing changes: the child goes on."""
 
-    def exhausted(self, child: int) -> None:
+    def lost(self, child: int) -> None:
         """Nothing is kept."""
+
+    def weights(self) -> Sequence[int]:
+        found = [0] * len(self._children.out)
+        if not all(self._children.out):
+            found[self.choose(0)] = 1
+        return found

@@ -48,13 +48,16 @@ class Weighted(NoCredits):
         self._picks += count
         self._at += count
 
-    def exhausted(self, child: int) -> None:
+    def lost(self, child: int) -> None:
         self._rebuild()
+
+    def weights(self) -> Sequence[int]:
+        return [0 if out else own for own, out in zip(self._shape.weights, self._children.out, strict=True)]
 
     def _child_at(self, point: int) -> int:
         return self._live[bisect_right(self._cumulative, point)]
 
     def _rebuild(self) -> None:
-        self._live = [i for i, out in enumerate(self._children.exhausted) if not out]
+        self._live = self._children.live
         self._cumulative = list(accumulate(self._shape.weights[i] for i in self._live))
         self._drawn, self._at = self._drawn[:0], 0
