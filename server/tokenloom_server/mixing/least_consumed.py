@@ -77,6 +77,8 @@ class LeastConsumed:
         """Leaves the remaining children in their proportions: credits are rescaled to the new sum of
         weights, and what the child was owed or had in advance is spread by weight."""
         weights = self._masked(self._anchor.weights)
+        if not any(weights):
+            return
         before = self.credits(self._anchor, self._children.tokens)
         self._rebuild(rescaled(before, self._anchor.live_weight, weights), weights)
 

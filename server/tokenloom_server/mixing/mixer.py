@@ -171,8 +171,7 @@ class _Node:
                 self._stopped = self._stopped or self._ends[position]
             self._live -= 1
             retry += 1
-            if self._live:
-                self.policy.lost(position)
+            self.policy.lost(position)
         return NOTHING
 
     def regime(self) -> NodeRegime:
@@ -379,14 +378,12 @@ class Mixer:
 
 
 def _policy_of(shape: NodeShape, config: NodeConfig, counters: Children, states: Sequence[ChildState]) -> Policy:
-    owed = [child.credit for child in states]
-    weights, totals = [child.weight for child in states], [child.total for child in states]
     if config.policy == "schedule":
         points = [_points(child) for child in config.children]
-        return Scheduled(shape, counters, owed, weights, Schedule(points, linear=config.interpolate == "linear"))
+        return Scheduled(shape, counters, states, Schedule(points, linear=config.interpolate == "linear"))
     if config.policy in _RULES:
-        return Estimated(shape, counters, owed, weights, totals, _RULES[config.policy])
-    return _FIXED[config.policy](shape, counters, owed)
+        return Estimated(shape, counters, states, _RULES[config.policy])
+    return _FIXED[config.policy](shape, counters, [child.credit for child in states])
 
 
 def _points(child: Child) -> Points:
