@@ -52,9 +52,6 @@ def balance_remaining(children: Sequence[Left]) -> list[int]:
 class _Varying(LeastConsumed, ABC):
     """``LeastConsumed`` under weights that a state keeps, and that an update may replace."""
 
-    #: Less than an update lies ahead, and a nested node gives a part of that.
-    most_ahead = 64
-
     def __init__(self, shape: NodeShape, children: Children, states: Sequence[ChildState]) -> None:
         owed = [child.credit for child in states]
         super().__init__(shape, children, owed)
