@@ -13,17 +13,21 @@ from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
-from tokenloom_server.state import Cursor, State, digest_hex
+from tokenloom_server.state import MAX_COUNTER, Cursor, State, digest_hex
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
 
 
 class Known(NamedTuple):
-    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back."""
+    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back.
+
+    ``reach``: up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
+    """
 
     state: State
     generation: int
+    reach: int
 
 
 class History:
@@ -88,17 +92,33 @@ class History:
             )
         return self.parse(saved.text)
 
-    def nearest(self, index: int) -> Known:
-        """The newest state that the ledger has at or before a sample index; the initial one where it has none."""
-        host = self._host
-        opening = _covering(self.openings(), index)
+    def nearest(self, index: int, generation: int | None = None) -> Known:
+        """The newest state that the ledger has at or before a sample index; the initial one where it has none.
+
+        ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one.
+        """
+        host, openings = self._host, self.openings()
+        opening = covering(openings, index, generation)
         if opening is None:
-            return Known(host.order.initial(), 0)
+            return Known(host.order.initial(), 0, 0)
         state, committed = self._journalled(opening, index), host.committed
-        if committed is not None and state.sample_index < committed.sample_index <= index:
+        if generation not in (None, openings[-1].generation):
+            assert generation is not None
+            return Known(state, opening.generation, self._farthest(generation))
+        if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = host.order.decode(committed.state)
-        return Known(state, opening.generation)
+        return Known(state, opening.generation, committed.sample_index if committed is not None else 0)
+
+    def _farthest(self, generation: int) -> int:
+        """How far a generation that is over may have come. Its journal tells that no better than it is dense."""
+        host = self._host
+        last = host.ledger.journal(host.uid, host.stream, generation, MAX_COUNTER)
+        if last is None:
+            return 0
+        before = host.ledger.journal(host.uid, host.stream, generation, max(0, last.sample_index - 1))
+        # Every second entry may have gone since, the newest too.
+        return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
 
     def openings(self) -> Sequence[Opening]:
         return self._host.ledger.openings(self._host.uid, self._host.stream)
@@ -206,7 +226,7 @@ class History:
     def _recomputed(self, index: int) -> tuple[int, str, str, int]:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
         host = self._host
-        opening = _covering(self.openings(), index)
+        opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = host.plan(opening).boundary(index)
@@ -235,11 +255,17 @@ class History:
             return pipeline.state()
 
 
-def _covering(openings: Sequence[Opening], index: int) -> Opening | None:
-    """The generation in whose part of the run's lineage a sample index lies: the present one from its
-    start on, before that its parent, and so on."""
+def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:
+    """The generation in whose part of the run's lineage a sample index lies: the present one (or the one given) from
+    its start on, before that its parent, and so on. Raises ``NotFound`` for a generation that the ledger does not have.
+    """
     by_number = {opening.generation: opening for opening in openings}
+    if generation is not None and generation not in by_number:
+        known = f"{min(by_number)} to {max(by_number)}" if by_number else "none: no trainer has joined yet"
+        raise NotFound(f"there is no generation {generation}; the ledger has {known}")
     opening = openings[-1] if openings else None
+    if generation is not None:
+        opening = by_number[generation]
     while opening is not None and index < opening.start_index:
         opening = by_number.get(opening.parent)
     return opening

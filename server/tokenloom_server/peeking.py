@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from tokenloom_server.errors import (
     BeyondHorizon,
@@ -53,6 +53,8 @@ _INDEX_DIGITS = 16
 
 #: What a turn gives: something to send, or nothing yet.
 Made: TypeAlias = Delivery | EndOfData | None
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +99,15 @@ class Peeks:
         """
         self._check(call)
         self._host.require_lead()
-        with self._place():
+        with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
-                state = self._advance(self._nearest(index), index, interrupted)
+                state = self.advance(self.nearest(index), index, interrupted)
                 if state.sample_index < index:
                     raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
-                state = self._history.forward(point, lambda base, index: self._advance(base, index, interrupted))
+                state = self._history.forward(point, lambda base, index: self.advance(base, index, interrupted))
             self.remember(state)
             generation = self._history.nearest(state.sample_index).generation
             return PeekStart(uid=self._host.uid, generation=generation, state=state)
@@ -125,8 +127,8 @@ class Peeks:
                 f"run {self._host.name!r} has uid {self._host.uid}, but this peek began with {uid}: its ledger is "
                 "another one now; peek again"
             )
-        with self._place():
-            peek = Peek(self._host, self, self._nearest(index), index, batch_size, digest)
+        with self.place():
+            peek = Peek(self._host, self, self.nearest(index), index, batch_size, digest)
             with self._lock:
                 self._streams.add(peek)
             try:
@@ -136,7 +138,7 @@ class Peeks:
                     self._streams.discard(peek)
                 peek.close()
 
-    def submit(self, work: Callable[[], Made]) -> Future[Made]:
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
         """Has work done when its turn comes. Raises ``ServerStopping``."""
         with self._lock:
             self._refuse_when_stopping()
@@ -160,7 +162,8 @@ class Peeks:
             peek.wake()
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def place(self) -> Iterator[None]:
+        """One of the few at once. Raises ``TooManyPeeks`` and ``ServerStopping``."""
         with self._lock:
             self._refuse_when_stopping()
             if self._places >= MAX_PEEKS:
@@ -205,38 +208,51 @@ class Peeks:
         assert point is not None
         return point
 
-    def _nearest(self, index: int) -> State:
-        """The nearest state known at or before a sample index. Raises ``BeyondHorizon`` where that is too far away."""
-        found = self._history.nearest(index)
+    def nearest(self, index: int, generation: int | None = None) -> State:
+        """The nearest state known at or before a sample index, as a generation had it (None: the present one).
+
+        Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.
+        """
+        found = self._history.nearest(index, generation)
         state = found.state
-        with self._lock:
-            before = [at for at in self._known if state.sample_index < at <= index]
-            if before:
-                state = self._known[max(before)]
-        committed = self._host.committed
-        reached = found.generation > 0 and committed is not None and index <= committed.sample_index
-        if not reached and index - state.sample_index > AHEAD_SAMPLES:
+        if generation is None:
+            with self._lock:
+                before = [at for at in self._known if state.sample_index < at <= index]
+                if before:
+                    state = self._known[max(before)]
+        if index > found.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
                 f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
-                f"(committed: {committed.sample_index if committed is not None else 0})"
+                f"(committed: {found.reach})"
             )
         return state
 
-    def _advance(self, state: State, index: int, interrupted: Callable[[], bool]) -> State:
-        """Goes forward, in turns with the other peeks; not all the way where the data end."""
+    def advance(self, state: State, index: int, interrupted: Callable[[], bool], *, keep: bool = False) -> State:
+        """Goes forward, in turns with the other peeks; not all the way where the data end.
+
+        ``keep``: where that is interrupted, whoever asks again goes on from there.
+        """
         if state.sample_index == index:
             return state
         way = _Way(self._host, state)
         while way.index < index and not way.over:
             if interrupted():
-                raise ServerStopping("nobody waits for this peek any more")
-            try:
-                self.submit(partial(way.turn, index)).result()
-            except CancelledError:
-                self._refuse_when_stopping()
-                raise
+                if keep:
+                    self.remember(way.pipeline.state())
+                raise ServerStopping(
+                    f"nobody waits any more for this peek at sample {index}, which came to {way.index}; ask again"
+                )
+            self.turn(partial(way.turn, index))
         return way.pipeline.state()
+
+    def turn(self, work: Callable[[], _T]) -> _T:
+        """Does work in its turn, and waits for it. Raises ``ServerStopping``, and what the work does."""
+        try:
+            return self.submit(work).result()
+        except CancelledError:
+            self._refuse_when_stopping()
+            raise
 
 
 class _Way:

@@ -54,6 +54,8 @@ ROUTES: Mapping[tuple[str, str], Scope] = {
     ("GET", "/v1/runs/{run}/snapshots"): Scope.READ,
     ("GET", "/v1/runs/{run}/snapshots/{snapshot_id}"): Scope.READ,
     ("POST", "/v1/runs/{run}/restore"): Scope.CONTROL,
+    ("GET", "/v1/runs/{run}/samples/{index}"): Scope.READ,
+    ("GET", "/v1/runs/{run}/steps/{step}"): Scope.READ,
     ("GET", "/metrics"): Scope.READ,
     ("GET", "/openapi.json"): Scope.READ,
     ("GET", "/healthz"): Scope.OPEN,

@@ -23,6 +23,8 @@ from tokenloom_server.order import Order
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
+from tokenloom_server.traced import TracedSample, TracedStep
+from tokenloom_server.tracing import Traces
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class ServedRun:
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.traces = Traces(host, self.history, self.peeks)
 
 
 class Runs:
@@ -201,6 +204,14 @@ class Runs:
         host.ledger.pin(host.uid, host.stream, host.epoch, text)
         _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
         return ResumePoint(sample_index=point.sample_index, digest=point.digest)
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        return self.get(run).traces.sample(index, generation, text)
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        return self.get(run).traces.step(step, rank, generation, text)
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():

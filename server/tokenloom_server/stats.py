@@ -6,6 +6,8 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from tokenloom_server.traced import TracedSample, TracedStep
+
 
 class _Figures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -143,6 +145,20 @@ class RunService(Protocol):
         """Pins where the next generation starts; exactly one of the three.
 
         Raises ``SnapshotInvalid``, ``BeyondHorizon``.
+        """
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        """The documents of a sample that was delivered, as a generation had it (None: the present one).
+
+        Raises ``BeyondHorizon``, ``TooManyPeeks``.
+        """
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        """The samples of a generation's step, counted from 0, with their documents; of all ranks or of one.
+
+        Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
         """
 
     def not_ready(self) -> str | None:

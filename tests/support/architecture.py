@@ -17,7 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots"),
+        ("spec", "security", "tls", "data_roots", "traced"),
         ("config", "stats"),
         ("sources",),
         ("tokenizer",),
@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("committer", "leadership", "producer"),
         ("history", "figures"),
         ("opening", "peeking"),
+        ("tracing",),
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),

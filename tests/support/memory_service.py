@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
@@ -18,6 +18,7 @@ from tokenloom_server.stats import (
     SnapshotInfo,
     SourceStats,
 )
+from tokenloom_server.traced import TracedDocument, TracedRank, TracedSample, TracedStep
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
@@ -168,6 +169,72 @@ class MemoryService:
             raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
         self.restored[run] = ResumePoint(sample_index=sample_index, digest=digest_hex(sample_index))
         return self.restored[run]
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        stats = self.stats(run)
+        if generation not in (None, stats.generation):
+            raise NotFound(f"there is no generation {generation}; the ledger has {stats.generation}")
+        if index >= stats.produced_index:
+            raise BeyondHorizon(f"sample {index} was not delivered: {stats.produced_index} are produced")
+        document = TracedDocument(
+            position=0,
+            shard="data/source-0-00.parquet",
+            shard_index=0,
+            row=index,
+            epoch=0,
+            begin=0,
+            end=stats.sequence_length,
+            row_tokens=stats.sequence_length,
+            text="a" * stats.sequence_length if text else None,
+        )
+        step, place = divmod(index, stats.batch_size * stats.world_size)
+        return TracedSample(
+            sample=index,
+            generation=stats.generation,
+            status="committed" if index < stats.sample_index else "produced",
+            step=step,
+            rank=place // stats.batch_size,
+            place=place % stats.batch_size,
+            source_id=0,
+            source=stats.sources[0].alias,
+            spec=stats.sources[0].spec,
+            source_sample=index,
+            tokens=stats.sequence_length,
+            hash=digest_hex(index),
+            digest=digest_hex(index + 1),
+            documents=[document],
+            ids=[97] * stats.sequence_length if text else None,
+        )
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        stats = self.stats(run)
+        size = stats.batch_size
+        begin = step * size * stats.world_size
+        if rank is not None and rank >= stats.world_size:
+            raise ConfigError(f"rank is {rank}, but generation {stats.generation} has {stats.world_size}")
+        ranks = range(stats.world_size) if rank is None else (rank,)
+        return TracedStep(
+            generation=stats.generation,
+            step=step,
+            begin=begin,
+            end=begin + size * stats.world_size,
+            world_size=stats.world_size,
+            batch_size=size,
+            rotation=0,
+            ranks=[
+                TracedRank(
+                    rank=each,
+                    samples=[
+                        self.trace_sample(run, begin + each * size + i, generation=generation, text=text)
+                        for i in range(size)
+                    ],
+                    padding=0,
+                )
+                for each in ranks
+            ],
+        )
 
     def not_ready(self) -> str | None:
         if isinstance(self.fault, TokenloomError):

@@ -31,6 +31,8 @@ class Opening:
     start_state: str
     #: Unix time in seconds, for people.
     opened_at: float
+    #: Samples of the order that were jumped over right before ``start_index``.
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
