@@ -199,7 +199,7 @@ def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
 def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     http: httpx.Client, service: MemoryService, method: str, path: str
 ) -> None:
-    url = path.format(run=RUN, snapshot_id="s0-4096")
+    url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, step=3)
     body = {"content": b'{"sample_index": 12}'} if method == "POST" else {}
     needed = ROUTES[method, path]
     for what, (header, scope) in BROUGHT.items():

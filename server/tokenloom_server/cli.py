@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import ConfigError, TokenloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tokenloom_server.traced import TracedSample, TracedStep
     from tokenloom_server.viewer import View
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
+_REST_URL = typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")
 # What those who only look may show a server.
 _TokenFile = Annotated[
     Path | None,
@@ -239,7 +241,7 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
 
 @app.command()
 def stats(
-    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    url: Annotated[str, _REST_URL],
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
     token_file: _TokenFile = None,
@@ -382,6 +384,64 @@ def _print_texts(view: View) -> None:
             align="left",
         )
         out.print(as_lines(seen.text(view.decode)), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def trace(
+    url: Annotated[str, _REST_URL],
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="A sample index: one sample's documents.", show_default=False)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of the step, one rank; all if not given.")] = None,
+    generation: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The launch whose line to follow, where a later one rewound it; the present one if not given."
+        ),
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run; needed where the server has several.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids.")
+    ] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Show which documents a sample was made of, or what each rank got in a step: file, row, and tokens of the row.
+
+    Nothing of this was kept: the server makes the samples again from the nearest state in its ledger and reads their
+    rows once more, in turns with the peeks, so that training is not slowed. Tokens of a row are counted with its
+    begin- and end-of-text ids.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if (sample is None) == (step is None):
+            raise ConfigError("give one of --sample and --step")
+        if rank is not None and step is None:
+            raise ConfigError("--rank goes with --step; a sample is one rank's anyway")
+        remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        name = remote.only_run(run)
+        found: TracedSample | TracedStep
+        if step is not None:
+            found = remote.trace_step(name, step, rank=rank, generation=generation, text=text)
+        else:
+            assert sample is not None
+            found = remote.trace_sample(name, sample, generation=generation, text=text)
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(found.model_dump(), ensure_ascii=False))
+    else:
+        from tokenloom_server.trace_report import print_trace
+
+        print_trace(_console(), name, found, text)
 
 
 @app.command()

@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo"),
-        ("viewer",),
+        ("viewer", "trace_report"),
         ("cli",),
         ("__main__",),
     ),

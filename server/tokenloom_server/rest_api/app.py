@@ -49,12 +49,12 @@ SnapshotId = Annotated[
     Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
 ]
 
-_Number = {"ge": 0, "le": MAX_COUNTER}
+_NUMBER = {"ge": 0, "le": MAX_COUNTER}
 Generation = Annotated[
     int | None,
     Query(
         description="The generation whose line to follow, where a later one rewound it; the present one if not given.",
-        **_Number,
+        **_NUMBER,
     ),
 ]
 Text = Annotated[bool, Query(description="Also each document's text, and each sample's ids.")]
@@ -250,7 +250,7 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def trace_sample(
         run: RunName,
-        index: Annotated[int, Path(description="The sample index.", examples=[4096], **_Number)],
+        index: Annotated[int, Path(description="The sample index.", examples=[4096], **_NUMBER)],
         generation: Generation = None,
         text: Text = False,
     ) -> TracedSample:
@@ -266,8 +266,8 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def trace_step(
         run: RunName,
-        step: Annotated[int, Path(description="The step, from 0.", examples=[128], **_Number)],
-        rank: Annotated[int | None, Query(description="One rank; all if not given.", **_Number)] = None,
+        step: Annotated[int, Path(description="The step, from 0.", examples=[128], **_NUMBER)],
+        rank: Annotated[int | None, Query(description="One rank; all if not given.", **_NUMBER)] = None,
         generation: Generation = None,
         text: Text = False,
     ) -> TracedStep:
