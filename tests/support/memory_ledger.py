@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import (
+    Commit,
+    JournalEntry,
+    Lease,
+    Opening,
+    StoredRevision,
+    StoredRun,
+    StoredSnapshot,
+)
 
 
 @dataclass(slots=True)
@@ -36,6 +44,7 @@ class Run:
     #: By generation, by sample index.
     journal: dict[int, dict[int, str]] = field(default_factory=dict)
     snapshots: dict[str, StoredSnapshot] = field(default_factory=dict)
+    revisions: list[StoredRevision] = field(default_factory=list)
 
     @property
     def generation(self) -> int:
@@ -48,6 +57,7 @@ class Run:
             slots=dict(self.slots),
             journal={generation: dict(entries) for generation, entries in self.journal.items()},
             snapshots=dict(self.snapshots),
+            revisions=list(self.revisions),
         )
 
 
@@ -232,6 +242,28 @@ class MemoryLedger:
     def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
         with self._store.lock:
             self._led(uid, stream, epoch).pin = pin
+
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        refusals.check_revision(uid, stream, revision)
+        with self._store.lock:
+            run = self._led(uid, stream, epoch)
+            if revision in run.revisions:  # a repetition
+                return
+            newest = run.revisions[-1].number if run.revisions else 0
+            if revision.number != newest + 1:
+                raise refusals.revision_number(uid, stream, newest, revision.number)
+            if run.revisions and revision.sample_index < (found := run.revisions[-1].sample_index):
+                raise refusals.revision_too_early(uid, stream, newest, found, revision.sample_index)
+            run.revisions.append(revision)
+
+    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
+        with self._store.lock:
+            return list(self._store.run(uid, stream).revisions)
+
+    def drop_revisions(self, uid: str, stream: str, epoch: int, number: int) -> None:
+        with self._store.lock:
+            run = self._led(uid, stream, epoch)
+            run.revisions = [revision for revision in run.revisions if revision.number < number]
 
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
         with self._store.lock:

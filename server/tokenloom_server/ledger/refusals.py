@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from tokenloom_server.errors import (
@@ -17,7 +18,7 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Opening
+from tokenloom_server.ledger.base import Commit, Opening, StoredRevision
 from tokenloom_server.state import MAX_COUNTER
 
 
@@ -130,11 +131,35 @@ def snapshot_differs(uid: str, stream: str, snapshot_id: str) -> LedgerError:
     )
 
 
+def revision_number(uid: str, stream: str, newest: int, had: int) -> LedgerError:
+    now = f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"
+    return LedgerError(
+        f"Run {uid}, stream {stream}: {now}, the call's is {had}; expected {newest + 1}. Another revision was made or "
+        f"dropped since: read them again."
+    )
+
+
+def revision_too_early(uid: str, stream: str, newest: int, found: int, had: int) -> LedgerError:
+    return LedgerError(
+        f"Run {uid}, stream {stream}: revision {newest} begins at sample index {found}, the next one would at {had}; "
+        f"expected {found} or more. Let it begin there, or drop revision {newest} first."
+    )
+
+
+def check_revision(uid: str, stream: str, revision: StoredRevision) -> None:
+    """Refuses integers that a reader of JSON or Lua cannot hold."""
+    _check_integers(uid, stream, [("revision", revision.number), ("sample_index", revision.sample_index)])
+
+
 def check_commit(uid: str, stream: str, commit: Commit) -> None:
     """Refuses integers that a reader of JSON or Lua cannot hold."""
     named = [("sample_index", commit.sample_index), ("total_tokens", commit.total_tokens)]
     for spec, counters in commit.counters.items():
         named += [(f"{field} of {spec}", getattr(counters, field)) for field in ("samples", "rows", "tokens")]
+    _check_integers(uid, stream, named)
+
+
+def _check_integers(uid: str, stream: str, named: Sequence[tuple[str, int]]) -> None:
     for name, number in named:
         if not 0 <= number <= MAX_COUNTER:
             raise LedgerError(
