@@ -136,8 +136,15 @@ def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: Me
         service.restored.clear()
         answer = http.post(f"/v1/runs/{RUN}/restore", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.json() == {"sample_index": 12, "digest": f"{12:032x}"}
+        assert answer.json() == {
+            "sample_index": 12, "digest": f"{12:032x}", "skipped_samples": 0, "start_index": 12
+        }  # fmt: skip
         assert service.restored[RUN].sample_index == 12
+    for skip, skipped in (({"skip_samples": 5}, 5), ({"skip_tokens": 1025}, 3)):
+        answer = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12} | skip)
+        assert (answer.json()["skipped_samples"], answer.json()["start_index"]) == (skipped, 12 + skipped)
+    both = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12, "skip_samples": 1, "skip_tokens": 1})
+    assert "at most one of skip_samples and skip_tokens" in problem(both, 422, "InvalidRequest")
 
 
 def test_a_trace_passes_what_is_asked_for_and_answers_what_the_service_says(

@@ -286,6 +286,14 @@ def stats(
                 "exhausted" if source.exhausted else left,
             )
         out.print(table)
+        skipped = [source for source in document.sources if source.skipped_samples]
+        if skipped:
+            named = ", ".join(
+                f"{source.alias} {source.skipped_samples:,} samples, {source.skipped_rows:,} rows, "
+                f"{source.skipped_tokens:,} tokens"
+                for source in skipped
+            )
+            out.print(f"skipped by restores, and not counted above: {named}", highlight=False)
         for rank in document.ranks:
             heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
             state = "connected" if rank.connected else "away"
@@ -442,6 +450,86 @@ def trace(
         from tokenloom_server.trace_report import print_trace
 
         print_trace(_console(), name, found, text)
+
+
+@app.command()
+def restore(
+    url: Annotated[str, _REST_URL],
+    run: Annotated[str | None, typer.Option(help="The run; needed where the server has several.")] = None,
+    snapshot: Annotated[
+        str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.", show_default=False),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.", show_default=False),
+    ] = None,
+    skip_samples: Annotated[
+        int, typer.Option(min=0, help="Samples behind that point that are not delivered: a bad range.")
+    ] = 0,
+    skip_tokens: Annotated[int, typer.Option(min=0, help="The same in tokens, rounded up to whole samples.")] = 0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+        ),
+    ] = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Pin where the next launch of the trainers starts, and what it jumps over behind that point.
+
+    Nothing moves until that launch joins. A trainer that brings a state of its own has to bring this one; another is
+    refused. Samples to skip are those of the order right behind it, such as a range at which the loss went up: they
+    count as skipped, not as consumed, and the launch begins behind them.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if [snapshot, sample, state].count(None) != 2:
+            raise ConfigError("give one of --snapshot, --sample and --state")
+        if skip_samples and skip_tokens:
+            raise ConfigError("give at most one of --skip-samples and --skip-tokens")
+        remote = Remote(
+            url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, control=True
+        )
+        name = remote.only_run(run)
+        asked: dict[str, str | int] = {"skip_samples": skip_samples, "skip_tokens": skip_tokens}
+        if snapshot is not None:
+            asked["snapshot_id"] = snapshot
+        elif sample is not None:
+            asked["sample_index"] = sample
+        elif state is not None:
+            asked["snapshot"] = _snapshot_text(state)
+        point = remote.restore(name, **asked)
+    except TokenloomError as error:
+        _fail(error)
+    out = _console()
+    out.print(
+        f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})", highlight=False
+    )
+    if point.skipped_samples:
+        out.print(
+            f"samples {point.sample_index:,} to {point.start_index - 1:,} are skipped: it begins at sample "
+            f"{point.start_index:,}",
+            highlight=False,
+        )
+
+
+def _snapshot_text(path: Path) -> str:
+    """The text of a snapshot out of a file that holds it, or what ``state_dict()`` gave as JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--state {path}: expected a snapshot as JSON ({error})") from None
+    if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
+        return str(document["tokenloom"])
+    return text.strip()
 
 
 @app.command()

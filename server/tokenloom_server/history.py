@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server import snapshot
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
@@ -13,7 +16,7 @@ from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
-from tokenloom_server.state import MAX_COUNTER, Cursor, State, digest_hex
+from tokenloom_server.state import MAX_COUNTER, Cursor, State, digest_hex, jumped_over
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
@@ -30,6 +33,15 @@ class Known(NamedTuple):
     reach: int
 
 
+class Pin(NamedTuple):
+    """A pinned resume point: where a trainer's own state has to stand; and where the next generation starts, so many
+    ``skipped`` samples of the order behind it."""
+
+    point: ResumePoint
+    start: ResumePoint
+    skipped: int
+
+
 class History:
     """Snapshots of one run. Thread-safe; going forward is done by one caller at a time."""
 
@@ -41,6 +53,45 @@ class History:
         """Reads a snapshot of this run. Raises ``SnapshotInvalid``."""
         order = self._host.order
         return snapshot.parse(text, order.template("", self._host.stream, 0), order.shape)
+
+    def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
+        """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples behind it to jump over.
+
+        Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
+        ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
+        """
+        point = self.parse(text)
+        before = self.forward(point, advance)
+        if not skip:
+            return text
+        after = (advance or self._advance)(before, before.sample_index + skip)
+        if after.sample_index < before.sample_index + skip:
+            raise BeyondHorizon(
+                f"{skip} samples behind sample {before.sample_index} cannot be skipped: the data end at sample "
+                f"{after.sample_index}"
+            )
+        host = self._host
+        # So the next opening has not to go forward: the state that it starts with lies here.
+        start = snapshot.compose(
+            host.order.template(point.run_uid or host.uid, host.stream, point.generation),
+            host.order.encode(jumped_over(before, after)),
+            after.sample_index,
+            digest_hex(after.digest),
+            after.total_tokens,
+        )
+        return canonical({"skipped": skip, "snapshot": text, "start": start})
+
+    def pinned(self, pin: str) -> Pin:
+        """What ``pin`` wrote. Raises ``SnapshotInvalid``."""
+        document = json.loads(pin)
+        if "start" not in document:
+            point = self.parse(pin)
+            return Pin(point, point, 0)
+        return Pin(self.parse(document["snapshot"]), self.parse(document["start"]), document["skipped"])
+
+    def digest_at(self, index: int, generation: int) -> str:
+        """The rolling digest at a sample index of a generation's line."""
+        return digest_hex(self._advance(self.nearest(index, generation).state, index).digest)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""

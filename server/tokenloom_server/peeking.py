@@ -28,7 +28,7 @@ from tokenloom_server.errors import (
     TokenizerError,
     TooManyPeeks,
 )
-from tokenloom_server.history import LATEST, History
+from tokenloom_server.history import LATEST, History, Known
 from tokenloom_server.host import Host, Waiting
 from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.run import Delivery, EndOfData
@@ -88,7 +88,8 @@ class Peeks:
         self._pool = ThreadPoolExecutor(1, f"{host.name}-peeks")
         self._places = 0
         self._streams: set[Peek] = set()
-        self._known: OrderedDict[int, State] = OrderedDict()
+        # By the generation in whose line they lie, and sample index.
+        self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
         self.stopping = False
 
     def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> PeekStart:
@@ -102,14 +103,15 @@ class Peeks:
         with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
-                state = self.advance(self.nearest(index), index, interrupted)
+                found = self.nearest(index)
+                generation, state = found.generation, self.advance(found.state, index, interrupted)
                 if state.sample_index < index:
                     raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
                 state = self._history.forward(point, lambda base, index: self.advance(base, index, interrupted))
-            self.remember(state)
-            generation = self._history.nearest(state.sample_index).generation
+                generation = point.generation or self._history.nearest(state.sample_index).generation
+            self.remember(generation, state)
             return PeekStart(uid=self._host.uid, generation=generation, state=state)
 
     @contextmanager
@@ -128,7 +130,8 @@ class Peeks:
                 "another one now; peek again"
             )
         with self.place():
-            peek = Peek(self._host, self, self.nearest(index), index, batch_size, digest)
+            found = self.nearest(index)
+            peek = Peek(self._host, self, found.state, found.generation, index, batch_size, digest)
             with self._lock:
                 self._streams.add(peek)
             try:
@@ -144,11 +147,11 @@ class Peeks:
             self._refuse_when_stopping()
             return self._pool.submit(work)
 
-    def remember(self, state: State) -> None:
-        """Keeps a state to go forward from."""
+    def remember(self, generation: int, state: State) -> None:
+        """Keeps a state of a generation's line to go forward from."""
         with self._lock:
-            self._known[state.sample_index] = state
-            self._known.move_to_end(state.sample_index)
+            self._known[generation, state.sample_index] = state
+            self._known.move_to_end((generation, state.sample_index))
             while len(self._known) > _KNOWN_STATES:
                 self._known.popitem(last=False)
 
@@ -208,38 +211,42 @@ class Peeks:
         assert point is not None
         return point
 
-    def nearest(self, index: int, generation: int | None = None) -> State:
+    def pin(self, text: str, skip: int) -> str:
+        """``History.pin``, in turns with the peeks."""
+        return self._history.pin(text, skip, lambda base, index: self.advance(base, index, lambda: False))
+
+    def nearest(self, index: int, generation: int | None = None) -> Known:
         """The nearest state known at or before a sample index, as a generation had it (None: the present one).
 
         Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.
         """
         found = self._history.nearest(index, generation)
         state = found.state
-        if generation is None:
-            with self._lock:
-                before = [at for at in self._known if state.sample_index < at <= index]
-                if before:
-                    state = self._known[max(before)]
+        with self._lock:
+            line = found.generation
+            before = [at for of, at in self._known if of == line and state.sample_index < at <= index]
+            if before:
+                state = self._known[line, max(before)]
         if index > found.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
                 f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
                 f"(committed: {found.reach})"
             )
-        return state
+        return found._replace(state=state)
 
-    def advance(self, state: State, index: int, interrupted: Callable[[], bool], *, keep: bool = False) -> State:
+    def advance(self, state: State, index: int, interrupted: Callable[[], bool], line: int | None = None) -> State:
         """Goes forward, in turns with the other peeks; not all the way where the data end.
 
-        ``keep``: where that is interrupted, whoever asks again goes on from there.
+        ``line``: the generation in whose line that is; where it is interrupted, whoever asks again goes on from there.
         """
         if state.sample_index == index:
             return state
         way = _Way(self._host, state)
         while way.index < index and not way.over:
             if interrupted():
-                if keep:
-                    self.remember(way.pipeline.state())
+                if line is not None:
+                    self.remember(line, way.pipeline.state())
                 raise ServerStopping(
                     f"nobody waits any more for this peek at sample {index}, which came to {way.index}; ask again"
                 )
@@ -283,8 +290,10 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(self, host: Host, peeks: Peeks, state: State, index: int, batch_size: int, digest: str) -> None:
-        """Samples from ``index`` on; ``state`` is one at or before it."""
+    def __init__(
+        self, host: Host, peeks: Peeks, state: State, line: int, index: int, batch_size: int, digest: str
+    ) -> None:
+        """Samples from ``index`` on; ``state`` is one at or before it, in the line of generation ``line``."""
         self._host = host
         self._peeks = peeks
         self._batch_size = batch_size
@@ -292,6 +301,7 @@ class Peek:
         self.name = f"{host.name}-peek"
         # Where the pipeline begins while there is none, and the sample that is next.
         self._state = state
+        self._line = line
         self._index = index
         self._digest = digest
         self._way: _Way | None = None
@@ -388,7 +398,7 @@ class Peek:
         plan = BatchPlan(start_index=self._index, world_size=1, batch_size=self._batch_size, group_steps=steps)
         group = pipeline.begin_group(plan)
         self._check_digest(group.base)
-        self._peeks.remember(group.base)
+        self._peeks.remember(self._line, group.base)
         try:
             pipeline.fill(group, steps)
         except (SourceError, TokenizerError):

@@ -1,4 +1,4 @@
-"""A running server, asked over REST: figures, traces."""
+"""A running server, asked over REST: figures, traces, restore."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from tokenloom_proto.credentials import (
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.stats import RunStats
+from tokenloom_server.stats import ResumePoint, RunStats
 from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
 #: What goes forward to a sample may take so long, seconds: longer than the server tries (``tracing.MAX_FORWARD_S``).
 _FORWARD_TIMEOUT_S = 300.0
+#: Going forward through what a restore skips, seconds: for as much as the server allows (``MAX_SKIPPED_TOKENS``).
+_RESTORE_TIMEOUT_S = 3600.0
 
 
 _Document = TypeVar("_Document", bound=BaseModel)
@@ -53,9 +55,11 @@ class Remote:
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        control: bool = False,
     ) -> None:
-        """``url`` is what the server printed. The token is that of the file, else of the environment, the one for
-        reading first. Raises ``ConfigError``, also where the token would travel unencrypted to another machine."""
+        """``url`` is what the server printed. The token is that of the file, else of the environment: the one for
+        reading first, or with ``control`` the one for everything. Raises ``ConfigError``, also where the token would
+        travel unencrypted to another machine."""
         self._base = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urllib.parse.urlsplit(self._base)
         if parts.scheme not in ("http", "https"):
@@ -63,7 +67,10 @@ class Remote:
                 f"{url!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
             )
         try:
-            self._token = token_to_look(environment, token_file)
+            if control:
+                self._token = find_token(CONTROL_VARIABLE, environment, token_file)
+            else:
+                self._token = token_to_look(environment, token_file)
             if self._token is not None and parts.scheme == "http":
                 refuse_plaintext(parts.hostname or "", environment, "serve with --tls-cert and use https://")
         except ValueError as error:
@@ -100,6 +107,11 @@ class Remote:
         path = f"{_path(run)}/steps/{step}{_query(asked)}"
         return self._read(TracedStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
+    def restore(self, run: str, **asked: str | int) -> ResumePoint:
+        """Pins where the next generation starts. ``asked``: the body, as the route has it."""
+        body = json.dumps(asked).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/restore", body, timeout_s=_RESTORE_TIMEOUT_S))
+
     def _read(self, kind: type[_Document], body: bytes) -> _Document:
         try:
             return kind.model_validate_json(body)
@@ -108,16 +120,19 @@ class Remote:
                 f"{self._base}: the answer is no {kind.__name__}; is it a Tokenloom server of this release?"
             ) from None
 
-    def _get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
+    def _get(self, path: str, body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S) -> bytes:
+        """The answer to a GET, or with a JSON ``body`` to a POST."""
         url = f"{self._base}{path}"
         try:
-            request = urllib.request.Request(url)
+            request = urllib.request.Request(url, body)
+            if body is not None:
+                request.add_header("Content-Type", "application/json")
             if self._token is not None:
                 # Where the server sends us elsewhere, the token stays behind.
                 request.add_unredirected_header("Authorization", authorization(self._token))
             with self._opener.open(request, timeout=timeout_s) as response:
-                body: bytes = response.read()
-                return body
+                answer: bytes = response.read()
+                return answer
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             try:

@@ -36,6 +36,8 @@ LET_GO_S = 2.0
 MAX_RUNS = 64
 #: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
 MAX_SAVED_SNAPSHOTS = 1000
+#: A restore goes forward through what it skips: at some ten million tokens a second that takes half an hour.
+MAX_SKIPPED_TOKENS = 2**34
 _ANYWHERE = DataRoots()
 
 
@@ -180,7 +182,14 @@ class Runs:
         return found.text
 
     def restore(
-        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
     ) -> ResumePoint:
         served = self.get(run)
         given: Sequence[object] = [value for value in (snapshot_id, sample_index, text) if value is not None]
@@ -188,6 +197,8 @@ class Runs:
             raise ConfigError(
                 f"a restore names one of snapshot id, sample index and snapshot, but {len(given)} are given"
             )
+        if skip_samples and skip_tokens:
+            raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
         if snapshot_id is not None:
             text = self.saved_snapshot(run, snapshot_id)
         elif sample_index is not None:
@@ -199,11 +210,20 @@ class Runs:
         stored = host.ledger.read_run(run, host.stream)
         if stored is not None:
             served.history.refuse_foreign(point, stored)
-        # Going forward proves the point before it is pinned, not when the next job starts.
-        served.history.forward(point)
-        host.ledger.pin(host.uid, host.stream, host.epoch, text)
-        _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
-        return ResumePoint(sample_index=point.sample_index, digest=point.digest)
+        length = host.order.config.sequence_length
+        skip = skip_samples or -(-skip_tokens // length)
+        if skip * length > MAX_SKIPPED_TOKENS:
+            raise LimitExceeded(
+                f"{skip} samples of {length} tokens are to be skipped, {skip * length} tokens; one restore goes "
+                f"forward through {MAX_SKIPPED_TOKENS} at most"
+            )
+        pin = served.peeks.pin(text, skip)
+        host.ledger.pin(host.uid, host.stream, host.epoch, pin)
+        start = point.sample_index + skip
+        _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
+        return ResumePoint(
+            sample_index=point.sample_index, digest=point.digest, skipped_samples=skip, start_index=start
+        )
 
     def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
         return self.get(run).traces.sample(index, generation, text)

@@ -174,14 +174,11 @@ class Traces:
             )
         peeks, deadline = self._peeks, time.monotonic() + MAX_FORWARD_S
         with peeks.place():
-            # What a generation of before saw is kept apart.
-            keep = generation is None
-            state = peeks.nearest(first, generation)
-            state = peeks.advance(state, first, lambda: time.monotonic() > deadline, keep=keep)
+            nearest = peeks.nearest(first, generation)
+            state = peeks.advance(nearest.state, first, lambda: time.monotonic() > deadline, nearest.generation)
             if state.sample_index < first:
                 return [], state.sample_index
-            if keep:
-                peeks.remember(state)
+            peeks.remember(nearest.generation, state)
             group = peeks.turn(partial(self._samples, state, count))
             found: dict[int, TracedSample] = {}
             documents = 0

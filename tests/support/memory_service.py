@@ -37,6 +37,9 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "epochs": 1.0,
             "exhausted": False,
             "dropped_tokens": 0,
+            "skipped_samples": 0,
+            "skipped_rows": 0,
+            "skipped_tokens": 0,
             "remaining_samples": 2828,
         }
         | figures
@@ -64,6 +67,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "produced_index": 4160,
             "digest": digest_hex(0x5EED),
             "total_tokens": 2_097_152,
+            "skipped_tokens": 0,
             "tokens_per_s": 81_234.5,
             "window_fill": 0.25,
             "waiting_for": "",
@@ -153,7 +157,14 @@ class MemoryService:
             raise NotFound(f"run {run!r} has no snapshot {snapshot_id!r}") from None
 
     def restore(
-        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
     ) -> ResumePoint:
         stats = self.stats(run)
         assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
@@ -167,7 +178,13 @@ class MemoryService:
         assert sample_index is not None
         if sample_index > stats.produced_index:
             raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
-        self.restored[run] = ResumePoint(sample_index=sample_index, digest=digest_hex(sample_index))
+        skip = skip_samples or -(-skip_tokens // stats.sequence_length)
+        self.restored[run] = ResumePoint(
+            sample_index=sample_index,
+            digest=digest_hex(sample_index),
+            skipped_samples=skip,
+            start_index=sample_index + skip,
+        )
         return self.restored[run]
 
     def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:

@@ -217,7 +217,8 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         "/v1/runs/{run}/restore",
         summary="Pin where the next generation starts",
         description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
-        "must bring this one; another is refused with both named.",
+        "must bring this one; another is refused with both named. Samples to skip are jumped over behind it, are "
+        "counted apart, and may take a while: the server goes forward through them.",
         tags=["snapshots"],
         responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
     )
@@ -229,6 +230,10 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
                 openapi_examples={
                     "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
                     "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
+                    "skip": {
+                        "summary": "A sample index, and a range behind it that is jumped over",
+                        "value": {"sample_index": 4096, "skip_samples": 512},
+                    },
                     "text": {
                         "summary": "A snapshot out of a checkpoint",
                         "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
@@ -238,7 +243,12 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         ],
     ) -> ResumePoint:
         return service.restore(
-            run, snapshot_id=request.snapshot_id, sample_index=request.sample_index, text=request.snapshot
+            run,
+            snapshot_id=request.snapshot_id,
+            sample_index=request.sample_index,
+            text=request.snapshot,
+            skip_samples=request.skip_samples,
+            skip_tokens=request.skip_tokens,
         )
 
     @app.get(
