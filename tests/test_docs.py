@@ -23,7 +23,7 @@ from tokenloom_server.rest_api.app import create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
 from tokenloom_server.security import RPCS, Scope
-from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, Runs
+from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.spec import SCHEMES
 from typer.main import get_command
@@ -124,6 +124,10 @@ def test_the_bounds_of_traces_are_in_the_reference() -> None:
     ):
         assert bound in section
     assert all(f"`{status}`" in section for status in get_args(traced.Status))
+
+
+def test_the_bound_of_skips_is_in_the_reference() -> None:
+    assert f"{MAX_SKIPPED_TOKENS:,} tokens" in REFERENCE.split("## Skips")[1].split("\n## ")[0]
 
 
 def test_every_metric_is_in_the_reference() -> None:

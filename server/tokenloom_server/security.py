@@ -22,7 +22,7 @@ class Scope(enum.IntEnum):
     OPEN = 0
     """Nothing: health, and the page's own files, which hold no figure."""
     READ = 1
-    """Looking: figures, metrics, snapshots, peeks. Moves nothing."""
+    """Looking: figures, metrics, snapshots, peeks, traces. Moves nothing."""
     CONTROL = 2
     """Everything: training, saving a snapshot, pinning a restore."""
 
