@@ -168,7 +168,7 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
 def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
     calls: list[Callable[[], object]] = [
         lambda: ledger.acquire("nobody", STREAM, "a", 0.0),
-        lambda: ledger.renew("nobody", STREAM, 1, 1.0, None, 0, 0),
+        lambda: ledger.renew("nobody", STREAM, 1, "a", 1.0, None, 0, 0),
         lambda: ledger.release("nobody", STREAM, 1),
         lambda: ledger.adopt("nobody", STREAM, 1, "else"),
         lambda: ledger.open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0)),
@@ -214,7 +214,7 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
         lambda: old.revise(2, 8),
         lambda: old.drop(1),
         lambda: old.ledger.adopt(UID, STREAM, old.epoch, "uid-2"),
-        lambda: old.ledger.renew(UID, STREAM, old.epoch, 5.0, None, 1, 4),
+        lambda: old.ledger.renew(UID, STREAM, old.epoch, "one", 5.0, None, 1, 4),
         lambda: old.ledger.release(UID, STREAM, old.epoch),
     ]
     for write in writes:
@@ -257,9 +257,9 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     one.release(UID, STREAM, epoch + 1)
     assert two.acquire(UID, STREAM, "two", 0.05) == epoch + 2
     with pytest.raises(NotLeader):
-        one.renew(UID, STREAM, epoch + 1, 1000.0, None, 0, 0)
+        one.renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0)
     time.sleep(0.1)
-    two.renew(UID, STREAM, epoch + 2, 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
+    two.renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
     with pytest.raises(LeaseHeld):
         one.acquire(UID, STREAM, "one", 1000.0)
     run = one.read_run(NAME, STREAM)
@@ -268,6 +268,17 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
     assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
     assert run.lease.lasts_s == 1000
+
+
+def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_lease(ledger: Ledger) -> None:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    epoch = ledger.acquire(UID, STREAM, "two", 1000.0)
+    before = ledger.read_run(NAME, STREAM)
+    with pytest.raises(NotLeader, match=f"two has the lease of run '{NAME}', at this server's own epoch {epoch}"):
+        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 0, 0)
+    assert ledger.read_run(NAME, STREAM) == before
+    with pytest.raises(LedgerRolledBack):  # what was lost is told first
+        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 1, 0)
 
 
 def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_hours() -> None:
@@ -306,14 +317,14 @@ def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anythin
     with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
         server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12)
     with pytest.raises(LedgerRolledBack):
-        server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 1, 9)
+        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 9)
     with pytest.raises(LedgerRolledBack):
-        server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 2, 0)
+        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 2, 0)
     with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
         server.commit(16, 2)
     assert server.committed == commit_at(8)
     server.open(2, 0)
-    server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 1, 8)  # an older generation's: no rollback
+    server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 8)  # an older generation's: no rollback
 
 
 # Opening a generation.

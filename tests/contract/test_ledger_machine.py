@@ -45,7 +45,8 @@ class Model:
     """The contract, in memory."""
 
     epoch: int = 0
-    #: The server whose lease has not lapsed.
+    #: The server that acquired last, and the one whose lease has not lapsed.
+    holder: int | None = None
     held_by: int | None = None
     heard_at: float | None = None
     generation: int = 0
@@ -63,14 +64,18 @@ class Model:
         if self.held_by not in (None, who):
             return LeaseHeld
         self.epoch += 1
-        self.held_by = who if lasts else None
+        self.holder, self.held_by = who, who if lasts else None
         return self.epoch
 
-    def renew(self, who: int, epoch: int, lasts: bool, heard_at: float | None, generation: int, known: int) -> Outcome:
+    def renew(
+        self, who: int, epoch: int, holder: int, lasts: bool, heard_at: float | None, generation: int, known: int
+    ) -> Outcome:
         if epoch != self.epoch:
             return NotLeader
         if self._is_behind(generation, known):
             return LedgerRolledBack
+        if holder != self.holder:
+            return NotLeader
         self.held_by, self.heard_at = who if lasts else None, heard_at
         return None
 
@@ -217,15 +222,19 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(found, int):
             self.leader, self.epochs[who] = who, found
 
-    @rule(leads=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 1.5]), lag=LAG, known=STEP)
-    def renew(self, leads: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
+    @rule(leads=LEADS, own=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 1.5]), lag=LAG, known=STEP)
+    def renew(self, leads: bool, own: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
+        """``own``: the epoch was not given out a second time."""
         who, epoch = self._server(leads)
+        holder = who if own else 1 - who
         generation = self.model.generation - lag
         index = max(0, (self.model.committed or (0, "0"))[0] + known)
         lease_s = LONG_S if lasts else 0.0
         self._do(
-            lambda: self.ledgers[who].renew(UID, STREAM, epoch, lease_s, heard_at, generation, index),
-            lambda: self.model.renew(who, epoch, lasts, heard_at, generation, index),
+            lambda: self.ledgers[who].renew(
+                UID, STREAM, epoch, f"server {holder}", lease_s, heard_at, generation, index
+            ),
+            lambda: self.model.renew(who, epoch, holder, lasts, heard_at, generation, index),
         )
 
     @rule(leads=LEADS)
@@ -419,6 +428,7 @@ REDIS_MUTANTS = {
         "commit",
         "if had == tonumber(committed) and ARGV[8] ~= digest then return {'order', committed, digest} end",
     ),
+    "holder": ("renew", "if holder ~= ARGV[7] then return {'twice', holder, field('name')} end"),
     "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then"),
     "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
     "number": ("revise", "if number ~= newest + 1 then return {'revision', newest} end"),

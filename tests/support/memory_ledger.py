@@ -137,15 +137,24 @@ class MemoryLedger:
             return run.epoch
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         with self._store.lock:
             run = self._led(uid, stream, epoch)
             found = run.generation, run.committed.sample_index if run.committed is not None else 0
             if found[0] < generation or (found[0] == generation and found[1] < known):
                 raise refusals.rolled_back(uid, stream, *found, generation, known)
-            if run.lease is not None:
-                run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, lasts_s=lease_s, heard_at=heard_at)
+            if run.lease is None or run.lease.holder != holder:
+                raise refusals.given_out_twice(run.name, epoch, None if run.lease is None else run.lease.holder)
+            run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, lasts_s=lease_s, heard_at=heard_at)
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
         with self._store.lock:

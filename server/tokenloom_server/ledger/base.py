@@ -6,12 +6,18 @@ too; both are checked in the same atomic operation as the write. A run is (uid, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 #: By so much the ledger's clock may go back without a lease being taken for one of before, seconds.
 CLOCK_SLACK_S = 1.0
+
+
+def date_of(unix_s: float) -> str:
+    """A Unix time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,12 +174,21 @@ class Ledger(Protocol):
         """
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         """Makes the lease last ``lease_s`` seconds from now; ``heard_at`` is kept for a server that takes over.
 
-        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, and
-        ``LedgerRolledBack`` where the ledger is behind either.
+        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, also where
+        the lease is another holder's (a ledger that went back gave the epoch out twice), and ``LedgerRolledBack``
+        where the ledger is behind what is known.
         """
 
     def release(self, uid: str, stream: str, epoch: int) -> None:

@@ -148,10 +148,18 @@ class RedisLedger:
         return int(epoch)
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         heard = "" if heard_at is None else heard_at
-        self._write("renew", uid, stream, epoch, generation, known, lease_s, heard)
+        self._write("renew", uid, stream, epoch, generation, known, lease_s, heard, holder)
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
         self._write("release", uid, stream, epoch)
@@ -268,6 +276,8 @@ class RedisLedger:
                 raise refusals.renamed(uid, stream, answer[0])
             case "not_leader":
                 raise refusals.not_leader(uid, stream, int(answer[0]), int(epoch))
+            case "twice":
+                raise refusals.given_out_twice(answer[1], int(epoch), answer[0])
             case "fenced":
                 raise refusals.fenced(uid, stream, int(answer[0]), int(arguments[0]))
             case "order":

@@ -112,12 +112,25 @@ class SqliteLedger:
         return int(epoch)
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         with self._file.writing() as connection:
             run, present = self._led_run(connection, uid, stream, epoch)
             found = connection.execute("SELECT sample_index FROM committed WHERE run = ?", (run,)).fetchone()
             self._refuse_rolled_back(uid, stream, (present, found[0] if found else 0), (generation, known))
+            name, leads = connection.execute(
+                "SELECT name, holder FROM runs LEFT JOIN leases ON leases.run = runs.id WHERE runs.id = ?", (run,)
+            ).fetchone()
+            if leads != holder:
+                raise refusals.given_out_twice(name, epoch, leads)
             connection.execute(
                 "UPDATE leases SET lapses_at = ?, lasts_s = ?, heard_at = ? WHERE run = ?",
                 (self._clock() + lease_s, lease_s, heard_at, run),
