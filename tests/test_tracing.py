@@ -352,9 +352,9 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
     with serving(folder, ledger, flat([PROSE])) as served:
         Rank0(served, "a").train(4)
         order = served.host.order
-        group = served.traces._samples(order.initial(), 4)
+        group, _ = served.traces._samples(served.host.course, order.initial(), 4)
         path = folder / PATHS[PROSE][0]
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))
         (stretch,) = _stretches(group)
         with pytest.raises(OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"):
-            served.traces._explained(group, stretch, False)
+            served.traces._explained(order, group, stretch, False)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import snapshot
+from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
@@ -31,6 +32,8 @@ class Known(NamedTuple):
     state: State
     generation: int
     reach: int
+    #: The course that the line has.
+    course: Course
 
 
 class Pin(NamedTuple):
@@ -74,12 +77,21 @@ class History:
         # So the next opening has not to go forward: the state that it starts with lies here.
         start = snapshot.compose(
             host.order.template(point.run_uid or host.uid, host.stream, point.generation),
-            host.order.encode(jumped_over(before, after)),
+            host.course.encode(jumped_over(before, after)),
             after.sample_index,
             digest_hex(after.digest),
             after.total_tokens,
         )
-        return canonical({"skipped": skip, "snapshot": text, "start": start})
+        passed = self._revisions_before(after.sample_index)
+        return canonical({"revisions": passed, "skipped": skip, "snapshot": text, "start": start})
+
+    def _revisions_before(self, sample_index: int) -> list[list[float]]:
+        """What names the revisions that samples before an index were made under."""
+        return [
+            [revision.number, revision.sample_index, revision.made_at]
+            for revision in self._host.course.revisions
+            if revision.sample_index <= sample_index
+        ]
 
     def pinned(self, pin: str) -> Pin:
         """What ``pin`` wrote. Raises ``SnapshotInvalid``."""
@@ -87,11 +99,16 @@ class History:
         if "start" not in document:
             point = self.parse(pin)
             return Pin(point, point, 0)
-        return Pin(self.parse(document["snapshot"]), self.parse(document["start"]), document["skipped"])
+        skip = document["skipped"]
+        point = self.parse(document["snapshot"])
+        if document["revisions"] != json.loads(canonical(self._revisions_before(point.sample_index + skip))):
+            # A revision came or went since: the way there is another one.
+            document = json.loads(self.pin(document["snapshot"], skip))
+        return Pin(point, self.parse(document["start"]), skip)
 
-    def digest_at(self, index: int, generation: int) -> str:
-        """The rolling digest at a sample index of a generation's line."""
-        return digest_hex(self._advance(self.nearest(index, generation).state, index).digest)
+    def digest_at(self, index: int) -> str:
+        """The rolling digest at a sample index of the present line."""
+        return digest_hex(self._advance(self.nearest(index).state, index).digest)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -150,16 +167,25 @@ class History:
         """
         host, openings = self._host, self.openings()
         opening = covering(openings, index, generation)
+        course = self.course_of(openings, generation)
         if opening is None:
-            return Known(host.course.initial(), 0, 0)
-        state, committed = self._journalled(opening, index), host.committed
+            return Known(course.initial(), 0, 0, course)
+        state, committed = self._journalled(opening, index, course), host.committed
         if generation not in (None, openings[-1].generation):
             assert generation is not None
-            return Known(state, opening.generation, self._farthest(generation))
+            return Known(state, opening.generation, self._farthest(generation), course)
         if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
-            state = host.course.decode(committed.state)
-        return Known(state, opening.generation, committed.sample_index if committed is not None else 0)
+            state = course.decode(committed.state)
+        return Known(state, opening.generation, committed.sample_index if committed is not None else 0, course)
+
+    def course_of(self, openings: Sequence[Opening], generation: int | None) -> Course:
+        """The course that a generation had when it ended; that of the run for the present one, or None."""
+        host = self._host
+        later = [opening for opening in openings if generation is not None and opening.generation > generation]
+        if not later:
+            return host.course
+        return host.course.with_revisions([r for r in host.course.revisions if r.made_at < later[0].opened_at])
 
     def _farthest(self, generation: int) -> int:
         """How far a generation that is over may have come. Its journal tells that no better than it is dense."""
@@ -288,14 +314,15 @@ class History:
         through = boundary + plan.group_samples
         return opening.generation, host.course.encode(base, through), digest_hex(state.digest), state.total_tokens
 
-    def _journalled(self, opening: Opening, index: int) -> State:
+    def _journalled(self, opening: Opening, index: int, course: Course | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
         host = self._host
-        start = host.course.decode(opening.start_state)
+        course = course or host.course
+        start = course.decode(opening.start_state)
         entry = host.ledger.journal(host.uid, host.stream, opening.generation, index)
         if entry is None:
             return start
-        journalled = host.course.decode(entry.state)
+        journalled = course.decode(entry.state)
         return journalled if start.sample_index < journalled.sample_index <= index else start
 
     def _advance(self, state: State, sample_index: int) -> State:

@@ -250,7 +250,7 @@ class Opener:
             start = self._host.course.decode(opening.start_state)
             index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
             if opening.skipped:
-                digest = self._history.digest_at(index, opening.parent)
+                digest = self._history.digest_at(index)
             asked = "state", _position(index, digest)
         else:
             return

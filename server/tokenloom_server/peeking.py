@@ -15,8 +15,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TypeAlias, TypeVar
 
+from tokenloom_server.course import Course
 from tokenloom_server.errors import (
     BeyondHorizon,
     JoinRefused,
@@ -88,8 +90,9 @@ class Peeks:
         self._pool = ThreadPoolExecutor(1, f"{host.name}-peeks")
         self._places = 0
         self._streams: set[Peek] = set()
-        # By the generation in whose line they lie, and sample index.
+        # By the generation in whose line they lie, and sample index; of the course that is in force.
         self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
+        self._course = host.course
         self.stopping = False
 
     def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> PeekStart:
@@ -100,18 +103,19 @@ class Peeks:
         """
         self._check(call)
         self._host.require_lead()
+        course = self._host.course
         with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
                 found = self.nearest(index)
-                generation, state = found.generation, self.advance(found.state, index, interrupted)
+                generation, state = found.generation, self.advance(found.state, index, interrupted, course)
                 if state.sample_index < index:
                     raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
-                state = self._history.forward(point, lambda base, index: self.advance(base, index, interrupted))
+                state = self._history.forward(point, lambda base, index: self.advance(base, index, interrupted, course))
                 generation = point.generation or self._history.nearest(state.sample_index).generation
-            self.remember(generation, state)
+            self.remember(generation, state, course)
             return PeekStart(uid=self._host.uid, generation=generation, state=state)
 
     @contextmanager
@@ -147,9 +151,11 @@ class Peeks:
             self._refuse_when_stopping()
             return self._pool.submit(work)
 
-    def remember(self, generation: int, state: State) -> None:
-        """Keeps a state of a generation's line to go forward from."""
+    def remember(self, generation: int, state: State, course: Course) -> None:
+        """Keeps a state of a generation's line to go forward from, as long as no revision changes its course."""
         with self._lock:
+            if course is not self._in_force():
+                return
             self._known[generation, state.sample_index] = state
             self._known.move_to_end((generation, state.sample_index))
             while len(self._known) > _KNOWN_STATES:
@@ -163,6 +169,13 @@ class Peeks:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for peek in streams:
             peek.wake()
+
+    def _in_force(self) -> Course:
+        """The course (the caller holds the lock); what is known of another is forgotten."""
+        if self._course is not self._host.course:
+            self._course = self._host.course
+            self._known.clear()
+        return self._course
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -213,7 +226,8 @@ class Peeks:
 
     def pin(self, text: str, skip: int) -> str:
         """``History.pin``, in turns with the peeks."""
-        return self._history.pin(text, skip, lambda base, index: self.advance(base, index, lambda: False))
+        course = self._host.course
+        return self._history.pin(text, skip, lambda base, index: self.advance(base, index, lambda: False, course))
 
     def nearest(self, index: int, generation: int | None = None) -> Known:
         """The nearest state known at or before a sample index, as a generation had it (None: the present one).
@@ -225,7 +239,7 @@ class Peeks:
         with self._lock:
             line = found.generation
             before = [at for of, at in self._known if of == line and state.sample_index < at <= index]
-            if before:
+            if found.course is self._in_force() and before:
                 state = self._known[line, max(before)]
         if index > found.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
@@ -235,18 +249,20 @@ class Peeks:
             )
         return found._replace(state=state)
 
-    def advance(self, state: State, index: int, interrupted: Callable[[], bool], line: int | None = None) -> State:
+    def advance(
+        self, state: State, index: int, interrupted: Callable[[], bool], course: Course, line: int | None = None
+    ) -> State:
         """Goes forward, in turns with the other peeks; not all the way where the data end.
 
         ``line``: the generation in whose line that is; where it is interrupted, whoever asks again goes on from there.
         """
         if state.sample_index == index:
             return state
-        way = _Way(self._host, state)
+        way = _Way(course, state)
         while way.index < index and not way.over:
             if interrupted():
                 if line is not None:
-                    self.remember(line, way.pipeline.state())
+                    self.remember(line, way.pipeline.state(), course)
                 raise ServerStopping(
                     f"nobody waits any more for this peek at sample {index}, which came to {way.index}; ask again"
                 )
@@ -265,10 +281,28 @@ class Peeks:
 class _Way:
     """A pipeline on its way to a sample index."""
 
-    def __init__(self, host: Host, state: State) -> None:
-        self.pipeline: Pipeline = host.course.pipeline(state)
+    def __init__(self, course: Course, state: State) -> None:
+        self.course = course
+        self.pipeline: Pipeline = course.pipeline(state)
         self.index = state.sample_index
-        self._turn_samples = max(1, _TURN_TOKENS // host.course.at(state.sample_index).config.sequence_length)
+        self._turn_samples = max(1, _TURN_TOKENS // course.at(state.sample_index).config.sequence_length)
+
+    def take(self, course: Course) -> None:
+        """Goes on under what is in force now. Raises ``OrderMismatch`` where it is behind a revision that came or went
+        since."""
+        if course is self.course:
+            return
+        for before, now in zip_longest(self.course.revisions, course.revisions):
+            if before != now:
+                changed = min(revision.sample_index for revision in (before, now) if revision is not None)
+                if changed < self.index:
+                    raise OrderMismatch(
+                        f"the mixture was revised at sample {changed} while this peek was at sample {self.index}: what "
+                        "it saw behind that is not the run's order any more; peek again"
+                    )
+                break
+        self.course = course
+        self.pipeline.switch(course.switches(self.index))
 
     @property
     def over(self) -> bool:
@@ -387,7 +421,9 @@ class Peek:
 
     def _make(self, steps: int) -> Made:
         """A message of so many steps, or the end of the data; None for nothing yet."""
-        way = self._way = self._way or _Way(self._host, self._state)
+        course = self._host.course
+        way = self._way = self._way or _Way(course, self._state)
+        way.take(course)
         if way.index < self._index:
             way.turn(self._index)
             if way.over and way.index < self._index:
@@ -398,7 +434,7 @@ class Peek:
         plan = BatchPlan(start_index=self._index, world_size=1, batch_size=self._batch_size, group_steps=steps)
         group = pipeline.begin_group(plan)
         self._check_digest(group.base)
-        self._peeks.remember(self._line, group.base)
+        self._peeks.remember(self._line, group.base, way.course)
         try:
             pipeline.fill(group, steps)
         except (SourceError, TokenizerError):

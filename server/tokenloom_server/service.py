@@ -217,12 +217,13 @@ class Runs:
         stored = host.ledger.read_run(run, host.stream)
         if stored is not None:
             served.history.refuse_foreign(point, stored)
-        length = host.order.config.sequence_length
-        skip = skip_samples or -(-skip_tokens // length)
-        if skip * length > MAX_SKIPPED_TOKENS:
+        course, begin = host.course, point.sample_index
+        skip = skip_samples or course.index_at(course.tokens_at(begin) + skip_tokens) - begin
+        tokens = course.tokens_at(begin + skip) - course.tokens_at(begin)
+        if tokens > MAX_SKIPPED_TOKENS:
             raise LimitExceeded(
-                f"{skip} samples of {length} tokens are to be skipped, {skip * length} tokens; one restore goes "
-                f"forward through {MAX_SKIPPED_TOKENS} at most"
+                f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
+                f"{MAX_SKIPPED_TOKENS} at most"
             )
         pin = served.peeks.pin(text, skip)
         host.ledger.pin(host.uid, host.stream, host.epoch, pin)

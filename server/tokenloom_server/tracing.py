@@ -16,11 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
 from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.history import History, covering
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening
+from tokenloom_server.order import Order
 from tokenloom_server.packing.origins import Part, parts_behind
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.pipeline import BatchPlan, Group
@@ -165,49 +167,54 @@ class Traces:
 
     def _read(self, first: int, count: int, generation: int | None, text: bool) -> tuple[list[TracedSample], int]:
         """Samples of the order from ``first`` on, without their places, and behind which index: fewer, and where the
-        data end, perhaps before ``first``."""
-        length = self._host.order.config.sequence_length
-        if count > 1 and count * length > MAX_TOKENS:
-            raise LimitExceeded(
-                f"{count} samples have {count * length} tokens, and one trace tells of {MAX_TOKENS} at most: ask for "
-                "one rank of the step, or for a sample"
-            )
+        data end, or have another length, perhaps before ``first``."""
         peeks, deadline = self._peeks, time.monotonic() + MAX_FORWARD_S
         with peeks.place():
             nearest = peeks.nearest(first, generation)
-            state = peeks.advance(nearest.state, first, lambda: time.monotonic() > deadline, nearest.generation)
-            if state.sample_index < first:
-                return [], state.sample_index
-            peeks.remember(nearest.generation, state)
-            group = peeks.turn(partial(self._samples, state, count))
+            course = nearest.course
+            length = course.at(first).config.sequence_length
+            if count > 1 and count * length > MAX_TOKENS:
+                raise LimitExceeded(
+                    f"{count} samples have {count * length} tokens, and one trace tells of {MAX_TOKENS} at most: ask "
+                    "for one rank of the step, or for a sample"
+                )
+            line = nearest.generation
+            state = peeks.advance(nearest.state, first, lambda: time.monotonic() > deadline, course, line)
             found: dict[int, TracedSample] = {}
+            if state.sample_index == first:
+                peeks.remember(line, state, course)
             documents = 0
-            for stretch in _stretches(group):
-                # Reading the rows of one source again takes no longer than making the samples.
-                for sample in peeks.turn(partial(self._explained, group, stretch, text)):
-                    found[sample.sample] = sample
-                    documents += len(sample.documents)
-                if count > 1 and documents > MAX_DOCUMENTS:
-                    raise LimitExceeded(
-                        f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no more: "
-                        "ask for one rank of the step, or for a sample"
-                    )
-        return [found[index] for index in sorted(found)], group.end
+            # A revision, or a phase, makes what comes behind it from other rows.
+            for begin, end in _parts(course, first, first + count):
+                if state.sample_index < begin:
+                    break
+                group, state = peeks.turn(partial(self._samples, course, state, end - begin))
+                order = course.at(begin)
+                for stretch in _stretches(group):
+                    # Reading the rows of one source again takes no longer than making the samples.
+                    for sample in peeks.turn(partial(self._explained, order, group, stretch, text)):
+                        found[sample.sample] = sample
+                        documents += len(sample.documents)
+                    if count > 1 and documents > MAX_DOCUMENTS:
+                        raise LimitExceeded(
+                            f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no "
+                            "more: ask for one rank of the step, or for a sample"
+                        )
+        return [found[index] for index in sorted(found)], state.sample_index
 
     # On the thread of all peeks:
 
-    def _samples(self, state: State, count: int) -> Group:
-        """The next samples, as many as there are, each a step of a world of one."""
-        pipeline = self._host.order.pipeline(state)
+    def _samples(self, course: Course, state: State, count: int) -> tuple[Group, State]:
+        """The next samples, as many as there are, each a step of a world of one; and the state behind them."""
+        pipeline = course.pipeline(state)
         plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=count)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
-        return group
+        return group, pipeline.state()
 
-    def _explained(self, group: Group, stretch: _Stretch, text: bool) -> list[TracedSample]:
+    def _explained(self, order: Order, group: Group, stretch: _Stretch, text: bool) -> list[TracedSample]:
         """The samples of one source, by reading their rows once more. Raises ``OrderMismatch`` where these have other
         tokens than the samples."""
-        order = self._host.order
         config, length = order.config.sources[stretch.source], order.config.sequence_length
         decode = self._decode() if text else None
         paths = order.shard_paths[stretch.source]
@@ -296,3 +303,16 @@ def _cut(parts: Sequence[Part], count: int, length: int, width: int) -> Iterator
             own.append(part.cut(first, last))
             position += len(part.ids)
         yield own
+
+
+def _parts(course: Course, begin: int, end: int) -> list[tuple[int, int]]:
+    """A range of samples, cut where another stretch of the course begins, and ended where the length changes."""
+    found = []
+    for stretch in course.stretches:
+        if begin < stretch.begin < end:
+            found.append((begin, stretch.begin))
+            longer = stretch.order.config.sequence_length != course.at(begin).config.sequence_length
+            begin = stretch.begin
+            if longer:
+                return found
+    return [*found, (begin, end)]
