@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import JoinCall
-from tokenloom_server.peeking import MAX_PEEKS
+from tokenloom_server.peeking import MAX_PEEKS, Peek
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import Runs, ServedRun
 from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
@@ -358,3 +360,136 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
         (stretch,) = _stretches(group)
         with pytest.raises(OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"):
             served.traces._explained(order, group, stretch, False)
+
+
+# Revisions
+
+
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a revision may hold soon."""
+    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+
+
+def change(**fields: Any) -> MixtureChange:
+    return MixtureChange.model_validate({"reason": "because"} | fields)
+
+
+def told_as_received(served: ServedRun, rank: Rank0, indices: Iterable[int], generation: int | None = None) -> None:
+    for index in indices:
+        found = served.traces.sample(index, generation, False)
+        source, wire = rank.samples[index]
+        assert (found.source_id, documents_ids(found)) == (source, memoryview(wire).cast("H").tolist()), index
+
+
+def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    excluded = tmp_path / "out.jsonl"
+    lines = [{"spec": CODE, "shard": PATHS[CODE][0], "row": row} for row in range(5, 14)]
+    excluded.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    document = flat([CODE, PROSE, WIKI], window_steps=4, labels="shifted", last_step="pad")
+    with serving(folder, tmp_path, document) as served:
+        rank = Rank0(served, "a").train(6)
+        revisions = [
+            change(exclude={"file": str(excluded)}),
+            change(set=[{"child": CODE, "weight": 3}], drop=[PROSE]),
+            change(add=[{"child": {"source": DOCS, "weight": 2}}]),
+        ]
+        held = []
+        for to, revision in zip((7, 30, 60), revisions, strict=True):
+            rank.train(to)
+            held.append(served.revising.revise(revision).sample_index)
+        assert held == sorted(set(held))
+        rank.train(10**6)
+        told_as_received(served, rank, sorted(rank.samples))
+        rows = {
+            (document.shard, document.row)
+            for index in range(held[0] + 8, len(rank.samples))
+            for document in served.traces.sample(index, None, False).documents
+        }
+        assert not rows & {(line["shard"], line["row"]) for line in lines}
+        # A step that lies on both sides of each.
+        late = Rank0(served, "b", resume="fresh", batch_size=7).train(10**6)
+        assert late.samples == rank.samples
+        for step in range(len(late.samples) // 7):
+            found = served.traces.step(step, 0, 2, True)
+            assert [sample.sample for sample in found.ranks[0].samples] == list(range(step * 7, step * 7 + 7))
+            for sample in found.ranks[0].samples:
+                assert sample.ids == memoryview(late.samples[sample.sample][1]).cast("H").tolist()
+                assert documents_ids(sample) == sample.ids
+
+
+def test_a_generation_from_before_a_revision_is_told_without_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+        first = Rank0(served, "a").train(60)
+        text, _ = served.history.snapshot(20)
+        second = Rank0(served, "b", text.encode()).train(24)
+        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        assert 24 < index < 50
+        second.train(60)
+        assert second.samples[59] != first.samples[59]
+        told_as_received(served, second, range(20, 60))
+        told_as_received(served, first, range(60), 1)
+        told_as_received(served, first, range(20))
+        for step in range(60):
+            assert (
+                served.traces.step(step, 0, 1, True).ranks[0].samples[0].ids
+                == memoryview(first.samples[step][1]).cast("H").tolist()
+            )
+
+
+def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_late(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served, ExitStack() as open_peeks:
+        rank = Rank0(served, "a").train(4)
+        near, far = (open_peeks.enter_context(served.peeks.open(served.host.uid, at, 1)) for at in (5, 70))
+        seen = []
+        for peek, at in ((near, 5), (far, 70)):
+            peek.progress(at, 1)
+            seen.append(_taken(peek, 1))
+        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        assert 6 < index < 60
+        near.progress(6, 100)
+        rank.train(10**6)
+        shown = seen[0] + _taken(near, 60)
+        assert shown == [rank.samples[at][1] for at in range(5, 66)]
+        far.progress(71, 1)
+        with pytest.raises(OrderMismatch, match=rf"the mixture was revised at sample {index} while this peek was at"):
+            _taken(far, 1)
+        with served.peeks.open(served.host.uid, 70, 1) as again:
+            again.progress(70, 1)
+            assert _taken(again, 1) == [rank.samples[70][1]]
+
+
+def _taken(peek: Peek, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    while len(found) < count:
+        made = peek.next(PATIENCE_S, lambda: False)
+        assert isinstance(made, Delivery), made
+        found += [sample.tobytes() for sample in made.group.ids(0, made.first, made.last)]
+    return found[:count]
+
+
+def test_a_skip_that_was_pinned_before_a_revision_takes_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+        rank = Rank0(served, "a").train(8)
+        host = served.host
+        text, _ = served.history.snapshot(8)
+        host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(text, 60))
+        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        assert index < 60
+        behind = Rank0(served, "b")
+        assert (behind.opening.start_index, behind.opening.skipped) == (68, 60)
+        behind.train(90)
+        whole = Rank0(served, "c", resume="fresh").train(90)
+        assert {at: whole.samples[at] for at in range(68, 90)} == {at: behind.samples[at] for at in range(68, 90)}
+        assert {at: whole.samples[at] for at in range(8)} == {at: rank.samples[at] for at in range(8)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 
-from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
@@ -66,7 +65,7 @@ class Figures:
                     for slot, position in zip(generation.slots, positions, strict=True)
                 ]
         order = host.course.at(state.sample_index)
-        shares = target_shares(order.config)
+        shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
         totals = _consumed(committed), _consumed(earlier)
@@ -121,15 +120,15 @@ class Figures:
         share: float,
     ) -> SourceStats:
         """``totals``: tokens consumed at ``committed`` and at ``earlier``."""
-        config = order.config.sources[source]
+        config, epochs = order.config.sources[source], order.config.epochs[source]
         spec = order.specs[source]
         counters, total = committed.counters[spec], totals[0]
         before, total_before = _NOTHING, 0
         if earlier.total_tokens < committed.total_tokens:
             before, total_before = earlier.counters.get(spec, _NOTHING), totals[1]
         rows, done = self._extent(order, source, state)
-        remaining = 0 if over else self._remaining(order.config, source, state, counters, rows)
-        unlimited = math.isinf(config.epochs)
+        remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
+        unlimited = math.isinf(epochs)
         return SourceStats(
             id=source,
             spec=spec,
@@ -140,8 +139,8 @@ class Figures:
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
-            epoch=config.epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
-            epochs=None if unlimited else config.epochs,
+            epoch=epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
             skipped_samples=state.skipped_samples,
@@ -151,16 +150,15 @@ class Figures:
         )
 
     def _remaining(
-        self, config: RunConfig, source: int, state: SourceState, counters: Counters, rows: float | None
+        self, sequence_length: int, epochs: float, state: SourceState, counters: Counters, rows: float | None
     ) -> int | None:
-        epochs = config.sources[source].epochs
         if state.exhausted:
             return 0
         if rows is None or not counters.rows or math.isinf(epochs):
             return None
         per_row = counters.tokens / counters.rows
         left = epochs * rows - counters.rows - state.skipped_rows
-        return max(0, round(left * per_row / config.sequence_length))
+        return max(0, round(left * per_row / sequence_length))
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
