@@ -118,6 +118,7 @@ def test_the_bounds_of_traces_are_in_the_reference() -> None:
     section = REFERENCE.split("## Traces")[1].split("\n## ")[0]
     for bound in (
         f"{tracing.MAX_TOKENS:,} tokens",
+        f"{tracing.MAX_TEXT_TOKENS:,} with text",
         f"{tracing.MAX_DOCUMENTS:,} documents",
         f"{tracing.MAX_FORWARD_S:g} s",
         f"the {peeking.MAX_PEEKS} peeks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import Runs, ServedRun
 from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
 from tokenloom_server.traced import TracedSample
-from tokenloom_server.tracing import _stretches
+from tokenloom_server.tracing import _refuse_before_fork, _stretches
 
 PATIENCE_S = 20.0
 END = 256
@@ -269,6 +270,17 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Pat
             served.traces.step(0, None, 1, False)
 
 
+def test_what_lies_before_a_fork_is_the_other_runs(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, mixture()) as served:
+        text = (Rank0(served, "a").train(30), served.history.snapshot(20)[0])[1]
+        second = Rank0(served, "b", text.encode()).opening
+        first = served.history.openings()[0]
+        forked = replace(first, parent=0, start_index=10, parent_run='{"run":"other"}')
+        with pytest.raises(BeyondHorizon, match=r"sample 9 lies before sample 10, .* forked from another one .*other"):
+            _refuse_before_fork(9, second, [forked, second])
+        _refuse_before_fork(9, second, [replace(forked, parent_run=""), second])
+
+
 # Bounds
 
 
@@ -308,6 +320,9 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
         monkeypatch.setattr("tokenloom_server.tracing.MAX_DOCUMENTS", 3)
         with pytest.raises(LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"):
             served.traces.step(1, None, None, False)
+        monkeypatch.setattr("tokenloom_server.tracing.MAX_TEXT_TOKENS", 100)
+        with pytest.raises(LimitExceeded, match="and one trace tells of 100 at most with their text: ask for one rank"):
+            served.traces.step(1, None, None, True)
         monkeypatch.setattr("tokenloom_server.tracing.MAX_TOKENS", 63)
         with pytest.raises(LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"):
             served.traces.step(1, None, None, False)

@@ -32,10 +32,11 @@ from tokenloom_server.traced import Status, TracedDocument, TracedRank, TracedSa
 
 #: Going forward to a sample takes so long at most, seconds; asked again, it goes on where it was.
 MAX_FORWARD_S = 240.0
-#: One trace tells of so many tokens, and of so many documents, unless it is of one sample: it has to be held, and the
-#: thread of all peeks makes it in one turn.
+#: One trace tells of so many tokens (with their text: of fewer) and documents, unless it is of one sample: it has to be
+#: held, and the thread of all peeks makes it in few turns.
 MAX_TOKENS = 2**20
-MAX_DOCUMENTS = 2**16
+MAX_TEXT_TOKENS = 2**18
+MAX_DOCUMENTS = 2**14
 
 
 class _Stretch(NamedTuple):
@@ -67,10 +68,13 @@ class Traces:
         openings, asked = self._generation(generation)
         if asked is openings[-1]:
             self._check_produced(f"sample {index}", index, asked)
+        opening = covering(openings, index, generation)
+        if opening is None:
+            _refuse_before_fork(index, asked, openings)
         found, end = self._read(index, 1, generation, text)
         if not found:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {end}")
-        return self._placed(found[0], covering(openings, index, generation), openings)
+        return self._placed(found[0], opening, openings)
 
     def step(self, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
         """A step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
@@ -173,10 +177,11 @@ class Traces:
             nearest = peeks.nearest(first, generation)
             course = nearest.course
             length = course.at(first).config.sequence_length
-            if count > 1 and count * length > MAX_TOKENS:
+            most = MAX_TEXT_TOKENS if text else MAX_TOKENS
+            if count > 1 and count * length > most:
                 raise LimitExceeded(
-                    f"{count} samples have {count * length} tokens, and one trace tells of {MAX_TOKENS} at most: ask "
-                    "for one rank of the step, or for a sample"
+                    f"{count} samples have {count * length} tokens, and one trace tells of {most} at most"
+                    f"{' with their text' if text else ''}: ask for one rank of the step, or for a sample"
                 )
             line = nearest.generation
             state = peeks.advance(nearest.state, first, lambda: time.monotonic() > deadline, course, line)
@@ -277,6 +282,19 @@ class Traces:
             if self._decoder is None:
                 self._decoder = bytes_decoder() if definition.is_bytes else load_decoder(definition.content)
             return self._decoder
+
+
+def _refuse_before_fork(index: int, opening: Opening, openings: Sequence[Opening]) -> None:
+    """Raises ``BeyondHorizon`` where a line began as the fork of another run's: what is before that is the other's."""
+    by_number = {each.generation: each for each in openings}
+    root = opening
+    while root.parent in by_number:
+        root = by_number[root.parent]
+    if root.parent_run:
+        raise BeyondHorizon(
+            f"sample {index} lies before sample {root.start_index}, at which this run was forked from another one "
+            f"({root.parent_run}): trace it there"
+        )
 
 
 def _stretches(group: Group) -> list[_Stretch]:
