@@ -26,6 +26,9 @@ VERSION = 1
 #: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
+#: Of a dataset's entry, where a restore jumped over some of its samples.
+_SKIPPED = ("skipped_samples", "skipped_rows", "skipped_tokens")
+
 _Count = Field(ge=0, le=MAX_COUNTER)
 _Digest = Field(pattern=r"^[0-9a-f]{32}$")
 
@@ -69,6 +72,9 @@ class _Dataset(_Strict):
     token_offset: int = _Count
     dropped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     exhausted: bool = False
+    skipped_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    skipped_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
 
 
 class _Node(_Strict):
@@ -190,6 +196,8 @@ def encode_state(
         }
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
+        if source.skipped_samples:
+            entry |= {name: getattr(source, name) for name in _SKIPPED}
         if shape.names and shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
@@ -423,6 +431,7 @@ def _sources(resume: _ResumeState, shape: Shape) -> tuple[SourceState, ...]:
                 f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
+        _check_skipped(i, dataset)
         sources.append(_source(dataset))
     return tuple(sources)
 
@@ -435,7 +444,21 @@ def _source(dataset: _Dataset) -> SourceState:
         tokens=dataset.token_offset,
         dropped_tokens=dataset.dropped_tokens,
         exhausted=dataset.exhausted,
+        skipped_samples=dataset.skipped_samples,
+        skipped_rows=dataset.skipped_rows,
+        skipped_tokens=dataset.skipped_tokens,
     )
+
+
+def _check_skipped(i: int, dataset: _Dataset) -> None:
+    """What was jumped over is a part of all that the source gave; without samples it is nothing."""
+    for skipped, name in zip(_SKIPPED, ("samples", "rows", "token_offset"), strict=True):
+        part, whole = getattr(dataset, skipped), getattr(dataset, name)
+        if part > whole or (part and not dataset.skipped_samples):
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: {skipped} is {part}, but it is a part of {name}, which is {whole}, and "
+                f"skipped_samples is {dataset.skipped_samples}"
+            )
 
 
 def _check_nodes(
