@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenloom_server import config
 from tokenloom_server.committer import Committer
+from tokenloom_server.config import RunConfig
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
@@ -73,21 +74,24 @@ class Runs:
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None) -> ServedRun:
-        """Brings up the run of a mixture file: a new one is recorded, a known one is taken over once its lease lapsed.
+        """Brings up the run of a mixture file; see ``add_mixture``."""
+        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, where=str(path))
+
+    def add_mixture(self, found: RunConfig, base_dir: Path, index_dir: Path | None, *, where: str) -> ServedRun:
+        """Brings up the run of a mixture: a new one is recorded, a known one is taken over once its lease lapsed.
+        ``where`` says in errors where the mixture stands.
 
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
         """
         if len(self._runs) >= MAX_RUNS:
             raise LimitExceeded(
-                f"{path}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
             )
-        found = config.load(path)
         if found.run in self._runs:
             raise ConfigError(
-                f"{path}: run {found.run!r} is served already, from another file; give each run its own name"
+                f"{where}: run {found.run!r} is served already, from another file; give each run its own name"
             )
-        base_dir = path.resolve().parent
         stream = "train"
         stored = self._ledger.read_run(found.run, stream)
         order = None

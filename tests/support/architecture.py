@@ -20,7 +20,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("spec", "security", "tls", "data_roots"),
         ("config", "stats"),
         ("sources",),
-        ("tokenizer",),
+        ("tokenizer", "dataset_mix"),
         ("packing",),
         ("mixing",),
         ("pipeline",),
