@@ -98,7 +98,7 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
     shape = Shape(
         specs=specs,
         shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
-        nodes=tuple(ids for _, _, ids in node_shapes(config)),
+        nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
         sample_tokens=8,
     )
     # As wide as honest counters get: 10^12 samples a source.
@@ -384,5 +384,5 @@ def test_only_sample_0_needs_no_resume_state(case: Case, fields: dict[str, Any])
 
 def test_the_shape_is_that_of_the_mixture(case: Case) -> None:
     assert isinstance(case.order, Order)
-    assert case.order.shape.nodes == ((0, 2, 3), (4, 6))
+    assert case.order.shape.nodes == {0: (0, 2, 3), 1: (4, 6)}
     assert case.order.shape.sample_tokens == mixture()["sequence_length"]

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -45,9 +46,16 @@ def _not_bool(value: object) -> object:
 Weight = Annotated[float, Field(gt=0, strict=False), BeforeValidator(_not_bool)]
 
 
+Presence = Literal["live", "paused", "dropped"]
+"""Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""
+
+
 class SourceConfig(_Model):
     """A leaf of the mixture."""
 
+    id: int = -1
+    """The source id: given once, by ``RunConfig`` or a revision, and never to another spec."""
+    presence: Presence = "live"
     source: str
     """The spec: ``scheme:location:column``."""
     alias: str | None = None
@@ -88,6 +96,9 @@ class SourceConfig(_Model):
 class NodeConfig(_Model):
     """An inner node of the mixture: a policy over its children."""
 
+    id: int = -1
+    """The node id: given once, by ``RunConfig`` or a revision."""
+    presence: Presence = "live"
     policy: Literal["least_consumed", "weighted", "round_robin", "sequential"]
     """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws. ``round_robin``: a
     sample of each child in turn. ``sequential``: one child after the other."""
@@ -187,13 +198,34 @@ class RunConfig(_Model):
         return self
 
     def sources_with_paths(self) -> Iterator[tuple[str, SourceConfig]]:
-        """Every source with its place in the file, depth first: the order of source ids."""
+        """Every source with its place in the file, depth first: the order of source ids in a mixture that was never
+        revised."""
         yield from _walk(self.mixture, "mixture")
+
+    @model_validator(mode="after")
+    def _children_are_numbered(self) -> Self:
+        if self.mixture.id < 0:
+            # Frozen for everybody else: this is where the model is made.
+            object.__setattr__(self, "mixture", numbered(self.mixture))
+        return self
 
     @cached_property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """Every source; the position is the source id."""
-        return tuple(source for _, source in self.sources_with_paths())
+        """Every source that the run ever had, the dropped ones, too; the position is the source id."""
+        found = [source for _, source in self.sources_with_paths()]
+        return tuple(sorted(found, key=lambda source: source.id))
+
+    @cached_property
+    def nodes(self) -> tuple[NodeConfig, ...]:
+        """Every inner node, by id."""
+
+        def below(node: NodeConfig) -> Iterator[NodeConfig]:
+            yield node
+            for child in node.children:
+                if isinstance(child, NodeConfig):
+                    yield from below(child)
+
+        return tuple(sorted(below(self.mixture), key=lambda node: node.id))
 
     def order_fields(self) -> dict[str, Any]:
         """What the canonical order depends on, defaults omitted, numbers and specs normalised.
@@ -221,6 +253,21 @@ def _walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
             yield from _walk(child, at)
         else:
             yield at, child
+
+
+def numbered(mixture: NodeConfig) -> NodeConfig:
+    """The tree with ids depth first, parents first: nodes and sources each count from 0."""
+    nodes, sources = count(), count()
+
+    def visit(node: NodeConfig) -> NodeConfig:
+        number = next(nodes)
+        children = [
+            visit(child) if isinstance(child, NodeConfig) else child.model_copy(update={"id": next(sources)})
+            for child in node.children
+        ]
+        return node.model_copy(update={"id": number, "children": children})
+
+    return visit(mixture)
 
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
@@ -274,10 +321,25 @@ def load(path: Path) -> RunConfig:
 def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     """Validates a mixture that was read already; ``where`` begins each line of an error."""
     try:
-        return RunConfig.model_validate(document)
+        config = RunConfig.model_validate(document)
     except ValidationError as error:
         lines = [f"{where}: {_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+    found = list(_given_by_the_server(document, ""))
+    if found:
+        raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
+    return config
+
+
+def _given_by_the_server(value: object, path: str) -> Iterator[str]:
+    """Where a document has what only this server writes."""
+    if isinstance(value, dict):
+        yield from (f"{path}{key}" for key in ("id", "presence") if key in value)
+        for key, below in value.items():
+            yield from _given_by_the_server(below, f"{path}{key}.")
+    elif isinstance(value, list):
+        for i, below in enumerate(value):
+            yield from _given_by_the_server(below, f"{path}{i}.")
 
 
 def _field(location: tuple[str | int, ...]) -> str:

@@ -90,7 +90,7 @@ class Order:
         self.shape = snapshot.Shape(
             specs=self.specs,
             shards=self.shard_paths,
-            nodes=tuple(ids for _, _, ids in node_shapes(config)),
+            nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
         )
         self.vocab_size = _vocab_size(config, definition)

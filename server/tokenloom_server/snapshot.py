@@ -89,8 +89,8 @@ class Shape:
     """By source id."""
     shards: tuple[tuple[str, ...], ...]
     """Each source's shard paths."""
-    nodes: tuple[tuple[int, ...], ...]
-    """By node id, the children's stable ids: 2 × source id, or 2 × node id + 1."""
+    nodes: Mapping[int, tuple[int, ...]]
+    """By node id, ascending, the children's stable ids: 2 × source id, or 2 × node id + 1."""
     sample_tokens: int
 
 
@@ -285,17 +285,19 @@ def _check_nodes(
     nodes: tuple[tuple[ChildState, ...], ...], sources: tuple[SourceState, ...], sample_index: int, shape: Shape
 ) -> None:
     """The tree has the run's shape, and what a node counts of a child is what the child says itself."""
-    found, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes]
+    found, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes.values()]
     if found != expected:
         raise SnapshotInvalid(
             f"resume_state.nodes: the nodes have {found} children, but this run's mixture has {expected}"
         )
-    issued = [sum(child.samples for child in children) for children in nodes]
+    issued = {
+        number: sum(child.samples for child in children) for number, children in zip(shape.nodes, nodes, strict=True)
+    }
     if issued[0] != sample_index:
         raise SnapshotInvalid(
             f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"
         )
-    for number, (children, ids) in enumerate(zip(nodes, shape.nodes, strict=True)):
+    for children, (number, ids) in zip(nodes, shape.nodes.items(), strict=True):
         for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):
             own, is_node = divmod(child_id, 2)
             samples = issued[own] if is_node else sources[own].samples

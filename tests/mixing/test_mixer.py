@@ -150,8 +150,8 @@ def test_counters_of_every_node_add_up(seed: int) -> None:
         count += 1
     states = walk.present()
     assert sum(child.samples for child in states[0]) == count
-    for (_, _, ids), children in zip(node_shapes(config), states, strict=True):
-        for child_id, child in zip(ids, children, strict=True):
+    for (_, shape), children in zip(node_shapes(config), states, strict=True):
+        for child_id, child in zip(shape.child_ids, children, strict=True):
             assert child.tokens == child.samples * LENGTH
             if child_id % 2:
                 assert child.samples == sum(grandchild.samples for grandchild in states[child_id // 2])
@@ -308,15 +308,14 @@ NESTED: dict[str, Any] = {
 
 def test_ids_are_depth_first_parents_first_and_stay() -> None:
     config = parsed(flat([]) | {"mixture": NESTED})
-    assert [(shape.node_id, ids) for _, shape, ids in node_shapes(config)] == [
+    assert [(shape.node_id, shape.child_ids) for _, shape in node_shapes(config)] == [
         (0, (3, 4, 7)),
         (1, (0, 5)),
         (2, (2,)),
         (3, (6,)),
     ]
     described = [
-        {"id": shape.node_id, "alias": node.alias or "", "policy": node.policy}
-        for node, shape, _ in node_shapes(config)
+        {"id": shape.node_id, "alias": node.alias or "", "policy": node.policy} for node, shape in node_shapes(config)
     ]
     assert described == [
         {"id": 0, "alias": "root", "policy": "weighted"},

@@ -57,6 +57,7 @@ class _Node:
         children: tuple[int | _Node, ...],
         states: Sequence[ChildState],
     ) -> None:
+        self.id = shape.node_id
         self.children = children
         self._sample_tokens = shape.sample_tokens
         self._leaves = np.array([NOTHING if isinstance(child, _Node) else child for child in children], np.int32)
@@ -138,43 +139,44 @@ class Mixer:
 
     def __init__(self, config: RunConfig, states: Sequence[Sequence[ChildState]]) -> None:
         """``states`` are the nodes' in node-id order, as in ``State.nodes``."""
-        shapes = list(node_shapes(config))
-        built: dict[int, _Node] = {}
-        # Children before parents, so that a parent can hold them; ids are depth first, parents first.
-        for number in reversed(range(len(shapes))):
-            node, shape, child_ids = shapes[number]
-            children = tuple(child // 2 if child % 2 == 0 else built[child // 2] for child in child_ids)
-            built[number] = _Node(shape, node, children, states[number])
-        self._nodes = [built[number] for number in range(len(shapes))]
+        shapes = {shape.node_id: (shape, state) for (_, shape), state in zip(node_shapes(config), states, strict=True)}
+        # Children before parents.
+        self._upwards: list[_Node] = []
+
+        def build(node: NodeConfig) -> _Node:
+            shape, state = shapes[node.id]
+            children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
+            self._upwards.append(_Node(shape, node, children, state))
+            return self._upwards[-1]
+
+        self._root = build(config.mixture)
+        self._nodes = sorted(self._upwards, key=lambda node: node.id)
         #: What a state has beside the counters, now.
         self.regime: Regime = self._regime()
 
     def plan(self, count: int) -> Picks:
         """The source ids of the next ``count`` samples if each source has them (int32, [count]; NOTHING where
         none can be named). Decides nothing: ``issue`` as many as there are, then ``pick``."""
-        return self._nodes[0].plan(count)
+        return self._root.plan(count)
 
     def issue(self, count: int) -> None:
         """Decides and counts the first ``count`` samples of the plan: their sources have them."""
-        self._nodes[0].issue(count)
+        self._root.issue(count)
 
     def pick(self, has_sample: Callable[[int], bool]) -> int:
         """Decides and counts the next sample where a source of the plan may be out: its source id, or ``NOTHING``
         at the end of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
-        source = self._nodes[0].pick(has_sample)
+        source = self._root.pick(has_sample)
         self.regime = self._regime()
         return source
 
     def states(self, regime: Regime, given: Sequence[int]) -> tuple[tuple[ChildState, ...], ...]:
         """The nodes' states under an earlier regime of this mixer, once each source gave so many samples since
         the mixer was made (by source id)."""
-        below: dict[_Node, int] = {}
-        found = []
-        for node, now in zip(reversed(self._nodes), reversed(regime), strict=True):
-            counts = [below[child] if isinstance(child, _Node) else given[child] for child in node.children]
-            below[node] = sum(counts)
-            found.append(node.states_at(now, counts))
-        return tuple(reversed(found))
+        below: dict[_Node, list[int]] = {}
+        for node in self._upwards:
+            below[node] = [sum(below[child]) if isinstance(child, _Node) else given[child] for child in node.children]
+        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, regime, strict=True))
 
     def exhausted(self, regime: Regime) -> tuple[bool, ...]:
         """Which sources are out under a regime of this mixer, by source id, as their parents have it."""
@@ -190,45 +192,31 @@ class Mixer:
         return tuple(node.regime() for node in self._nodes)
 
 
-def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape, tuple[int, ...]]]:
-    """Every node in id order (depth first, parents first) with its shape and its children's stable ids."""
-    nodes: list[tuple[NodeConfig, list[int]]] = []
-    sources = 0
-
-    def visit(node: NodeConfig) -> int:
-        nonlocal sources
-        number = len(nodes)
-        ids: list[int] = []
-        nodes.append((node, ids))
-        for child in node.children:
-            if isinstance(child, NodeConfig):
-                ids.append(2 * visit(child) + 1)
-            else:
-                ids.append(2 * sources)
-                sources += 1
-        return number
-
-    visit(config.mixture)
-    for number, (node, ids) in enumerate(nodes):
-        shape = NodeShape(
-            node_id=number,
-            seed=config.seed,
-            sample_tokens=config.sequence_length,
-            weights=integer_weights([child.weight for child in node.children]),
-            child_ids=tuple(ids),
+def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape]]:
+    """Every node with its shape, by node id."""
+    for node in config.nodes:
+        ids = tuple(2 * child.id + isinstance(child, NodeConfig) for child in node.children)
+        yield (
+            node,
+            NodeShape(
+                node_id=node.id,
+                seed=config.seed,
+                sample_tokens=config.sequence_length,
+                weights=integer_weights([child.weight for child in node.children]),
+                child_ids=ids,
+            ),
         )
-        yield node, shape, shape.child_ids
 
 
 def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
     """The nodes' states before the first sample."""
-    return tuple((ChildState(),) * len(ids) for _, _, ids in node_shapes(config))
+    return tuple((ChildState(),) * len(node.children) for node in config.nodes)
 
 
 def target_shares(config: RunConfig) -> tuple[float, ...]:
     """Each source's share of all tokens that the policies ask for while everything lasts, by source id; of a
     ``sequential`` node the first child has all."""
-    shares: list[Fraction] = []
+    shares: dict[int, Fraction] = {}
 
     def visit(node: NodeConfig, share: Fraction) -> None:
         weights = integer_weights([child.weight for child in node.children])
@@ -239,7 +227,7 @@ def target_shares(config: RunConfig) -> tuple[float, ...]:
             if isinstance(child, NodeConfig):
                 visit(child, own)
             else:
-                shares.append(own)
+                shares[child.id] = own
 
     visit(config.mixture, Fraction(1))
-    return tuple(float(share) for share in shares)
+    return tuple(float(shares[source]) for source in sorted(shares))
