@@ -415,6 +415,78 @@ def stats(
 
 
 @app.command()
+def verify(
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A server's REST address, with /RUN where it has several, or a snapshot or checkpoint in JSON.",
+            metavar="A",
+            show_default=False,
+        ),
+    ],
+    b: Annotated[str, typer.Argument(help="The other one.", metavar="B", show_default=False)],
+    run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.", show_default=False)] = None,
+    run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Prove whether two runs had the same data, on any topology, and up to which sample.
+
+    Compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the first
+    sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
+    differ, 2 if that cannot be told.
+    """
+    from tokenloom_server import comparison, sides
+    from tokenloom_server.remote import Remote
+
+    def connect(url: str) -> Remote:
+        return Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+
+    try:
+        with _console(stderr=True).status("comparing"):
+            both = sides.side(a, run_a, connect), sides.side(b, run_b, connect)
+            verdict = comparison.compare(*both)
+            lines = comparison.explain(verdict, *both)
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(comparison.document(verdict, *both), ensure_ascii=False))
+    else:
+        out = _console()
+        for line in lines:
+            out.print(line, highlight=False, soft_wrap=True)
+        out.print(comparison.PROVES, style="dim", highlight=False)
+    raise typer.Exit(verdict.status)
+
+
+@app.command()
+def report(
+    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    run: Annotated[str | None, typer.Option(help="The run, where the server has several.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Write what a model card needs to say about a run's data: sources, tokens, epochs, digests, launches."""
+    from tokenloom_server.model_card import markdown
+    from tokenloom_server.remote import Remote
+
+    try:
+        remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        found = remote.report(run or remote.only_run())
+    except TokenloomError as error:
+        _fail(error)
+    print(
+        json.dumps(found.model_dump(), ensure_ascii=False) if as_json else markdown(found), end="\n" if as_json else ""
+    )
+
+
+@app.command()
 def peek(
     url: Annotated[
         str,

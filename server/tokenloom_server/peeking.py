@@ -99,16 +99,22 @@ class Peeks:
         self._host.require_lead()
         with self._place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
-                index = int(call.resume)
-                state = self._advance(self._nearest(index), index, interrupted)
-                if state.sample_index < index:
-                    raise _beyond_the_end(index, state)
+                state = self._state_at(int(call.resume), interrupted)
             else:
                 point = self._point(call)
                 state = self._history.forward(point, lambda base, index: self._advance(base, index, interrupted))
             self.remember(state)
             generation = self._history.nearest(state.sample_index).generation
             return PeekStart(uid=self._host.uid, generation=generation, state=state)
+
+    def state_at(self, index: int) -> State:
+        """The state at a sample index, remembered: who searches for one asks near by again. Raises what ``join``
+        does."""
+        self._host.require_lead()
+        with self._place():
+            state = self._state_at(index, lambda: self.stopping)
+            self.remember(state)
+            return state
 
     @contextmanager
     def open(self, uid: str, index: int, batch_size: int, digest: str = "") -> Iterator[Peek]:
@@ -221,6 +227,12 @@ class Peeks:
                 f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
                 f"(committed: {committed.sample_index if committed is not None else 0})"
             )
+        return state
+
+    def _state_at(self, index: int, interrupted: Callable[[], bool]) -> State:
+        state = self._advance(self._nearest(index), index, interrupted)
+        if state.sample_index < index:
+            raise _beyond_the_end(index, state)
         return state
 
     def _advance(self, state: State, index: int, interrupted: Callable[[], bool]) -> State:

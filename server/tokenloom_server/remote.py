@@ -1,4 +1,4 @@
-"""A running server's figures, read over REST."""
+"""A running server's figures, receipts and reports, read over REST."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     READ_VARIABLE,
@@ -23,10 +24,14 @@ from tokenloom_proto.credentials import (
     refuse_plaintext,
 )
 
-from tokenloom_server.errors import ConfigError, Forbidden, NotFound, TokenloomError, Unauthenticated
+from tokenloom_server.errors import BeyondHorizon, ConfigError, Forbidden, NotFound, TokenloomError, Unauthenticated
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.stats import RunStats
 
 _TIMEOUT_S = 10.0
+#: The server may have to go forward to a sample index that its journal does not have, seconds.
+_FORWARD_TIMEOUT_S = 900.0
+_Answer = TypeVar("_Answer", bound=BaseModel)
 
 
 class ServerUnreachable(TokenloomError):
@@ -68,24 +73,46 @@ class Remote:
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
-        names = [run] if run is not None else list(json.loads(self._get("/v1/runs"))["runs"])
+        names = [run] if run is not None else self.names()
+        return [self._read(RunStats, f"/v1/runs/{urllib.parse.quote(name)}/stats") for name in names]
+
+    def names(self) -> list[str]:
+        """The runs of the server."""
+        return [str(name) for name in json.loads(self._get("/v1/runs"))["runs"]]
+
+    def only_run(self) -> str:
+        """The server's run, where it has one. Raises ``ConfigError`` naming them where it has several."""
+        names = self.names()
+        if len(names) != 1:
+            raise ConfigError(f"{self._base}: serves {', '.join(names) or 'no run yet'}; say which run is meant")
+        return names[0]
+
+    def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
+        """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
+        asked = "" if sample_index is None else f"?sample_index={sample_index}"
+        return self._read(Receipt, f"/v1/runs/{urllib.parse.quote(run)}/receipt{asked}", _FORWARD_TIMEOUT_S)
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about a run's data."""
+        return self._read(RunReport, f"/v1/runs/{urllib.parse.quote(run)}/report")
+
+    def _read(self, kind: type[_Answer], path: str, timeout_s: float = _TIMEOUT_S) -> _Answer:
         try:
-            return [
-                RunStats.model_validate_json(self._get(f"/v1/runs/{urllib.parse.quote(name)}/stats")) for name in names
-            ]
+            return kind.model_validate_json(self._get(path, timeout_s))
         except ValidationError:
             raise ServerUnreachable(
-                f"{self._base}: the answer is not a run's figures; is it a Tokenloom server of this release?"
+                f"{self._base}: the answer is not what it should be at {path}; is it a Tokenloom server of this "
+                "release?"
             ) from None
 
-    def _get(self, path: str) -> bytes:
+    def _get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
         url = f"{self._base}{path}"
         try:
             request = urllib.request.Request(url)
             if self._token is not None:
                 # Where the server sends us elsewhere, the token stays behind.
                 request.add_unredirected_header("Authorization", authorization(self._token))
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+            with self._opener.open(request, timeout=timeout_s) as response:
                 body: bytes = response.read()
                 return body
         except urllib.error.HTTPError as error:
@@ -102,7 +129,12 @@ class Remote:
             ) from None
 
 
-_STATUSES: Mapping[int, type[TokenloomError]] = {401: Unauthenticated, 403: Forbidden, 404: NotFound}
+_STATUSES: Mapping[int, type[TokenloomError]] = {
+    401: Unauthenticated,
+    403: Forbidden,
+    404: NotFound,
+    416: BeyondHorizon,
+}
 
 
 def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:

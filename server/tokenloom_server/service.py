@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenloom_server import config
+from tokenloom_server.accounts import Accounts
 from tokenloom_server.committer import Committer
 from tokenloom_server.config import RunConfig
 from tokenloom_server.data_roots import DataRoots
@@ -23,6 +24,7 @@ from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class ServedRun:
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.accounts = Accounts(host, self.history, self.peeks, self.figures)
 
 
 class Runs:
@@ -75,6 +78,7 @@ class Runs:
 
     def add(self, path: Path, index_dir: Path | None) -> ServedRun:
         """Brings up the run of a mixture file; see ``add_mixture``."""
+        self._refuse_one_too_many(str(path))
         return self.add_mixture(config.load(path), path.resolve().parent, index_dir, where=str(path))
 
     def add_mixture(self, found: RunConfig, base_dir: Path, index_dir: Path | None, *, where: str) -> ServedRun:
@@ -84,10 +88,7 @@ class Runs:
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
         """
-        if len(self._runs) >= MAX_RUNS:
-            raise LimitExceeded(
-                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
-            )
+        self._refuse_one_too_many(where)
         if found.run in self._runs:
             raise ConfigError(
                 f"{where}: run {found.run!r} is served already, from another file; give each run its own name"
@@ -112,6 +113,12 @@ class Runs:
         host.start(Producer(host), Committer(host))
         leadership.start()
         return served
+
+    def _refuse_one_too_many(self, where: str) -> None:
+        if len(self._runs) >= MAX_RUNS:
+            raise LimitExceeded(
+                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+            )
 
     def get(self, run: str) -> ServedRun:
         """Raises ``NotFound``, naming the runs that are served."""
@@ -145,6 +152,12 @@ class Runs:
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        return self.get(run).accounts.receipt(sample_index)
+
+    def report(self, run: str) -> RunReport:
+        return self.get(run).accounts.report()
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)

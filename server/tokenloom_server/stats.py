@@ -6,6 +6,8 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from tokenloom_server.receipt import Receipt, RunReport
+
 
 class _Figures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -128,6 +130,12 @@ class RunService(Protocol):
     def names(self) -> list[str]: ...
 
     def stats(self, run: str) -> RunStats: ...
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about the run's data, of all that is committed."""
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""

@@ -1,0 +1,139 @@
+"""What a run has to show for its data: a receipt at a sample index, and a report of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Range(_Figures):
+    """Sample indices from ``first`` up to, and without, ``behind``."""
+
+    first: int
+    behind: int
+
+
+class Tokenizer(_Figures):
+    """What made ids of text. ``engine`` is ``none`` where every source holds ids."""
+
+    engine: str
+    version: str
+    digest: str
+    """SHA-256 of the tokeniser's files; empty where there is none."""
+
+
+class Receipt(_Figures):
+    """Which data a run had up to a sample index. Two of equal digest at one index are of the same samples."""
+
+    run: str
+    stream: str
+    run_uid: str
+    sample_index: int
+    digest: str
+    """Rolling digest of all samples before ``sample_index``."""
+    total_tokens: int
+    """Tokens of all samples before ``sample_index``."""
+    samples: dict[str, int]
+    """Samples of each source before ``sample_index``, by spec."""
+    skipped: list[Range]
+    """What of the order before ``sample_index`` was jumped over by restores, and given to no trainer."""
+    oldest_index: int
+    """The first sample index that this run's ledger can give a receipt at."""
+    committed_index: int
+    """The last one."""
+    seed: int
+    order_version: int
+    sequence_length: int
+    config_digest: str
+    manifest_digest: str
+    tokenizer: Tokenizer
+
+
+class SourceReport(_Figures):
+    """One source. Counters are committed ones."""
+
+    id: int
+    spec: str
+    alias: str
+    files: int
+    bytes: int
+    """Size of the files."""
+    files_digest: str
+    """SHA-256 of the source's part of the manifest: paths, sizes and fingerprints, in reading order."""
+    samples: int
+    rows: int
+    """Rows taken to their end, each as often as it was."""
+    tokens: int
+    share: float
+    """Of the run's tokens (0 to 1)."""
+    target_share: float
+    """What the weights ask for while every source lasts (0 to 1)."""
+    epochs: float
+    """Passes over the source so far, with the fraction of the present one."""
+    unique_tokens: int
+    """Tokens of rows that were read at least once: those consumed, and of several epochs one."""
+    unique_is_exact: bool
+    """Whether that is counted. Estimated, from the rows of an epoch, while a second or later epoch is under way."""
+    dropped_tokens: int
+    """The tail that filled no sample; known once exhausted."""
+    exhausted: bool
+
+
+class GenerationReport(_Figures):
+    """One launch of the trainers."""
+
+    generation: int
+    parent: int
+    """The generation that it went on from; 0 for the beginning."""
+    attempt: str
+    world_size: int
+    batch_size: int
+    """Samples per rank and step."""
+    opened_at: float
+    """Unix time, seconds."""
+    start_index: int
+    kept: Range | None
+    """Its part of the run's samples; null where a later launch began at or before its start, and replaced it all."""
+
+
+class RunReport(_Figures):
+    """What a model card needs to say about a run's data."""
+
+    run: str
+    stream: str
+    run_uid: str
+    made_at: float
+    """Unix time, seconds."""
+    sample_index: int
+    total_tokens: int
+    unique_tokens: int
+    """The sum over the sources."""
+    unique_is_exact: bool
+    digest: str
+    """Rolling digest of all samples before ``sample_index``."""
+    ended: str | None
+    """Why the data ended; null while they have not."""
+    seed: int
+    order_version: int
+    sequence_length: int
+    packing: str
+    labels: str
+    vocab_size: int
+    tokenizer: Tokenizer
+    config_digest: str
+    """SHA-256 of what in the mixture file decides about the order."""
+    manifest_digest: str
+    """SHA-256 of the list of all files, with sizes and fingerprints."""
+    mixture: dict[str, Any]
+    """The tree of policies and weights, as the config digest has it."""
+    sources: list[SourceReport]
+    generations: list[GenerationReport]
+    skipped: list[Range]
+    """What of the order was jumped over by restores, and given to no trainer."""
+    software: dict[str, str]
+    """Versions of the server's packages, by name."""
