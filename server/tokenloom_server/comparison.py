@@ -15,10 +15,10 @@ from tokenloom_server.sides import DECIDES, Side
 
 #: What a proof is worth; printed with each.
 PROVES = (
-    "Equal digests at a sample index prove equal samples before it: ids, their order, the number of the source of each. "
-    "The digest is a 127-bit polynomial hash over the XXH3-128 of each sample: n samples meet by accident with a chance "
-    "of about n in 2^127. It is not cryptographic, so no proof against somebody who makes other data on purpose, and it "
-    "tells nothing of what a trainer did with them."
+    "Equal digests at a sample index prove equal samples before it: ids, order, and the number of the source of each. "
+    "The digest is a 127-bit polynomial hash over the XXH3-128 of each sample: that n samples meet by accident has a "
+    "chance of about n in 2^127. It is not cryptographic, so no proof against somebody who makes other data on "
+    "purpose, and it tells nothing of what a trainer did with them."
 )
 
 

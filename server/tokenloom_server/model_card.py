@@ -19,8 +19,8 @@ def _lines(report: RunReport) -> Iterator[str]:
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
     yield (
         f"{report.total_tokens:,} tokens in {report.sample_index:,} samples of {report.sequence_length:,}{over}. "
-        f"{_unique(report.unique_tokens, report.unique_is_exact)} of them unique: tokens of rows that were read at least "
-        "once, each row counted once."
+        f"{_unique(report.unique_tokens, report.unique_is_exact)} of them unique: tokens of rows that were read, "
+        "each row counted once."
     )
     yield ""
     yield from _table(
