@@ -103,7 +103,8 @@ class Accounts:
             unique_tokens=sum(source.unique_tokens for source in sources),
             unique_is_exact=all(source.unique_is_exact for source in sources),
             digest=figures.digest,
-            ended=figures.ended,
+            # Known as soon as it is produced; here it counts once it is reached.
+            ended=figures.ended if figures.sample_index == figures.produced_index else None,
             seed=order.config.seed,
             order_version=ORDER_VERSION,
             sequence_length=order.config.sequence_length,

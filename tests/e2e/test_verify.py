@@ -203,6 +203,7 @@ def test_a_report_says_what_was_read_and_by_which_launches(
     found = json.loads(done.output)
     samples = sequence[:51]
     assert (found["sample_index"], found["total_tokens"], found["seed"]) == (51, 51 * LENGTH, 7)
+    assert found["ended"] is None, "the end was produced, perhaps, but not reached"
     assert found["digest"] == rolling_digest(samples)
     for source, spec in zip(found["sources"], SPECS, strict=True):
         assert source["spec"] == spec
