@@ -84,13 +84,20 @@ class Accounts:
         )
 
     def report(self) -> RunReport:
-        """Of all that is committed. Raises the ledger's errors."""
+        """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
         host, order = self._host, self._host.order
         openings = self._history.openings()
-        figures = self._figures.read()
         with host.lock:
-            states = host.committed_state.sources
-        sources = [self._source(figure, state) for figure, state in zip(figures.sources, states, strict=True)]
+            committed, state = host.committed or host.commit_of(order.initial(), ""), host.committed_state
+            generation = host.live.generation if host.live is not None else None
+            # The end is known as soon as it is produced; here it counts once it is reached.
+            over = generation is not None and generation.committed == generation.produced
+            ended = generation.end.reason if generation is not None and generation.end is not None and over else None
+        if state.sample_index != committed.sample_index:
+            # The server was restarted, and has the boundary before it.
+            state = self._peeks.state_at(committed.sample_index)
+        figures = self._figures.sources(committed, state)
+        sources = [self._source(figure, source) for figure, source in zip(figures, state.sources, strict=True)]
         same = order.template(host.uid, host.stream, 0)
         lineage = lineage_of(openings)
         return RunReport(
@@ -98,13 +105,12 @@ class Accounts:
             stream=host.stream,
             run_uid=host.uid,
             made_at=host.wall_clock(),
-            sample_index=figures.sample_index,
-            total_tokens=figures.total_tokens,
+            sample_index=committed.sample_index,
+            total_tokens=committed.total_tokens,
             unique_tokens=sum(source.unique_tokens for source in sources),
             unique_is_exact=all(source.unique_is_exact for source in sources),
-            digest=figures.digest,
-            # Known as soon as it is produced; here it counts once it is reached.
-            ended=figures.ended if figures.sample_index == figures.produced_index else None,
+            digest=committed.digest,
+            ended=ended,
             seed=order.config.seed,
             order_version=ORDER_VERSION,
             sequence_length=order.config.sequence_length,
@@ -116,8 +122,8 @@ class Accounts:
             manifest_digest=same["manifest_digest"],
             mixture=order.config.order_fields()["mixture"],
             sources=sources,
-            generations=_generations(openings, lineage, figures.sample_index),
-            skipped=skipped_before(lineage, figures.sample_index),
+            generations=_generations(openings, lineage, committed.sample_index),
+            skipped=skipped_before(lineage, committed.sample_index),
             software={"python": platform.python_version(), **_versions()},
         )
 

@@ -9,7 +9,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
-from tokenloom_server.state import SourceState
+from tokenloom_server.state import SourceState, State
 from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
 
 #: Rates and window shares look back this far, seconds.
@@ -96,6 +96,10 @@ class Figures:
                 else max(0.0, round(host.wall_clock() - committed_at, 3)),
             ),
         )
+
+    def sources(self, committed: Commit, state: State) -> list[SourceStats]:
+        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it."""
+        return [self._source(i, source, committed, committed, False) for i, source in enumerate(state.sources)]
 
     def _source(self, source: int, state: SourceState, committed: Commit, earlier: Commit, over: bool) -> SourceStats:
         order = self._host.order

@@ -242,3 +242,28 @@ def test_unique_tokens_are_exact_once_the_epochs_are_over(
         one_epoch = len(stream) // (2 if spec == SPECS[1] else 1)
         assert source["unique_tokens"] == min(one_epoch, source["tokens"])
     assert any(source["exhausted"] and source["spec"] == SPECS[1] for source in found["sources"])
+
+
+def test_a_restarted_server_gives_the_same_receipts_and_the_same_report(
+    corpus: Corpus, tmp_path: Path, sequence: list[Sample]
+) -> None:
+    server = ServerProcess(tmp_path, corpus.mixture("restarted")).start()
+
+    def told() -> list[Any]:
+        with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as http:
+            paths = ("receipt", "receipt?sample_index=17", "report")
+            found = [http.get(f"/v1/runs/restarted/{path}") for path in paths]
+        assert [answer.status_code for answer in found] == [200] * 3
+        return [{key: value for key, value in answer.json().items() if key != "made_at"} for answer in found]
+
+    try:
+        with World(server.url("restarted"), 2, 5) as world:
+            world.steps(11)  # into the second epoch of the smallest source
+        before = told()
+        server.kill()
+        server.start()
+        assert told() == before
+        assert before[0]["digest"] == rolling_digest(sequence[:110])
+        assert any(source["epochs"] > 1 for source in before[2]["sources"])
+    finally:
+        server.kill()

@@ -127,6 +127,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         415: "`ContentTypeRequired`: a POST without `Content-Type: application/json`.",
         416: "`BeyondHorizon`: that sample has not been and may not yet be produced, or its state is gone.",
         422: "A field is not what is expected, or the snapshot is refused (`InvalidRequest`, `SnapshotInvalid`).",
+        429: "`TooManyPeeks`: as many look at the run's samples as a server lets at once.",
         500: "A source, the tokeniser or the server failed.",
         503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
         403: "`OriginRefused`: a browser sent this for a page of another host. `Forbidden`: the token is for reading.",
@@ -157,7 +158,7 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         "digest at the same index had the same samples before it, on any topology. An index that is not at hand is "
         "gone forward to, from the nearest state in the ledger's journal, in turns with peeks.",
         tags=["receipts"],
-        responses=_errors(404, 416, 422, 500, 503),
+        responses=_errors(404, 416, 422, 429, 500, 503),
     )
     def read_receipt(
         run: RunName,
@@ -174,7 +175,7 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         description="Per source: files and their digest, tokens, unique tokens, epochs. Tokeniser, seed, digests, "
         "launches, versions of software.",
         tags=["receipts"],
-        responses=_errors(404, 422, 503),
+        responses=_errors(404, 422, 429, 500, 503),
     )
     def read_report(run: RunName) -> RunReport:
         return service.report(run)
