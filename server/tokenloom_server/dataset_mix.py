@@ -86,6 +86,12 @@ class _Reader:
         self._roots = roots
 
     def read(self) -> _Item:
+        try:
+            return self._read()
+        except OSError as error:
+            raise ConfigError(f"{self._where}: cannot be looked at ({error.strerror})") from None
+
+    def _read(self) -> _Item:
         head, weight = self._weight()
         if head.partition(":")[0] in SCHEMES and ":" in head:
             return self._item(Spec.parse(head), weight)
