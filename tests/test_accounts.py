@@ -12,7 +12,7 @@ from tokenloom_server.accounts import lineage_of, skipped_before, unique_tokens
 from tokenloom_server.ledger.base import Opening
 from tokenloom_server.model_card import markdown
 from tokenloom_server.order import Order
-from tokenloom_server.receipt import GenerationReport, Range
+from tokenloom_server.receipt import ExclusionReport, GenerationReport, Range, RevisionReport
 from tokenloom_server.state import State
 from tokenloom_server.stats import SourceStats
 
@@ -130,18 +130,33 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
     )
     gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None})
     sources = [source.model_copy(update={"unique_is_exact": False}) for source in report.sources]
+    sources[0] = sources[0].model_copy(update={"excluded_rows": 7})
+    revision = RevisionReport(
+        number=1,
+        sample_index=640,
+        total_tokens=5120,
+        made_at=1.8e9,
+        author="ada",
+        reason="take|down",
+        changes=["code: weight 2 → 3", "code: 7 rows left out of each epoch"],
+    )
     changes = {
         "generations": [gone, launch],
         "skipped": [Range(first=10, behind=20)],
         "sources": sources,
+        "revisions": [revision],
+        "exclusions": [ExclusionReport(path="takedown|2.csv", sha256="12" * 32, rows=7)],
         "unique_is_exact": False,
         "ended": "all sources are exhausted",
     }
     text = markdown(report.model_copy(update=changes))
     assert "| 1 | 2027-01-15 08:00 | 8 × 4 | 0 | the beginning | none: a later launch began at or before it |" in text
     assert "| 2 | 2027-01-15 08:00 | 8 × 4 | 64 | launch 1 | 64 to 4,095 |" in text
-    assert "| skipped samples | 10 to 19 |" in text
+    assert "| skipped samples, given to no trainer | 10 to 19 |" in text
     assert "where the data end: all sources are exhausted" in text
+    assert "| 640 | 5,120 | ada | take\\|down | code: weight 2 → 3; code: 7 rows left out of each epoch |" in text
+    assert f"| `takedown\\|2.csv` | 7 | `{'12' * 32}` |" in text
+    assert "- `code`: 7 rows of each epoch" in text
     assert "about 1,048,576 (estimated)" in text
     for value in (report.digest, report.config_digest, report.manifest_digest, report.tokenizer.digest, "0.10.0"):
         assert value in text

@@ -26,6 +26,7 @@ class Told:
     indices: tuple[int, ...] | None = None
     skips: tuple[Range, ...] | None = ()
     decides: dict[str, object] = field(default_factory=lambda: {"seed": 7})
+    revisions: tuple[tuple[int, str], ...] | None = ()
     asked: list[int] = field(default_factory=list)
 
     @property
@@ -134,6 +135,18 @@ def test_what_decides_about_the_order_is_named_where_it_differs() -> None:
         "sample 1 of B is of b",
     ]
     assert document(found, *sides(a, b))["first_differing_sample"] == 1
+
+
+def test_revisions_are_named_where_they_differ_before_the_end_of_the_shorter() -> None:
+    early, late = (2, "aa" * 32), (50, "bb" * 32)
+    a, b = Told("abcabc", revisions=(early, late)), Told("abcabc" * 20, revisions=(early,))
+    assert compare(*sides(a, b)).differences == {}
+    b.revisions = ()
+    found = compare(*sides(a, b))
+    assert found.differences == {"revisions": (["aaaaaaaaaaaa from sample 2"], [])}
+    assert "revisions: A has aaaaaaaaaaaa from sample 2, B has none" in explain(found, *sides(a, b))
+    b.revisions = None
+    assert compare(*sides(a, b)).differences == {}
 
 
 class FakeRemote:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import platform
 from collections.abc import Sequence
@@ -12,13 +13,26 @@ from typing import NamedTuple
 
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.config import RunConfig
+from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.base import Opening, StoredRevision
 from tokenloom_server.peeking import Peeks
-from tokenloom_server.receipt import GenerationReport, Range, Receipt, RunReport, SourceReport, Tokenizer
+from tokenloom_server.receipt import (
+    ExclusionReport,
+    GenerationReport,
+    Range,
+    Receipt,
+    RevisionMark,
+    RevisionReport,
+    RunReport,
+    SourceReport,
+    Tokenizer,
+)
+from tokenloom_server.revision import as_file
 from tokenloom_server.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.stats import SourceStats
 
@@ -47,7 +61,8 @@ class Accounts:
         before what this run's ledger has, and what going forward raises."""
         host = self._host
         with host.lock:
-            committed = host.committed or host.commit_of(host.order.initial(), "")
+            course, at_hand = host.course, host.committed_state
+            committed = host.committed or host.commit_of(course.initial(), "")
         lineage = lineage_of(self._history.openings())
         oldest = lineage[0].start_index if lineage else 0
         index = committed.sample_index if sample_index is None else sample_index
@@ -56,23 +71,25 @@ class Accounts:
                 f"sample {index} is outside of what run {host.name!r} can prove: its ledger has samples {oldest} to "
                 f"{committed.sample_index} (committed)"
             )
-        if index == committed.sample_index:
-            digest, tokens = committed.digest, committed.total_tokens
-            samples = {spec: counters.samples for spec, counters in committed.counters.items()}
-        else:
-            state = self._peeks.state_at(index)
-            digest, tokens = digest_hex(state.digest), state.total_tokens
-            samples = {spec: source.samples for spec, source in zip(host.order.specs, state.sources, strict=True)}
+        state = at_hand if at_hand.sample_index == index else self._peeks.state_at(index)
+        specs = course.at(index).specs
         same = host.order.template(host.uid, host.stream, 0)
         return Receipt(
             run=host.name,
             stream=host.stream,
             run_uid=host.uid,
             sample_index=index,
-            digest=digest,
-            total_tokens=tokens,
-            samples=samples,
+            digest=digest_hex(state.digest),
+            total_tokens=state.total_tokens,
+            samples={spec: source.samples for spec, source in zip(specs, state.sources, strict=True)},
             skipped=skipped_before(lineage, index),
+            revisions=[
+                RevisionMark(
+                    sample_index=revision.sample_index, digest=hashlib.sha256(revision.content.encode()).hexdigest()
+                )
+                for revision in course.revisions
+                if revision.sample_index < index
+            ],
             oldest_index=oldest,
             committed_index=committed.sample_index,
             seed=same["seed"],
@@ -85,27 +102,32 @@ class Accounts:
 
     def report(self) -> RunReport:
         """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
-        host, order = self._host, self._host.order
+        host = self._host
         openings = self._history.openings()
         with host.lock:
-            committed, state = host.committed or host.commit_of(order.initial(), ""), host.committed_state
+            course, state = host.course, host.committed_state
+            committed = host.committed or host.commit_of(course.initial(), "")
             generation = host.live.generation if host.live is not None else None
             # The end is known as soon as it is produced; here it counts once it is reached.
             over = generation is not None and generation.committed == generation.produced
             ended = generation.end.reason if generation is not None and generation.end is not None and over else None
-        if state.sample_index != committed.sample_index:
+        index = committed.sample_index
+        if state.sample_index != index:
             # The server was restarted, and has the boundary before it.
-            state = self._peeks.state_at(committed.sample_index)
+            state = self._peeks.state_at(index)
+        order = course.at(index)
         figures = self._figures.sources(committed, state)
-        sources = [self._source(figure, source) for figure, source in zip(figures, state.sources, strict=True)]
-        same = order.template(host.uid, host.stream, 0)
+        sources = [
+            _source(course, index, figure, source) for figure, source in zip(figures, state.sources, strict=True)
+        ]
+        same = host.order.template(host.uid, host.stream, 0)
         lineage = lineage_of(openings)
         return RunReport(
             run=host.name,
             stream=host.stream,
             run_uid=host.uid,
             made_at=host.wall_clock(),
-            sample_index=committed.sample_index,
+            sample_index=index,
             total_tokens=committed.total_tokens,
             unique_tokens=sum(source.unique_tokens for source in sources),
             unique_is_exact=all(source.unique_is_exact for source in sources),
@@ -119,54 +141,80 @@ class Accounts:
             vocab_size=order.vocab_size,
             tokenizer=Tokenizer(**same["tokenizer"]),
             config_digest=same["config_digest"],
-            manifest_digest=same["manifest_digest"],
-            mixture=order.config.order_fields()["mixture"],
+            manifest_digest=order.manifest.digest,
+            mixture=as_file(order.config),
             sources=sources,
-            generations=_generations(openings, lineage, committed.sample_index),
-            skipped=skipped_before(lineage, committed.sample_index),
+            generations=_generations(openings, lineage, index),
+            skipped=skipped_before(lineage, index),
+            revisions=[_revision(course, revision) for revision in course.revisions if revision.sample_index < index],
+            exclusions=[ExclusionReport(**file._asdict()) for file in order.excluded.files],
             software={"python": platform.python_version(), **_versions()},
         )
 
-    def _source(self, figure: SourceStats, state: SourceState) -> SourceReport:
-        shards = self._host.order.shards[figure.id]
-        found = unique_tokens(figure, state)
-        listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
-        return SourceReport(
-            id=figure.id,
-            spec=figure.spec,
-            alias=figure.alias,
-            files=len(shards),
-            bytes=sum(shard.size for shard in shards),
-            files_digest=hashlib.sha256(canonical(listed).encode()).hexdigest(),
-            samples=figure.samples,
-            rows=figure.rows,
-            tokens=figure.tokens,
-            share=figure.actual_share,
-            target_share=figure.target_share,
-            epochs=figure.epoch,
-            unique_tokens=found.tokens,
-            unique_is_exact=found.exact,
-            dropped_tokens=figure.dropped_tokens,
-            exhausted=figure.exhausted,
-        )
+
+def _source(course: Course, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
+    order = course.at(index)
+    shards = order.shards[figure.id]
+    found = unique_tokens(figure, state, steady=_is_steady(course, index, figure.id))
+    listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
+    return SourceReport(
+        id=figure.id,
+        spec=figure.spec,
+        alias=figure.alias,
+        files=len(shards),
+        bytes=sum(shard.size for shard in shards),
+        files_digest=hashlib.sha256(canonical(listed).encode()).hexdigest(),
+        samples=figure.samples,
+        rows=figure.rows,
+        tokens=figure.tokens,
+        skipped_tokens=state.tokens - figure.tokens,
+        excluded_rows=order.excluded.count(figure.spec),
+        share=figure.actual_share,
+        target_share=figure.target_share,
+        epochs=figure.epoch,
+        unique_tokens=found.tokens,
+        unique_is_exact=found.exact,
+        dropped_tokens=figure.dropped_tokens,
+        exhausted=figure.exhausted,
+    )
 
 
-def unique_tokens(figure: SourceStats, state: SourceState) -> Unique:
-    """Of a source's tokens, those of rows that were read at least once.
+def _is_steady(course: Course, index: int, source: int) -> bool:
+    """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
+    orders = [stretch.order for stretch in course.stretches if stretch.begin <= index]
+    found = [
+        (order.shards[source], *_limits(order.config, source), order.excluded.count(order.specs[source]))
+        for order in orders
+        if source < len(order.specs)
+    ]
+    return all(each == found[0] for each in found) and found[0][2] is None
 
-    A source's tokens are one stream, epoch behind epoch, of which samples take all but the last tail. So one epoch has
-    tokens / epochs of it where that many whole epochs were read; else it has at least tokens / (begun epochs), and at
-    most tokens / (ended ones).
+
+def _limits(config: RunConfig, source: int) -> tuple[float, int | None]:
+    """How often a source is read, those above it counted in, and the tokens at which it ends before that."""
+    own = config.sources[source]
+    by_source: Sequence[float] | None = getattr(config, "epochs", None)
+    return own.epochs if by_source is None else by_source[source], getattr(own, "max_tokens", None)
+
+
+def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = True) -> Unique:
+    """Of a source's consumed tokens, those of rows that were read at least once.
+
+    A source's tokens are one stream, epoch behind epoch, of which samples take all but the last tail. So an epoch has
+    tokens / epochs of it once all of them, whole ones, were read; and before that, if more than one was begun, what
+    the rows say: an estimate. ``steady``: all epochs have the same rows.
     """
-    taken = figure.tokens + figure.dropped_tokens
-    passes = figure.epochs if figure.exhausted and figure.epochs is not None else None
-    if passes is not None and passes.is_integer():
-        return Unique(min(figure.tokens, taken // int(passes)), True)
-    ended = state.cursor.epoch if passes is None else math.floor(passes)
+    taken, skipped = state.tokens + state.dropped_tokens, state.tokens - figure.tokens
+    ended = state.cursor.epoch
     if not ended:
         return Unique(figure.tokens, True)
-    estimate = round(taken / figure.epoch)
-    return Unique(min(max(estimate, math.ceil(taken / (ended + 1))), taken // ended), False)
+    if steady and figure.exhausted and figure.epochs is not None and figure.epochs.is_integer():
+        # Of what was skipped, nobody has counted which rows another epoch had.
+        return Unique(min(figure.tokens, taken // int(figure.epochs)), not skipped)
+    estimate = round(taken / max(figure.epoch, 1.0))
+    if steady:
+        estimate = min(max(estimate, math.ceil(taken / (ended + 1))), taken // ended)
+    return Unique(min(estimate, figure.tokens), False)
 
 
 def lineage_of(openings: Sequence[Opening]) -> list[Opening]:
@@ -190,7 +238,19 @@ def skipped_before(lineage: Sequence[Opening], index: int) -> list[Range]:
 
 def _branched_at(opening: Opening) -> int:
     """Where a generation left the one that it went on from."""
-    return opening.start_index - int(getattr(opening, "skipped", 0))
+    return opening.start_index - opening.skipped
+
+
+def _revision(course: Course, revision: StoredRevision) -> RevisionReport:
+    return RevisionReport(
+        number=revision.number,
+        sample_index=revision.sample_index,
+        total_tokens=course.tokens_at(revision.sample_index),
+        made_at=revision.made_at,
+        author=revision.author,
+        reason=revision.reason,
+        changes=json.loads(revision.content)["changes"],
+    )
 
 
 def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: int) -> list[GenerationReport]:

@@ -113,6 +113,8 @@ def _known(of: Side) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
     if isinstance(value, Mapping):
         return " ".join(str(part)[:20] for part in value.values() if part) or "none"
     return str(value)[:20]
@@ -120,7 +122,7 @@ def _short(value: Any) -> str:
 
 def compare(a: Side, b: Side) -> Verdict:
     """Finds the last sample index up to which both had the same data. Raises what asking a server raises."""
-    differences = {
+    differences: dict[str, tuple[Any, Any]] = {
         key: (a.identity.decides[key], b.identity.decides[key])
         for key in DECIDES
         if key in a.identity.decides
@@ -128,6 +130,13 @@ def compare(a: Side, b: Side) -> Verdict:
         and a.identity.decides[key] != b.identity.decides[key]
     }
     ends = (a.end, b.end)
+    if a.revisions is not None and b.revisions is not None:
+        ours, theirs = (
+            [f"{digest[:12]} from sample {index}" for index, digest in side.revisions or () if index < min(ends)]
+            for side in (a, b)
+        )
+        if ours != theirs:
+            differences["revisions"] = (ours, theirs)
     low, high = _bounds(a, b)
     tokens = a.at(low).tokens if low else 0
     if high is None:

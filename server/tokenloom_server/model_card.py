@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenloom_server.receipt import GenerationReport, Range, RunReport, SourceReport
+from tokenloom_server.receipt import GenerationReport, Range, RevisionReport, RunReport, SourceReport
 
 
 def markdown(report: RunReport) -> str:
@@ -40,16 +40,32 @@ def _lines(report: RunReport) -> Iterator[str]:
             ("tokeniser's files, SHA-256", _code(tokenizer.digest or "none")),
             ("packing, labels", f"{report.packing}, {report.labels}"),
             ("seed", str(report.seed)),
-            ("mixture, SHA-256", _code(report.config_digest)),
+            ("mixture file at the beginning, SHA-256", _code(report.config_digest)),
             ("manifest of all files, SHA-256", _code(report.manifest_digest)),
             ("order version", str(report.order_version)),
             ("digest of all samples", _code(report.digest)),
-            ("skipped samples", ", ".join(map(_range, report.skipped)) or "none"),
+            ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
             ("software", ", ".join(f"{name} {version}" for name, version in report.software.items())),
             ("run", f"uid {_code(report.run_uid)}, stream {_code(report.stream)}"),
         ),
     )
     yield ""
+    if report.revisions:
+        yield "### Changes of the mixture"
+        yield ""
+        yield from _table(("from sample", "tokens before it", "by", "reason", "what"), map(_revision, report.revisions))
+        yield ""
+    if report.exclusions:
+        yield "### Rows left out"
+        yield ""
+        yield from _table(
+            ("file", "rows", "SHA-256"),
+            ((_code(file.path), f"{file.rows:,}", _code(file.sha256)) for file in report.exclusions),
+        )
+        yield ""
+        left_out = [source for source in report.sources if source.excluded_rows]
+        yield from (f"- {_code(source.alias)}: {source.excluded_rows:,} rows of each epoch" for source in left_out)
+        yield ""
     yield "### Launches"
     yield ""
     yield from _table(
@@ -74,6 +90,16 @@ def _source(source: SourceReport) -> Sequence[str]:
         f"{source.files:,}",
         f"{source.bytes / 1e6:,.1f}",
         _code(source.files_digest),
+    )
+
+
+def _revision(found: RevisionReport) -> Sequence[str]:
+    return (
+        f"{found.sample_index:,}",
+        f"{found.total_tokens:,}",
+        found.author,
+        found.reason,
+        "; ".join(found.changes),
     )
 
 

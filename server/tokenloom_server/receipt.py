@@ -27,6 +27,15 @@ class Tokenizer(_Figures):
     """SHA-256 of the tokeniser's files; empty where there is none."""
 
 
+class RevisionMark(_Figures):
+    """A change of the mixture, for comparing."""
+
+    sample_index: int
+    """Of the first sample under it."""
+    digest: str
+    """SHA-256 of what it changes."""
+
+
 class Receipt(_Figures):
     """Which data a run had up to a sample index. Two of equal digest at one index are of the same samples."""
 
@@ -39,9 +48,11 @@ class Receipt(_Figures):
     total_tokens: int
     """Tokens of all samples before ``sample_index``."""
     samples: dict[str, int]
-    """Samples of each source before ``sample_index``, by spec."""
+    """Samples of each source before ``sample_index``, by spec; skipped ones, too."""
     skipped: list[Range]
     """What of the order before ``sample_index`` was jumped over by restores, and given to no trainer."""
+    revisions: list[RevisionMark]
+    """The changes of the mixture before ``sample_index``, oldest first."""
     oldest_index: int
     """The first sample index that this run's ledger can give a receipt at."""
     committed_index: int
@@ -49,7 +60,9 @@ class Receipt(_Figures):
     seed: int
     order_version: int
     sequence_length: int
+    """In the mixture file; phases may have others."""
     config_digest: str
+    """Of the mixture file that the run began with; so is the manifest's."""
     manifest_digest: str
     tokenizer: Tokenizer
 
@@ -69,6 +82,10 @@ class SourceReport(_Figures):
     rows: int
     """Rows taken to their end, each as often as it was."""
     tokens: int
+    skipped_tokens: int
+    """What restores jumped over, and no trainer got; not part of the others."""
+    excluded_rows: int
+    """Rows of each epoch that revisions take out."""
     share: float
     """Of the run's tokens (0 to 1)."""
     target_share: float
@@ -101,6 +118,30 @@ class GenerationReport(_Figures):
     """Its part of the run's samples; null where a later launch began at or before its start, and replaced it all."""
 
 
+class RevisionReport(_Figures):
+    """A change of the mixture from a sample index on."""
+
+    number: int
+    sample_index: int
+    """Of the first sample under it."""
+    total_tokens: int
+    """What the run has had before that sample."""
+    made_at: float
+    """Unix time, seconds."""
+    author: str
+    reason: str
+    changes: list[str]
+    """A line each."""
+
+
+class ExclusionReport(_Figures):
+    """A file of rows that are left out."""
+
+    path: str
+    sha256: str
+    rows: int
+
+
 class RunReport(_Figures):
     """What a model card needs to say about a run's data."""
 
@@ -126,14 +167,18 @@ class RunReport(_Figures):
     vocab_size: int
     tokenizer: Tokenizer
     config_digest: str
-    """SHA-256 of what in the mixture file decides about the order."""
+    """SHA-256 of what decided about the order in the mixture file that the run began with."""
     manifest_digest: str
-    """SHA-256 of the list of all files, with sizes and fingerprints."""
+    """SHA-256 of the list of all files now, with sizes and fingerprints."""
     mixture: dict[str, Any]
-    """The tree of policies and weights, as the config digest has it."""
+    """The mixture in force, as a mixture file has it."""
     sources: list[SourceReport]
     generations: list[GenerationReport]
     skipped: list[Range]
     """What of the order was jumped over by restores, and given to no trainer."""
+    revisions: list[RevisionReport]
+    """Those in force, oldest first."""
+    exclusions: list[ExclusionReport]
+    """Those in force."""
     software: dict[str, str]
     """Versions of the server's packages, by name."""

@@ -61,6 +61,8 @@ class Side(Protocol):
     end: int
     #: All that it can tell at; None for every one in between.
     indices: tuple[int, ...] | None
+    #: Changes of the mixture, as (sample index, digest); None where they are not known.
+    revisions: tuple[tuple[int, str], ...] | None
 
     def at(self, index: int) -> Point: ...
 
@@ -77,6 +79,9 @@ class ServedSide:
         self._known: dict[int, Point] = {}
         receipt = remote.receipt(run)
         self.first, self.end = receipt.oldest_index, receipt.committed_index
+        self.revisions: tuple[tuple[int, str], ...] | None = tuple(
+            (mark.sample_index, mark.digest) for mark in receipt.revisions
+        )
         self.identity = Identity(
             name=name,
             run=receipt.run,
@@ -105,6 +110,8 @@ class ServedSide:
 class SnapshotSide:
     """A snapshot in a file."""
 
+    revisions: tuple[tuple[int, str], ...] | None = None
+
     def __init__(self, path: Path) -> None:
         """Reads a sealed snapshot, or a JSON file with what ``state_dict()`` gave anywhere in it.
 
@@ -120,8 +127,6 @@ class SnapshotSide:
         self.indices: tuple[int, ...] | None = tuple(sorted(self._points))
         self.first, self.end = self.indices[0], self.indices[-1]
         found = {key: document.get(key) for key in DECIDES}
-        if self.end:
-            found["sequence_length"] = self._points[self.end].tokens // self.end
         self.identity = Identity(
             name=str(path),
             run=str(document.get("run")),
