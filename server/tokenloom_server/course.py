@@ -13,6 +13,7 @@ from tokenloom_server import exclusions, snapshot
 from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
+from tokenloom_server.extents import Extent
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
@@ -110,7 +111,7 @@ class Course:
                     "state here to go on"
                 )
             carried = partial(carry, old=before.config, new=order.config, grown=stretch.grown)
-            found.append(Switch(stretch.begin, order.config, _Lazily(order, ahead), carried, ends))
+            found.append(Switch(stretch.begin, order.config, _Lazily(order, ahead), carried, ends, order.extents))
             before = order
         return found
 
@@ -171,6 +172,8 @@ class Course:
                 lines.append(f"{source.name}: {more} rows left out of each epoch")
         if not lines:
             raise ConfigError("this changes nothing: the mixture in force there is the same")
+        if revised.extents:
+            content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
         return {**content, "changes": lines}
 
     def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
@@ -281,7 +284,8 @@ def _revised(order: Order, content: Mapping[str, Any]) -> Order:
     excluded: Exclusions = order.excluded
     if tuple(listed) != excluded.files:
         excluded = exclusions.load(listed, order.base_dir, named)
-    return order.under(config, manifest, excluded)
+    extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
+    return order.under(config, manifest, excluded, extents)
 
 
 def _grown(before: Order, now: Order) -> tuple[int, ...]:

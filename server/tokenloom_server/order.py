@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -24,8 +25,9 @@ from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
-from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
+from tokenloom_server.errors import ConfigError, LedgerError, SourceError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
+from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
@@ -35,6 +37,7 @@ from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
+from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.sources.manifest import Manifest, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
@@ -111,6 +114,8 @@ class Order:
         adds_bos = any(_adds_bos(config, source) for source in config.sources)
         self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
+        self.extents: Mapping[int, Extent] = {}
 
     @classmethod
     def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
@@ -127,8 +132,10 @@ class Order:
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
+        for source, reader in zip(named, opened, strict=True):
+            _check_not_empty(source.source, reader)
         if not texts:
-            return cls(config, base_dir, index_dir, manifest, definition, None)
+            return cls(config, base_dir, index_dir, manifest, definition, None)._measured()
         if definition is None:
             raise ConfigError(
                 f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
@@ -142,7 +149,7 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record)
+        return cls(config, base_dir, index_dir, manifest, definition, choice.record)._measured()
 
     @classmethod
     def load(
@@ -185,6 +192,7 @@ class Order:
                 f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
                 "put the tokeniser or vocab_size back, or begin a new run"
             )
+        order.extents = {int(source): Extent(*one) for source, one in found.get("extents", {}).items()}
         if engine is not None:
             order._load_engine()
         elif order._tokenizer_record() != recorded:
@@ -194,8 +202,15 @@ class Order:
             )
         return order
 
-    def under(self, config: RunConfig, manifest: Manifest, excluded: Exclusions) -> Order:
-        """The order under another config of the same run, with files and rows of its own."""
+    def under(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        excluded: Exclusions,
+        extents: Mapping[int, Extent] = MappingProxyType({}),
+    ) -> Order:
+        """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
+        given are those of before, or measured."""
         order = Order(
             config,
             self.base_dir,
@@ -212,7 +227,15 @@ class Order:
                     f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
                     "chosen for it: prepare the source's ids, or begin a new run"
                 )
+            if source.source not in self.specs:
+                _check_not_empty(source.source, order.open(i))
+        known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
+        order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
         return order
+
+    def _measured(self) -> Order:
+        self.extents = {source: measure(self, source) for source in self.config.measured_sources}
+        return self
 
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
@@ -223,16 +246,17 @@ class Order:
 
     def record(self) -> str:
         """Canonical JSON: what a restarted server, and a snapshot, compare themselves with."""
-        return canonical(
-            {
-                "format": RECORD_FORMAT,
-                "order_version": ORDER_VERSION,
-                "config": self.config.order_fields(),
-                "tokenizer": self._tokenizer_record(),
-                "vocab_size": self.vocab_size,
-                "manifest": json.loads(self.manifest.to_json()),
-            }
-        )
+        record = {
+            "format": RECORD_FORMAT,
+            "order_version": ORDER_VERSION,
+            "config": self.config.order_fields(),
+            "tokenizer": self._tokenizer_record(),
+            "vocab_size": self.vocab_size,
+            "manifest": json.loads(self.manifest.to_json()),
+        }
+        if self.extents:
+            record["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in self.extents.items()}
+        return canonical(record)
 
     def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
@@ -270,7 +294,15 @@ class Order:
         """A new pipeline that goes on from a state. Opens files only as they are read. ``ahead``: blocks of text
         are made in the background before they are asked for, so that sources are tokenised side by side."""
         packers = self.packers(ahead=ahead)
-        return Pipeline(self.config, packers, state, width=self.width, dtype=self.dtype, switches=switches)
+        return Pipeline(
+            self.config,
+            packers,
+            state,
+            width=self.width,
+            dtype=self.dtype,
+            switches=switches,
+            extents=self.extents,
+        )
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
@@ -285,7 +317,7 @@ class Order:
                     source.source,
                     reader,
                     self._encoder(source_id, reader, engine),
-                    source.epochs,
+                    self.config.epochs[source_id],
                     self.excluded.of(source.source),
                 ),
                 source_state,
@@ -297,6 +329,10 @@ class Order:
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return packer
+
+    def encoder(self, source_id: int, reader: Source) -> Encoder:
+        """What makes tokens of a source's rows, for a reader of it."""
+        return self._encoder(source_id, reader, self._load_engine())
 
     def _encoder(self, source_id: int, reader: Source, engine: Engine | None) -> Encoder:
         source = self.config.sources[source_id]
@@ -455,6 +491,19 @@ def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
     return config.add_bos if source.add_bos is None else source.add_bos
 
 
+def _check_not_empty(spec: str, source: Source) -> None:
+    """Reads no further than the first row, or a footer."""
+    if isinstance(source, LinesSource):
+        empty = not len(_first_rows(source))
+    else:
+        empty = not any(source.row_count(shard) for shard in range(len(source.shards)))
+    if empty:
+        raise SourceError(
+            f"{spec}: has no rows in any of its {len(source.shards)} files; take it out of the mixture, or check that "
+            "its files are complete"
+        )
+
+
 def _first_rows(source: Source) -> pa.Array:
     for shard in range(len(source.shards)):
         for rows in source.read(shard, 0):
@@ -484,7 +533,7 @@ def _default_of(path: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list) and isinstance(value[0], dict):
         # Children, of which one list has more: their names tell which.
         return f"{len(value)}: " + ", ".join(child.get("source", child.get("policy", "?")) for child in value)
     text = json.dumps(value, ensure_ascii=False)

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from tokenloom_server.config import Child, NodeConfig, RunConfig, SourceConfig, explain
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.mixing.credits import carried
+from tokenloom_server.mixing.round_robin import levelled
 from tokenloom_server.mixing.weights import integer_weights
 from tokenloom_server.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.state import ChildState, SourceState, State
@@ -80,9 +82,8 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     for source in config.sources:
         if source.source not in seen:
             parent = kept_nodes.get(parents[source.id], root)
-            # Under a policy without weights none may stand, of no matter whom.
-            weight = {} if parent["policy"] not in ("round_robin", "sequential") else {"weight": 1.0}
-            parent["children"].append(source.model_dump() | {"presence": "dropped"} | weight)
+            # Which weights it may have is its new siblings' policy's to say, and it needs none.
+            parent["children"].append(source.model_dump() | {"presence": "dropped", "weight": 1.0})
     return _validated(config, root, sequence_length)
 
 
@@ -146,11 +147,10 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
     their proportions, so that the new shares hold at once. A source that may give more than before (its ids are in
     ``grown`` where it got files) is no longer exhausted.
     """
-    was = {source.id: source for source in old.sources}
     sources = []
     for source in new.sources:
-        known = state.sources[source.id] if source.id in was else SourceState()
-        if known.exhausted and (source.id in grown or _may_give_more(was[source.id], source)):
+        known = state.sources[source.id] if source.id < len(old.sources) else SourceState()
+        if known.exhausted and (source.id in grown or _may_give_more(old, new, source.id)):
             known = replace(known, exhausted=False, dropped_tokens=0)
         sources.append(known)
     before = {
@@ -169,8 +169,14 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
             else:
                 own = sources[child.id]
                 children.append(ChildState(own.samples, own.tokens, 0, own.exhausted))
-        owed = _credits(node, old_nodes.get(node.id), children, before.get(node.id, {}))
-        found[node.id] = tuple(replace(child, credit=credit) for child, credit in zip(children, owed, strict=True))
+        was, known = old_nodes.get(node.id), before.get(node.id, {})
+        kept = tuple(known.get(_key(child), ChildState()) for child in node.children)
+        if was == node and [child.exhausted for child in kept] == [child.exhausted for child in children]:
+            # Nothing happens here: what the policy keeps stays.
+            found[node.id] = kept
+        else:
+            owed = _credits(node, was, children, known, new.sequence_length)
+            found[node.id] = tuple(replace(child, credit=credit) for child, credit in zip(children, owed, strict=True))
         return ChildState(
             sum(child.samples for child in children),
             sum(child.tokens for child in children),
@@ -187,34 +193,30 @@ def _credits(
     was: NodeConfig | None,
     children: Sequence[ChildState],
     before: Mapping[tuple[type, int], ChildState],
-) -> list[int]:
+    sample_tokens: int,
+) -> Sequence[int]:
     """What each child is owed from now on."""
     if node.policy == "round_robin":
         return _turns(node, was, children, before)
     if node.policy != "least_consumed" or was is None or was.policy != node.policy:
+        # Nothing is owed under the others, or they make their weights, and with them all credits, anew.
         return [0] * len(children)
-    old_weights = integer_weights([child.weight for child in was.children])
-    old_total = sum(
-        weight
-        for weight, child in zip(old_weights, was.children, strict=True)
-        if child.presence == "live" and not before[_key(child)].exhausted
+    old_weights = dict(zip(map(_key, was.children), _in_force(was, before), strict=True))
+    now = {_key(child): state for child, state in zip(node.children, children, strict=True)}
+    owed = [before[key].credit if (key := _key(child)) in before else 0 for child in node.children]
+    found = carried(
+        owed, [old_weights.get(_key(child), 0) for child in node.children], _in_force(node, now), sample_tokens
     )
-    weights = integer_weights([child.weight for child in node.children])
-    live = [
-        i
-        for i, (child, child_state) in enumerate(zip(node.children, children, strict=True))
-        if child.presence == "live" and not child_state.exhausted
+    return list(found)
+
+
+def _in_force(node: NodeConfig, states: Mapping[tuple[type, int], ChildState]) -> list[int]:
+    """Integer weights by child; 0 for one that gets nothing."""
+    weights = integer_weights([child.weight if isinstance(child.weight, float) else 1.0 for child in node.children])
+    return [
+        weight if child.presence == "live" and not states[_key(child)].exhausted else 0
+        for weight, child in zip(weights, node.children, strict=True)
     ]
-    total = sum(weights[i] for i in live)
-    owed = [before[_key(child)].credit if _key(child) in before else 0 for child in node.children]
-    if not live or not old_total:
-        return owed
-    for i in live:
-        owed[i] = owed[i] * total // old_total
-    rest = -sum(owed[i] for i in live)
-    for i in live:
-        owed[i] += rest * weights[i] // total
-    return owed
 
 
 def _turns(
@@ -222,26 +224,24 @@ def _turns(
     was: NodeConfig | None,
     children: Sequence[ChildState],
     before: Mapping[tuple[type, int], ChildState],
-) -> list[int]:
-    """Under ``round_robin`` a child's turns are its samples and its credit: whoever comes (back) joins in the present
-    round, instead of having all past ones to make up for."""
-    same = was is not None and was.policy == node.policy
-    took_part = (
-        {_key(child) for child in was.children if child.presence == "live"} if same and was is not None else set()
-    )
-    goes_on = [_key(child) in took_part and not before[_key(child)].exhausted for child in node.children]
-    owed = [before[_key(child)].credit if on else 0 for child, on in zip(node.children, goes_on, strict=True)]
-    turns = [child.samples + credit for child, credit, on in zip(children, owed, goes_on, strict=True) if on]
-    present = min(turns, default=0)
-    return [
-        credit if on else present - child.samples for child, credit, on in zip(children, owed, goes_on, strict=True)
+) -> Sequence[int]:
+    """Under ``round_robin``, the turns of a child that went by before it joined."""
+    old = {_key(child): child for child in was.children} if was is not None and was.policy == node.policy else {}
+    took_part = [
+        (key := _key(child)) in old and old[key].presence == "live" and not before[key].exhausted
+        for child in node.children
     ]
+    takes_part = [
+        child.presence == "live" and not state.exhausted for child, state in zip(node.children, children, strict=True)
+    ]
+    joined = [before[key].credit if (key := _key(child)) in old else 0 for child in node.children]
+    return levelled([child.samples for child in children], joined, took_part, takes_part)
 
 
-def _may_give_more(was: SourceConfig, now: SourceConfig) -> bool:
-    if now.epochs > was.epochs:
+def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
+    if new.epochs[source] > old.epochs[source]:
         return True
-    least, most = getattr(was, "max_tokens", None), getattr(now, "max_tokens", None)
+    least, most = old.sources[source].max_tokens, new.sources[source].max_tokens
     return least is not None and (most is None or most > least)
 
 

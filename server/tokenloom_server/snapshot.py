@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from tokenloom_proto.seal import canonical, seal_texts, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
 
 FORMAT = "tokenloom/snapshot"
@@ -30,8 +31,22 @@ _Digest = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 _Natural = Annotated[int, _Count]
-#: Samples, tokens, credit, exhausted.
-_Child = tuple[_Natural, _Natural, int, Annotated[int, Field(ge=0, le=1)]]
+_Flag = Annotated[int, Field(ge=0, le=1)]
+#: Samples, tokens, credit, exhausted; and where the node's policy makes the weights itself: weight, total.
+_Child = tuple[_Natural, _Natural, int, _Flag]
+_WeighedChild = tuple[_Natural, _Natural, int, _Flag, Annotated[int, Field(ge=0, le=MAX_SUM)], _Natural]
+
+
+_KINDS = ("plain", "weighed")
+
+
+def _child_kind(child: object) -> str:
+    return _KINDS[isinstance(child, list | tuple) and len(child) == 6]
+
+
+_AnyChild = Annotated[
+    Annotated[_Child, Tag("plain")] | Annotated[_WeighedChild, Tag("weighed")], Discriminator(_child_kind)
+]
 
 
 class _Strict(BaseModel):
@@ -75,8 +90,8 @@ class _ResumeState(_Strict):
     digest: str = _Digest
     total_tokens: int = _Count
     datasets: list[_Dataset]
-    #: By node, as in ``mixture``, by child: [samples, tokens, credit, exhausted (0 or 1)].
-    nodes: list[list[_Child]]
+    #: By node, as in ``mixture``, by child.
+    nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
     mixture: list[_Node] | None = None
     #: The revision in force, and those before the next state boundary.
@@ -176,12 +191,16 @@ def encode_state(state: State, shape: Shape, revisions: Sequence[Mapping[str, An
             "digest": digest_hex(state.digest),
             "total_tokens": state.total_tokens,
             "datasets": datasets,
-            "nodes": [
-                [[child.samples, child.tokens, child.credit, int(child.exhausted)] for child in children]
-                for children in state.nodes
-            ],
+            "nodes": [_encode_node(children) for children in state.nodes],
         }
     )
+
+
+def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
+    rows = [[child.samples, child.tokens, child.credit, int(child.exhausted)] for child in children]
+    if any(child.weight or child.total for child in children):
+        rows = [[*row, child.weight, child.total] for row, child in zip(rows, children, strict=True)]
+    return rows
 
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
@@ -286,7 +305,7 @@ def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
     _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
     sources = _sources(resume, shape)
     nodes = tuple(
-        tuple(ChildState(samples, tokens, credit, bool(out)) for samples, tokens, credit, out in children)
+        tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
         for children in resume.nodes
     )
     _check_nodes(nodes, sources, resume.sample_index, shape)
@@ -400,5 +419,5 @@ def _check_nodes(
 
 def _explain(error: ValidationError) -> str:
     fault = error.errors()[0]
-    field = re.sub(r"\.(?=\.)", "", ".".join(str(part) for part in fault["loc"]))
+    field = re.sub(r"\.(?=\.)", "", ".".join(str(part) for part in fault["loc"] if part not in _KINDS))
     return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"

@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mixing",),
         ("pipeline",),
         ("ledger", "snapshot", "readahead", "isolated", "suspects", "revision", "exclusions"),
-        ("careful",),
+        ("careful", "extents"),
         ("order", "run"),
         ("course",),
         ("host",),

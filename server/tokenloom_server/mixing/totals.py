@@ -1,0 +1,51 @@
+"""How many samples a source will have given at its end: an estimate, in integers, from what a state counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from tokenloom_server.state import MAX_COUNTER
+
+
+class Extent(Protocol):
+    """One epoch of a source, measured once, when the run is created."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def tokens_per_1000_rows(self) -> int:
+        """With begin- and end-of-text ids; decides until the first row was picked to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTotal:
+    """A source's total. ``rows``: those of all its epochs, None where they have no end; ``max_tokens``: its own."""
+
+    rows: int | None
+    tokens_per_1000_rows: int
+    max_tokens: int | None
+    sample_tokens: int
+
+    def at(self, samples: int, tokens: int, rows: int, offset: int) -> int:
+        """In samples, at least one more than were picked; from what was picked since the run began, of which the
+        last ``offset`` tokens belong to a row that is not at its end."""
+        rest = MAX_COUNTER
+        if self.rows is not None:
+            done = tokens - offset
+            if rows and done > 0:
+                rest = self.rows * done // rows - tokens
+            else:
+                rest = self.rows * self.tokens_per_1000_rows // 1000 - tokens
+        if self.max_tokens is not None:
+            rest = min(rest, self.max_tokens - tokens)
+        return samples + max(1, rest // self.sample_tokens)
+
+
+def rows_of(extent: Extent, epochs: float) -> int:
+    """The rows of all epochs, of a fraction of one the part that is read. Epochs have an end."""
+    whole, fraction = divmod(Fraction(repr(epochs)), 1)
+    return whole * extent.rows + math.ceil(fraction * extent.rows)
