@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.corpora import CODE, ROWS, flat, order_of, write_corpus
 from support.memory_service import run_report, run_stats, source_stats
 from tokenloom_server.accounts import lineage_of, skipped_before, unique_tokens
 from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.model_card import markdown
+from tokenloom_server.opening import JoinCall
 from tokenloom_server.order import Order
 from tokenloom_server.receipt import ExclusionReport, GenerationReport, Range, RevisionReport
+from tokenloom_server.run import Delivery
+from tokenloom_server.service import Runs
 from tokenloom_server.state import State
 from tokenloom_server.stats import SourceStats
 
@@ -78,6 +83,36 @@ def _check(state: State, epochs: float) -> Any:
         assert found.tokens == pytest.approx(truth, rel=0.2), "by rows, which are of similar length in the mean"
         assert found.tokens <= state.sources[0].tokens
     return found
+
+
+def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: Path, tmp_path: Path) -> None:
+    document = flat([CODE])
+    document["mixture"]["children"][0] |= {"epochs": 3, "max_tokens": 800}
+    path = folder / "limited.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    ledger = SqliteLedger(tmp_path / "ledger.db")
+    runs = Runs(ledger)
+    try:
+        served = runs.add(path, None)
+        host = served.host
+        call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
+        session = host.attach(host.uid, served.opener.join(call).opening.generation, 0, "n", 0, 0)
+        host.progress(session, 0, 1000)
+        found = host.next_for(session, 20.0, lambda: False)
+        while isinstance(found, Delivery):
+            host.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
+            found = host.next_for(session, 20.0, lambda: False)
+        host.finish(session, 20.0)
+        report = runs.report("test")
+    finally:
+        runs.stop()
+        ledger.close()
+    assert report.total_tokens == 800 > EPOCH
+    assert report.ended is not None
+    assert "max_tokens" in report.ended
+    (source,) = report.sources
+    assert source.epochs == pytest.approx(800 / EPOCH, rel=0.1)
+    assert (source.unique_tokens, source.unique_is_exact) == (pytest.approx(EPOCH, rel=0.1), False)
 
 
 def opening(generation: int, parent: int, start: int) -> Opening:

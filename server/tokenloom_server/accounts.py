@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config import RunConfig
 from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.figures import Figures
@@ -183,18 +182,11 @@ def _is_steady(course: Course, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
     orders = [stretch.order for stretch in course.stretches if stretch.begin <= index]
     found = [
-        (order.shards[source], *_limits(order.config, source), order.excluded.count(order.specs[source]))
+        (order.shards[source], order.config.epochs[source], order.excluded.count(order.specs[source]))
         for order in orders
         if source < len(order.specs)
     ]
-    return all(each == found[0] for each in found) and found[0][2] is None
-
-
-def _limits(config: RunConfig, source: int) -> tuple[float, int | None]:
-    """How often a source is read, those above it counted in, and the tokens at which it ends before that."""
-    own = config.sources[source]
-    by_source: Sequence[float] | None = getattr(config, "epochs", None)
-    return own.epochs if by_source is None else by_source[source], getattr(own, "max_tokens", None)
+    return all(each == found[0] for each in found) and course.at(index).config.sources[source].max_tokens is None
 
 
 def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = True) -> Unique:

@@ -139,7 +139,10 @@ class Figures:
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
-            epoch=epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            # One that ended by its tokens stands where its cursor does.
+            epoch=epochs
+            if state.exhausted and not unlimited and config.max_tokens is None
+            else state.cursor.epoch + done,
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
