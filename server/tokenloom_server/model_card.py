@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from tokenloom_proto.seal import canonical
+
 from tokenloom_server.receipt import GenerationReport, Range, RevisionReport, RunReport, SourceReport
 
 
@@ -17,8 +19,12 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield f"## Training data of {_code(report.run)}"
     yield ""
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
+    samples = report.sample_index - sum(skipped.behind - skipped.first for skipped in report.skipped)
+    length = f"{report.sequence_length:,}"
+    one = report.consumed_tokens == samples * report.sequence_length
+    of_length = f"of {length}" if one else f"(of {length} tokens by now; phases before had others)"
     yield (
-        f"{report.total_tokens:,} tokens in {report.sample_index:,} samples of {report.sequence_length:,}{over}. "
+        f"{report.consumed_tokens:,} tokens in {samples:,} samples {of_length}{over}. "
         f"{_unique(report.unique_tokens, report.unique_is_exact)} of them unique: tokens of rows that were read, "
         "each row counted once."
     )
@@ -45,6 +51,7 @@ def _lines(report: RunReport) -> Iterator[str]:
             ("order version", str(report.order_version)),
             ("digest of all samples", _code(report.digest)),
             ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
+            *((("forked from", canonical(report.parent_run)),) if report.parent_run else ()),
             ("software", ", ".join(f"{name} {version}" for name, version in report.software.items())),
             ("run", f"uid {_code(report.run_uid)}, stream {_code(report.stream)}"),
         ),

@@ -152,6 +152,9 @@ class RunReport(_Figures):
     """Unix time, seconds."""
     sample_index: int
     total_tokens: int
+    """Of the order up to there; what restores skipped is in it."""
+    consumed_tokens: int
+    """Without that: what trainers got, and the sum over the sources."""
     unique_tokens: int
     """The sum over the sources."""
     unique_is_exact: bool
@@ -174,6 +177,8 @@ class RunReport(_Figures):
     """The mixture in force, as a mixture file has it."""
     sources: list[SourceReport]
     generations: list[GenerationReport]
+    parent_run: dict[str, Any] | None
+    """About the run that this one was forked from; null where it was not."""
     skipped: list[Range]
     """What of the order was jumped over by restores, and given to no trainer."""
     revisions: list[RevisionReport]
