@@ -99,7 +99,10 @@ class Peeks:
         self._host.require_lead()
         with self._place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
-                state = self._state_at(int(call.resume), interrupted)
+                index = int(call.resume)
+                state = self._advance(self._nearest(index), index, interrupted)
+                if state.sample_index < index:
+                    raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
                 state = self._history.forward(point, lambda base, index: self._advance(base, index, interrupted))
@@ -112,7 +115,9 @@ class Peeks:
         does."""
         self._host.require_lead()
         with self._place():
-            state = self._state_at(index, lambda: self.stopping)
+            state = self._advance(self._nearest(index), index, lambda: self.stopping)
+            if state.sample_index < index:
+                raise _beyond_the_end(index, state)
             self.remember(state)
             return state
 
@@ -227,12 +232,6 @@ class Peeks:
                 f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
                 f"(committed: {committed.sample_index if committed is not None else 0})"
             )
-        return state
-
-    def _state_at(self, index: int, interrupted: Callable[[], bool]) -> State:
-        state = self._advance(self._nearest(index), index, interrupted)
-        if state.sample_index < index:
-            raise _beyond_the_end(index, state)
         return state
 
     def _advance(self, state: State, index: int, interrupted: Callable[[], bool]) -> State:

@@ -49,6 +49,8 @@ class ServeOptions:
     base_dir: Path = Path()
     """Where relative paths of ledger and line indexes begin, unless there is a mixture file."""
     standby: bool = False
+    #: Why a mixture file that differs from the mixture in force is to be a revision; None: it is refused.
+    revise: str | None = None
     lease_s: float = 15.0
     liveness_s: float = 15.0
     rank_timeout_s: float = 300.0
@@ -92,11 +94,11 @@ class Server:
             # What a killed server left there; with the ports in hand, it is not another's.
             _remove_ready(options.ready_file)
         for path in options.mixtures:
-            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER)
+            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER, options.revise)
         if options.mixture is not None:
             folder = options.base_dir.resolve()
             index_dir = options.index_dir or folder / INDEX_FOLDER
-            runs.add_mixture(options.mixture, folder, index_dir, where="--dataset-mix")
+            runs.add_mixture(options.mixture, folder, index_dir, options.revise, where="--dataset-mix")
         self._grpc.start(runs)
         if options.ready_file is not None:
             self._ready_file = options.ready_file

@@ -21,15 +21,15 @@ from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
-from tokenloom_server.ledger.base import Ledger, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger, StoredRevision, StoredRun, StoredSnapshot
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
-from tokenloom_server.order import Order
+from tokenloom_server.order import Order, began_with, differences, refuse
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
-from tokenloom_server.revision import as_file
+from tokenloom_server.revision import as_file, differences_of_files
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
@@ -82,14 +82,18 @@ class Runs:
         self._data_roots = data_roots
         self._runs: dict[str, ServedRun] = {}
 
-    def add(self, path: Path, index_dir: Path | None) -> ServedRun:
+    def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
         """Brings up the run of a mixture file; see ``add_mixture``."""
         self._refuse_one_too_many(str(path))
-        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, where=str(path))
+        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, revise, where=str(path))
 
-    def add_mixture(self, found: RunConfig, base_dir: Path, index_dir: Path | None, *, where: str) -> ServedRun:
+    def add_mixture(
+        self, found: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
+    ) -> ServedRun:
         """Brings up the run of a mixture: a new one is recorded, a known one is taken over once its lease lapsed.
         ``where`` says in errors where the mixture stands.
+
+        ``revise``: where the mixture differs from the one in force, why that is to be a revision.
 
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
@@ -105,9 +109,10 @@ class Runs:
         if stored is None:
             order = Order.create(found, base_dir, index_dir, self._data_roots)
             stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
+        change = None
         if order is None or order.record() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
-            order = Order.load(found, base_dir, index_dir, stored.record, self._data_roots)
+            order, change = self._load(found, base_dir, index_dir, stored, revise)
         for warning in order.warnings():
             _log.warning("%s: %s", found.run, warning)
         host = Host(order, self._ledger, stored.uid, self._terms)
@@ -118,6 +123,8 @@ class Runs:
         self._runs[found.run] = served
         host.start(Producer(host), Committer(host))
         leadership.start()
+        if change is not None:
+            served.revising.revise(change)
         return served
 
     def _refuse_one_too_many(self, where: str) -> None:
@@ -125,6 +132,30 @@ class Runs:
             raise LimitExceeded(
                 f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
             )
+
+    def _load(
+        self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
+    ) -> tuple[Order, MixtureChange | None]:
+        """The order of a known run, and the change that its mixture file asks for."""
+        different = differences(found, stored.record)
+        if not different:
+            return Order.load(found, base_dir, index_dir, stored.record, self._data_roots), None
+        refuse(found, {field: both for field, both in different.items() if not field.startswith("mixture.")})
+        order = Order.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
+        course = Course(order, self._ledger.revisions(stored.uid, stored.stream))
+        in_force = course.stretches[-1].order.config
+        # A file that was brought up to date behind a revision differs from the record, and from nothing in force.
+        if not differences_of_files(in_force, found):
+            return order, None
+        if revise is None:
+            refuse(found, different)
+        if self._standby:
+            raise ConfigError(
+                f"the mixture file of run {found.run!r} differs from the mixture in force, and a server that stands by "
+                "cannot revise it: start it without --standby, or without --revise and with the old file"
+            )
+        assert revise is not None
+        return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(found))
 
     def get(self, run: str) -> ServedRun:
         """Raises ``NotFound``, naming the runs that are served."""
