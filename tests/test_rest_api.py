@@ -366,7 +366,7 @@ def test_poison_is_refused_on_every_route(http: httpx.Client, service: MemorySer
 
 def test_every_post_route_refuses_what_the_guard_refuses(http: httpx.Client, service: MemoryService) -> None:
     writes = [(method, path.format(run=RUN, number=1)) for path, method, _ in operations(http) if method != "get"]
-    assert len(writes) == 4
+    assert len(writes) == 5
     for each in writes:
         plain = {"content-type": "text/plain"}
         problem(http.request(*each), 415, "ContentTypeRequired")
@@ -529,6 +529,7 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
         "GET /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots/{snapshot_id}",
         "POST /v1/runs/{run}/restore",
+        "POST /v1/runs/{run}/fork",
         "GET /v1/runs/{run}/samples/{index}",
         "GET /v1/runs/{run}/steps/{step}",
         "GET /v1/runs/{run}/mixture",

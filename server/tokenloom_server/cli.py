@@ -738,6 +738,59 @@ def _snapshot_text(path: Path) -> str:
 
 
 @app.command()
+def fork(
+    url: Annotated[str, _REST_URL],
+    run: Annotated[str, typer.Option(help="The new run; its mixture file is served already.")],
+    parent: Annotated[
+        str | None,
+        typer.Option("--from", help="The run that it begins from, served there, too.", show_default=False),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="Where that run stood; what it has committed if not given.", show_default=False),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --from: a file with its snapshot, or with what state_dict() gave, as JSON.",
+            show_default=False,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+        ),
+    ] = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Begin a run where another one stands: a branch off one checkpoint, with a mixture of its own.
+
+    Sources that both mixtures have go on where they stood; others begin at their first row. Sample index, tokens and
+    rolling digest go on. The first launch of the new run then joins without a state; in a trainer,
+    RemoteDataset(…, fork_from=state_dict) does the same.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if (parent is None) == (state is None):
+            raise ConfigError("give one of --from and --state")
+        remote = Remote(
+            url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, control=True
+        )
+        text = _snapshot_text(state) if state is not None else None
+        point = remote.fork(run, parent=parent, sample_index=sample, snapshot=text)
+    except TokenloomError as error:
+        _fail(error)
+    _console().print(
+        f"{run}: begins at sample {point.sample_index:,} (digest {point.digest}), with the first launch",
+        highlight=False,
+    )
+
+
+@app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
     steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,

@@ -59,8 +59,13 @@ class Origin:
     state: str = ""
 
     def to_json(self) -> str:
-        """Canonical JSON, which ``Origin(**json.loads(…))`` reads."""
+        """Canonical JSON, as an opening keeps it."""
         return str(canonical(asdict(self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Origin | None:
+        """Reads ``to_json``; None for the empty text of a run that was not forked."""
+        return cls(**json.loads(text)) if text else None
 
 
 class Course:
@@ -115,7 +120,18 @@ class Course:
 
     def initial(self) -> State:
         """The state before the first sample."""
-        return self.at(0).initial() if self.origin is None else self.decode(self.origin.state)
+        origin = self.origin
+        if origin is None:
+            return self.at(0).initial()
+        if origin.state:
+            return self.decode(origin.state)
+        # Of use for figures alone: nobody can begin there (see ``History.beginning``).
+        return replace(
+            self.at(0).initial(),
+            sample_index=origin.sample_index,
+            total_tokens=origin.total_tokens,
+            digest=int(origin.digest, 16),
+        )
 
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
         """As ``Order.pipeline``; goes over from stretch to stretch by itself."""

@@ -122,6 +122,11 @@ class Remote:
         """What a model card needs to say about a run's data."""
         return self._read(RunReport, self._get(f"{_path(run)}/report"))
 
+    def fork(self, run: str, **asked: str | int | None) -> ResumePoint:
+        """Pins where a run that has not begun begins. ``asked``: the body, as the route has it."""
+        body = json.dumps({name: value for name, value in asked.items() if value is not None}).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/fork", body, timeout_s=_RESTORE_TIMEOUT_S))
+
     def _read(self, kind: type[_Document], body: bytes) -> _Document:
         try:
             return kind.model_validate_json(body)

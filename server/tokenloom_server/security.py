@@ -58,6 +58,7 @@ ROUTES: Mapping[tuple[str, str], Scope] = {
     ("POST", "/v1/runs/{run}/restore"): Scope.CONTROL,
     ("GET", "/v1/runs/{run}/samples/{index}"): Scope.READ,
     ("GET", "/v1/runs/{run}/steps/{step}"): Scope.READ,
+    ("POST", "/v1/runs/{run}/fork"): Scope.CONTROL,
     ("GET", "/v1/runs/{run}/mixture"): Scope.READ,
     ("PATCH", "/v1/runs/{run}/mixture"): Scope.CONTROL,
     ("DELETE", "/v1/runs/{run}/mixture/revisions/{number}"): Scope.CONTROL,

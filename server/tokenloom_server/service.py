@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenloom_server import config
@@ -18,6 +18,7 @@ from tokenloom_server.course import Course
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
+from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
@@ -52,15 +53,17 @@ _ANYWHERE = DataRoots()
 class ServedRun:
     """One run with everything that answers for it."""
 
-    def __init__(self, host: Host, leadership: Leadership) -> None:
+    def __init__(self, host: Host, leadership: Leadership, other: Callable[[str], History | None]) -> None:
+        """``other`` finds another run of the server."""
         self.host = host
         self.leadership = leadership
         self.history = History(host)
-        self.opener = Opener(host, self.history)
+        self.revising = Revising(host)
+        self.forking = Forking(host, self.history, other)
+        self.opener = Opener(host, self.history, self.revising, self.forking)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
-        self.revising = Revising(host)
         self.traces = Traces(host, self.history, self.peeks)
 
 
@@ -124,7 +127,7 @@ class Runs:
         leadership = Leadership(host, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
-        served = ServedRun(host, leadership)
+        served = ServedRun(host, leadership, self._history_of)
         self._runs[found.run] = served
         host.start(Producer(host), Committer(host))
         leadership.start()
@@ -161,6 +164,10 @@ class Runs:
             )
         assert revise is not None
         return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(found))
+
+    def _history_of(self, run: str) -> History | None:
+        served = self._runs.get(run)
+        return served.history if served is not None else None
 
     def get(self, run: str) -> ServedRun:
         """Raises ``NotFound``, naming the runs that are served."""
@@ -287,6 +294,37 @@ class Runs:
         self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
     ) -> TracedStep:
         return self.get(run).traces.step(step, rank, generation, text)
+
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        served = self.get(run)
+        host = served.host
+        host.require_lead()
+        if (parent is None) == (text is None):
+            raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
+        if parent is not None:
+            self.get(parent).host.require_lead()
+            text, _ = self.get(parent).history.snapshot(sample_index)
+        elif sample_index is not None:
+            raise ConfigError("a snapshot has its own sample index: leave sample_index out")
+        assert text is not None
+        stored = host.ledger.read_run(run, host.stream)
+        if stored is not None and stored.opening is not None:
+            raise ConfigError(
+                f"run {run!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give it "
+                "another name in its mixture file"
+            )
+        own = served.forking.fork(text)
+        host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(own, 0))
+        point = served.history.parse(own)
+        _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
+        return ResumePoint(
+            sample_index=point.sample_index,
+            digest=point.digest,
+            skipped_samples=0,
+            start_index=point.sample_index,
+        )
 
     def mixture(self, run: str) -> MixtureInfo:
         host = self.get(run).host

@@ -240,6 +240,12 @@ class RunService(Protocol):
         Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
         """
 
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
+        one), or as the snapshot ``text`` of another run says."""
+
     def mixture(self, run: str) -> MixtureInfo: ...
 
     def revise(self, run: str, change: MixtureChange) -> RevisionInfo:

@@ -350,6 +350,12 @@ class MemoryService:
             ],
         )
 
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        stats = self.stats(parent or run)
+        return self.restore(run, sample_index=stats.sample_index if sample_index is None else sample_index)
+
     def mixture(self, run: str) -> MixtureInfo:
         stats = self.stats(run)
         return MixtureInfo(

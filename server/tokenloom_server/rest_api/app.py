@@ -25,6 +25,7 @@ from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
     Alive,
     ErrorBody,
+    ForkRequest,
     Ready,
     RestoreRequest,
     RunList,
@@ -313,6 +314,34 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         text: Text = False,
     ) -> TracedStep:
         return service.trace_step(run, step, rank=rank, generation=generation, text=text)
+
+    @app.post(
+        "/v1/runs/{run}/fork",
+        summary="Begin a run where another one stands",
+        description="The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and "
+        "rolling digest go on. Nothing moves until the first trainer opens the run, which is to bring no state.",
+        tags=["snapshots"],
+        responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
+    )
+    def fork(
+        run: RunName,
+        request: Annotated[
+            ForkRequest,
+            Body(
+                openapi_examples={
+                    "run": {
+                        "summary": "Where a run of this server stood",
+                        "value": {"parent": "base", "sample_index": 4096},
+                    },
+                    "text": {
+                        "summary": "A snapshot out of a checkpoint",
+                        "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
+                    },
+                }
+            ),
+        ],
+    ) -> ResumePoint:
+        return service.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)
 
     @app.get(
         "/v1/runs/{run}/mixture",
