@@ -20,6 +20,7 @@ from tokenloom_server.errors import (
     NotFound,
     OrderMismatch,
     ServerStopping,
+    SnapshotInvalid,
     TooManyPeeks,
 )
 from tokenloom_server.host import Waiting
@@ -512,3 +513,23 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         whole = Rank0(served, "c", resume="fresh").train(90)
         assert {at: whole.samples[at] for at in range(68, 90)} == {at: behind.samples[at] for at in range(68, 90)}
         assert {at: whole.samples[at] for at in range(8)} == {at: rank.samples[at] for at in range(8)}
+
+
+def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+        first = Rank0(served, "a").train(4)
+        text, _ = served.history.snapshot(4)
+        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        for to in range(8, 60, 4):
+            first.train(to)
+        told_as_received(served, first, range(56))
+        second = Rank0(served, "b", text.encode()).train(5)
+        told_as_received(served, first, range(56), 1)
+        served.revising.drop(1)
+        told_as_received(served, second, range(4, 5))
+        for at in (index - 1, index, 50):
+            with pytest.raises(SnapshotInvalid, match="a revision was dropped"):
+                served.traces.sample(at, 1, False)
