@@ -103,6 +103,19 @@ def test_stats_are_the_services_figures(http: httpx.Client, service: MemoryServi
     assert answer.json() == service.runs[RUN].model_dump(mode="json")
 
 
+def test_a_receipt_is_of_the_index_that_is_asked_for_or_of_the_committed_one(http: httpx.Client) -> None:
+    assert http.get(f"/v1/runs/{RUN}/receipt").json()["sample_index"] == 4096
+    assert http.get(f"/v1/runs/{RUN}/receipt?sample_index=12").json()["digest"] == f"{12:032x}"
+    for index, status in ((4097, 416), (-1, 422), (2**53, 422), ("NaN", 422), ("1.5", 422), ("", 422)):
+        answer = http.get(f"/v1/runs/{RUN}/receipt?sample_index={index}")
+        problem(answer, status, {416: "BeyondHorizon", 422: "InvalidRequest"}[status])
+    assert http.get("/v1/runs/other/receipt").status_code == 404
+
+
+def test_a_report_is_the_services(http: httpx.Client, service: MemoryService) -> None:
+    assert http.get(f"/v1/runs/{RUN}/report").json() == service.report(RUN).model_dump()
+
+
 def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Client, service: MemoryService) -> None:
     saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 4100})
     assert saved.status_code == 201
@@ -510,6 +523,8 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
     assert paths == {
         "GET /v1/runs",
         "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/receipt",
+        "GET /v1/runs/{run}/report",
         "POST /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots/{snapshot_id}",

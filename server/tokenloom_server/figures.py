@@ -10,7 +10,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
-from tokenloom_server.state import SourceState
+from tokenloom_server.state import SourceState, State
 from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
 
 #: Rates and window shares look back this far, seconds.
@@ -108,6 +108,15 @@ class Figures:
             ),
         )
 
+    def sources(self, committed: Commit, state: State) -> list[SourceStats]:
+        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it."""
+        order = self._host.course.at(state.sample_index)
+        shares, consumed = target_shares(order.config, order.extents), _consumed(committed)
+        return [
+            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i])
+            for i, source in enumerate(state.sources)
+        ]
+
     def _source(
         self,
         order: Order,
@@ -139,7 +148,10 @@ class Figures:
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
-            epoch=epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            # One that ended by its tokens stands where its cursor does.
+            epoch=epochs
+            if state.exhausted and not unlimited and config.max_tokens is None
+            else state.cursor.epoch + done,
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,

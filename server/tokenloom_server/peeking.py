@@ -118,6 +118,19 @@ class Peeks:
             self.remember(generation, state, course)
             return PeekStart(uid=self._host.uid, generation=generation, state=state)
 
+    def state_at(self, index: int) -> State:
+        """The state at a sample index, remembered: who searches for one asks near by again. Raises what ``join``
+        does."""
+        self._host.require_lead()
+        course = self._host.course
+        with self.place():
+            found = self.nearest(index)
+            state = self.advance(found.state, index, lambda: self.stopping, course)
+            if state.sample_index < index:
+                raise _beyond_the_end(index, state)
+            self.remember(found.generation, state, course)
+            return state
+
     @contextmanager
     def open(self, uid: str, index: int, batch_size: int, digest: str = "") -> Iterator[Peek]:
         """A stream of samples from ``index`` on, in steps of ``batch_size``; it is over with the context.

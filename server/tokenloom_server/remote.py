@@ -1,4 +1,4 @@
-"""A running server, asked over REST: figures, traces, restore."""
+"""A running server, asked over REST: figures, traces, receipts, reports, restore."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from tokenloom_proto.credentials import (
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.stats import ResumePoint, RunStats
 from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
 #: What goes forward to a sample may take so long, seconds: longer than the server tries (``tracing.MAX_FORWARD_S``).
-_FORWARD_TIMEOUT_S = 300.0
+_FORWARD_TIMEOUT_S = 900.0
 #: Going forward through what a restore skips, seconds: for as much as the server allows (``MAX_SKIPPED_TOKENS``).
 _RESTORE_TIMEOUT_S = 3600.0
 
@@ -90,7 +91,7 @@ class Remote:
         """The names of the server's runs."""
         return list(json.loads(self._get("/v1/runs"))["runs"])
 
-    def only_run(self, run: str | None) -> str:
+    def only_run(self, run: str | None = None) -> str:
         """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
         found = [run] if run is not None else self.runs()
         if len(found) != 1:
@@ -111,6 +112,15 @@ class Remote:
         """Pins where the next generation starts. ``asked``: the body, as the route has it."""
         body = json.dumps(asked).encode()
         return self._read(ResumePoint, self._get(f"{_path(run)}/restore", body, timeout_s=_RESTORE_TIMEOUT_S))
+
+    def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
+        """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
+        path = f"{_path(run)}/receipt{_query({'sample_index': sample_index})}"
+        return self._read(Receipt, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about a run's data."""
+        return self._read(RunReport, self._get(f"{_path(run)}/report"))
 
     def _read(self, kind: type[_Document], body: bytes) -> _Document:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenloom_server import config
+from tokenloom_server.accounts import Accounts
 from tokenloom_server.committer import Committer
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.course import Course
@@ -26,6 +27,7 @@ from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order, began_with, differences, refuse
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
@@ -57,6 +59,7 @@ class ServedRun:
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.accounts = Accounts(host, self.history, self.peeks, self.figures)
         self.revising = Revising(host)
         self.traces = Traces(host, self.history, self.peeks)
 
@@ -85,23 +88,26 @@ class Runs:
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
-        """Brings up the run of a mixture file: a new one is recorded, a known one is taken over once its lease lapsed.
+        """Brings up the run of a mixture file; see ``add_mixture``."""
+        self._refuse_one_too_many(str(path))
+        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, revise, where=str(path))
 
-        ``revise``: where the file's mixture differs from the one in force, why that is to be a revision.
+    def add_mixture(
+        self, found: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
+    ) -> ServedRun:
+        """Brings up the run of a mixture: a new one is recorded, a known one is taken over once its lease lapsed.
+        ``where`` says in errors where the mixture stands.
+
+        ``revise``: where the mixture differs from the one in force, why that is to be a revision.
 
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
         """
-        if len(self._runs) >= MAX_RUNS:
-            raise LimitExceeded(
-                f"{path}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
-            )
-        found = config.load(path)
+        self._refuse_one_too_many(where)
         if found.run in self._runs:
             raise ConfigError(
-                f"{path}: run {found.run!r} is served already, from another file; give each run its own name"
+                f"{where}: run {found.run!r} is served already, from another file; give each run its own name"
             )
-        base_dir = path.resolve().parent
         stream = "train"
         stored = self._ledger.read_run(found.run, stream)
         order = None
@@ -125,6 +131,12 @@ class Runs:
         if change is not None:
             served.revising.revise(change)
         return served
+
+    def _refuse_one_too_many(self, where: str) -> None:
+        if len(self._runs) >= MAX_RUNS:
+            raise LimitExceeded(
+                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+            )
 
     def _load(
         self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
@@ -182,6 +194,12 @@ class Runs:
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        return self.get(run).accounts.receipt(sample_index)
+
+    def report(self, run: str) -> RunReport:
+        return self.get(run).accounts.report()
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.traced import TracedSample, TracedStep
 
 
@@ -194,6 +195,12 @@ class RunService(Protocol):
     def names(self) -> list[str]: ...
 
     def stats(self, run: str) -> RunStats: ...
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about the run's data, of all that is committed."""
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""

@@ -10,6 +10,7 @@ from typing import Any
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
@@ -91,6 +92,88 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
     )
 
 
+_TOKENIZER = Tokenizer(engine="gigatoken", version="0.10.0", digest="ab" * 32)
+
+
+def run_receipt(stats: RunStats, index: int) -> Receipt:
+    return Receipt(
+        run=stats.run,
+        stream=stats.stream,
+        run_uid=stats.run_uid,
+        sample_index=index,
+        digest=digest_hex(index),
+        total_tokens=index * stats.sequence_length,
+        samples={source.spec: index // len(stats.sources) for source in stats.sources},
+        skipped=[],
+        revisions=[],
+        oldest_index=0,
+        committed_index=stats.sample_index,
+        seed=stats.seed,
+        order_version=1,
+        sequence_length=stats.sequence_length,
+        config_digest="cd" * 32,
+        manifest_digest="ef" * 32,
+        tokenizer=_TOKENIZER,
+    )
+
+
+def run_report(stats: RunStats, **fields: Any) -> RunReport:
+    sources = [
+        SourceReport(
+            id=source.id,
+            spec=source.spec,
+            alias=source.alias,
+            files=3,
+            bytes=12_345_678,
+            files_digest="0a" * 32,
+            samples=source.samples,
+            rows=source.rows,
+            tokens=source.tokens,
+            skipped_tokens=0,
+            excluded_rows=0,
+            share=source.actual_share,
+            target_share=source.target_share,
+            epochs=source.epoch,
+            unique_tokens=source.tokens,
+            unique_is_exact=True,
+            dropped_tokens=0,
+            exhausted=False,
+        )
+        for source in stats.sources
+    ]
+    document: dict[str, Any] = {
+        "run": stats.run,
+        "stream": stats.stream,
+        "run_uid": stats.run_uid,
+        "made_at": 1.8e9,
+        "sample_index": stats.sample_index,
+        "total_tokens": stats.total_tokens,
+        "consumed_tokens": stats.total_tokens,
+        "unique_tokens": stats.total_tokens,
+        "unique_is_exact": True,
+        "digest": stats.digest,
+        "ended": None,
+        "seed": stats.seed,
+        "order_version": 1,
+        "sequence_length": stats.sequence_length,
+        "packing": "concat",
+        "labels": "same",
+        "vocab_size": 50_257,
+        "tokenizer": _TOKENIZER,
+        "config_digest": "cd" * 32,
+        "manifest_digest": "ef" * 32,
+        "mixture": {"policy": "least_consumed"},
+        "sources": sources,
+        "generations": [],
+        "parent_run": None,
+        "skipped": [],
+        "revisions": [],
+        "exclusions": [],
+        "software": {"tokenloom": "0.1.0"},
+    }
+    return RunReport(**document | fields)
+
+
 @dataclass
 class MemoryService:
     """Set ``runs``, ``fault`` or ``reason`` from a test, at any time."""
@@ -124,6 +207,16 @@ class MemoryService:
             return self.runs[run]
         except KeyError:
             raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        stats = self.stats(run)
+        index = stats.sample_index if sample_index is None else sample_index
+        if index > stats.sample_index:
+            raise BeyondHorizon(f"sample index {index} is beyond the committed {stats.sample_index}")
+        return run_receipt(stats, index)
+
+    def report(self, run: str) -> RunReport:
+        return run_report(self.stats(run))
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         stats = self.stats(run)

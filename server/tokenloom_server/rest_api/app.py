@@ -20,6 +20,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.metrics import create_registry
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.page import page_routes
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
     Alive,
@@ -161,6 +162,35 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def read_stats(run: RunName) -> RunStats:
         return service.stats(run)
+
+    @app.get(
+        "/v1/runs/{run}/receipt",
+        summary="Which data a run had up to a sample index",
+        description="The rolling digest at any committed sample index, and what it depends on. Two runs with the same "
+        "digest at the same index had the same samples before it, on any topology. An index that is not at hand is "
+        "gone forward to, from the nearest state in the ledger's journal, in turns with peeks.",
+        tags=["receipts"],
+        responses=_errors(404, 416, 422, 429, 500, 503),
+    )
+    def read_receipt(
+        run: RunName,
+        sample_index: Annotated[
+            int | None,
+            Query(ge=0, le=MAX_COUNTER, description="The committed one if not given.", examples=[4096]),
+        ] = None,
+    ) -> Receipt:
+        return service.receipt(run, sample_index)
+
+    @app.get(
+        "/v1/runs/{run}/report",
+        summary="What a model card says about a run's data",
+        description="Per source: files and their digest, tokens, unique tokens, epochs. Tokeniser, seed, digests, "
+        "launches, versions of software.",
+        tags=["receipts"],
+        responses=_errors(404, 422, 429, 500, 503),
+    )
+    def read_report(run: RunName) -> RunReport:
+        return service.report(run)
 
     @app.post(
         "/v1/runs/{run}/snapshots",
