@@ -193,7 +193,7 @@ class History:
         state, committed = self._journalled(opening, index, course), host.committed
         if generation not in (None, openings[-1].generation):
             assert generation is not None
-            return Known(state, opening.generation, self._farthest(generation), course)
+            return Known(state, opening.generation, self._farthest(generation, course), course)
         if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = course.decode(committed.state)
@@ -207,12 +207,16 @@ class History:
             return host.course
         return host.course.with_revisions([r for r in host.course.revisions if r.made_at < later[0].opened_at])
 
-    def _farthest(self, generation: int) -> int:
-        """How far a generation that is over may have come. Its journal tells that no better than it is dense."""
+    def _farthest(self, generation: int, course: Course) -> int:
+        """How far a generation that is over may have come. Its journal tells that no better than it is dense.
+
+        Raises ``SnapshotInvalid`` where it came there under a revision that was dropped since.
+        """
         host = self._host
         last = host.ledger.journal(host.uid, host.stream, generation, MAX_COUNTER)
         if last is None:
             return 0
+        course.decode(last.state)
         before = host.ledger.journal(host.uid, host.stream, generation, max(0, last.sample_index - 1))
         # Every second entry may have gone since, the newest too.
         return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
