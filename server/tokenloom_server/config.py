@@ -178,13 +178,13 @@ class NodeConfig(_Model):
     """Weights of a ``schedule`` between two points: in a straight line, or as at the one before."""
 
     @property
-    def name(self) -> str:
-        return self.alias or f"node {self.id}"
-
-    @property
     def estimates(self) -> bool:
         """Whether weights follow from what the sources below have left."""
         return self.policy in ("soft_sequential", "balance_remaining")
+
+    @property
+    def name(self) -> str:
+        return self.alias or f"node {self.id}"
 
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Self:
@@ -242,6 +242,17 @@ Child = Annotated[
 ]
 
 
+class PhaseConfig(_Model):
+    """A part of the run, by its tokens: annealing, longer contexts."""
+
+    until_tokens: Annotated[int, Field(gt=0)] | None = None
+    """The run's total tokens at which the phase ends, to the next whole sample; only the last may leave it out."""
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    """Tokens per sample from here on; what was in force if not given."""
+    mixture: NodeConfig | None = None
+    """The mixture from here on; what was in force if not given."""
+
+
 class RunConfig(_Model):
     """One run: what is read, how it is cut into samples, and in which proportions."""
 
@@ -275,27 +286,37 @@ class RunConfig(_Model):
     """Steps that may be produced ahead of the committed one; the default follows the message size."""
     mixture: NodeConfig
     """The root of the mixture."""
+    phases: list[PhaseConfig] = Field(default_factory=list)
+    """Parts of the run, one after the other; the run's own mixture and sequence length are those of the first where it
+    gives none."""
+
+    @model_validator(mode="after")
+    def _phases_follow_each_other(self) -> Self:
+        before = 0
+        for i, phase in enumerate(self.phases):
+            last = i == len(self.phases) - 1
+            if phase.until_tokens is None and not last:
+                raise ValueError(f"phases.{i}.until_tokens: is missing; only the last phase may go on to the end")
+            if phase.until_tokens is not None and phase.until_tokens <= before:
+                raise ValueError(
+                    f"phases.{i}.until_tokens: {phase.until_tokens} is not above the {before} at which it begins"
+                )
+            before = phase.until_tokens or before
+        lengths = {phase.sequence_length for phase in self.phases} - {None, self.sequence_length}
+        if lengths and self.last_step == "drop":
+            raise ValueError(
+                "phases: the sequence length changes, and steps end where it does: an incomplete step there would be "
+                "lost with last_step: drop; set last_step: pad"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sources_are_distinct(self) -> Self:
-        seen: dict[str, str] = {}
-        for path, source in self.sources_with_paths():
-            if source.source in seen:
-                raise ValueError(
-                    f"{path}.source: {source.source!r} is there already, at {seen[source.source]}; "
-                    "counters are keyed by the spec, so name each spec once and give it the sum of the weights"
-                )
-            seen[source.source] = path
-        named: dict[str, str] = {}
-        for path, source in self.sources_with_paths():
-            if source.name in named:
-                raise ValueError(
-                    f"{path}.alias: {source.name!r} names the source at {named[source.name]} already; give each its own"
-                )
-            named[source.name] = path
-        if isinstance(self.mixture.weight, list):
-            raise ValueError("mixture.weight: found points, but the root has no siblings; leave it out")
-        self._check_limits(self.mixture, "mixture", False, None)
+        for mixture, at in self.mixtures():
+            _check_distinct(mixture, at)
+            if isinstance(mixture.weight, list):
+                raise ValueError(f"{at}.weight: found points, but the root has no siblings; leave it out")
+            _check_ends(mixture, at, False, None)
         if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
             raise ValueError(
                 "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
@@ -307,26 +328,21 @@ class RunConfig(_Model):
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
         return self
 
-    def _check_limits(self, child: Child, path: str, endless: bool, estimated: str | None) -> None:
-        """That ``max_tokens`` hold a sample, and that what a policy estimates has an end. ``estimated``: the policy
-        above that does so, unless a limit lies between."""
-        if child.max_tokens is not None:
-            estimated = None
-            if child.max_tokens < self.sequence_length:
-                raise ValueError(
-                    f"{path}.max_tokens: {child.max_tokens} is less than one sample of {self.sequence_length} tokens; "
-                    "give at least that many, or leave the child out"
-                )
-        endless = endless or math.isinf(child.epochs)
-        if isinstance(child, NodeConfig):
-            for i, below in enumerate(child.children):
-                by = child.policy if child.estimates else estimated
-                self._check_limits(below, f"{path}.children.{i}", endless, by)
-        elif endless and estimated is not None and child.presence != "dropped":
-            raise ValueError(
-                f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; "
-                "give a number, or max_tokens to the source or to a node between"
-            )
+    def mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
+        """Every mixture in the file, with its place."""
+        yield self.mixture, "mixture"
+        yield from (
+            (phase.mixture, f"phases.{i}.mixture") for i, phase in enumerate(self.phases) if phase.mixture is not None
+        )
+
+    def named_sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        """Every source of every phase with its place in the file; each spec once."""
+        seen: set[str] = set()
+        for mixture, at in self.mixtures():
+            for path, source in _walk(mixture, at):
+                if source.source not in seen:
+                    seen.add(source.source)
+                    yield path, source
 
     def sources_with_paths(self) -> Iterator[tuple[str, SourceConfig]]:
         """Every source with its place in the file, depth first: the order of source ids in a mixture that was never
@@ -401,12 +417,60 @@ class RunConfig(_Model):
         fields["sequence_length"] = self.sequence_length
         # The root has no siblings, so its weight decides nothing.
         fields["mixture"] = _order_of_node(self.mixture, self)
+        for phase, given in zip(self.phases, fields.get("phases", []), strict=True):
+            if phase.mixture is not None:
+                given["mixture"] = _order_of_node(phase.mixture, self)
         return fields
 
     @property
     def digest(self) -> str:
         """SHA-256 of the order-affecting fields."""
         return hashlib.sha256(canonical(self.order_fields()).encode()).hexdigest()
+
+
+def _check_distinct(mixture: NodeConfig, at: str) -> None:
+    seen: dict[str, str] = {}
+    named: dict[str, str] = {}
+    for path, source in _walk(mixture, at):
+        if source.source in seen:
+            raise ValueError(
+                f"{path}.source: {source.source!r} is there already, at {seen[source.source]}; "
+                "counters are keyed by the spec, so name each spec once and give it the sum of the weights"
+            )
+        seen[source.source] = path
+        if source.name in named:
+            raise ValueError(
+                f"{path}.alias: {source.name!r} names the source at {named[source.name]} already; give each its own"
+            )
+        named[source.name] = path
+
+
+def _check_ends(child: Child, path: str, endless: bool, estimated: str | None) -> None:
+    """That what a policy estimates has an end. ``estimated``: the policy above that does so, unless a limit lies
+    between."""
+    if child.max_tokens is not None:
+        estimated = None
+    endless = endless or math.isinf(child.epochs)
+    if isinstance(child, NodeConfig):
+        for i, below in enumerate(child.children):
+            _check_ends(below, f"{path}.children.{i}", endless, child.policy if child.estimates else estimated)
+    elif endless and estimated is not None and child.presence != "dropped":
+        raise ValueError(
+            f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; give "
+            "a number, or max_tokens to the source or to a node between"
+        )
+
+
+def _too_small_limits(child: Child, path: str, sample_tokens: int) -> Iterator[str]:
+    """Limits that do not hold one sample."""
+    if child.max_tokens is not None and child.max_tokens < sample_tokens:
+        yield (
+            f"{path}.max_tokens: {child.max_tokens} is less than one sample of {sample_tokens} tokens; give at least "
+            "that many, or leave the child out"
+        )
+    if isinstance(child, NodeConfig):
+        for i, below in enumerate(child.children):
+            yield from _too_small_limits(below, f"{path}.children.{i}", sample_tokens)
 
 
 def _walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
@@ -500,12 +564,21 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
-        lines = [f"{where}: {_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError(explain(error, where)) from None
     found = list(_given_by_the_server(document, ""))
     if found:
         raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
+    shortest = min([config.sequence_length, *(phase.sequence_length or math.inf for phase in config.phases)])
+    small = [line for mixture, at in config.mixtures() for line in _too_small_limits(mixture, at, int(shortest))]
+    if small:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in small))
     return config
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """A line for each fault; ``where`` begins it."""
+    begin = f"{where}: " if where else ""
+    return "\n".join(f"{begin}{_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors())
 
 
 def _given_by_the_server(value: object, path: str) -> Iterator[str]:
