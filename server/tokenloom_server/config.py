@@ -178,13 +178,13 @@ class NodeConfig(_Model):
     """Weights of a ``schedule`` between two points: in a straight line, or as at the one before."""
 
     @property
+    def name(self) -> str:
+        return self.alias or f"node {self.id}"
+
+    @property
     def estimates(self) -> bool:
         """Whether weights follow from what the sources below have left."""
         return self.policy in ("soft_sequential", "balance_remaining")
-
-    @property
-    def name(self) -> str:
-        return self.alias or f"node {self.id}"
 
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Self:

@@ -16,7 +16,7 @@ from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.extents import Extent
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.order import Order, extents_as_json
+from tokenloom_server.order import Order
 from tokenloom_server.pipeline import Pipeline, Switch
 from tokenloom_server.revision import carry, changed, content_of, differences, merged, with_content
 from tokenloom_server.sources import files, locations
@@ -172,10 +172,8 @@ class Course:
                 lines.append(f"{source.name}: {more} rows left out of each epoch")
         if not lines:
             raise ConfigError("this changes nothing: the mixture in force there is the same")
-        new = {spec: extent for spec, extent in revised.measured.items() if order.measured.get(spec) != extent}
-        if new:
-            # Measured once: a later release might measure otherwise.
-            content["extents"] = extents_as_json(new)
+        if revised.extents:
+            content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
         return {**content, "changes": lines}
 
     def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
@@ -286,8 +284,8 @@ def _revised(order: Order, content: Mapping[str, Any]) -> Order:
     excluded: Exclusions = order.excluded
     if tuple(listed) != excluded.files:
         excluded = exclusions.load(listed, order.base_dir, named)
-    measured = {spec: Extent(*found) for spec, found in content.get("extents", {}).items()}
-    return order.under(config, manifest, excluded, measured)
+    extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
+    return order.under(config, manifest, excluded, extents)
 
 
 def _grown(before: Order, now: Order) -> tuple[int, ...]:

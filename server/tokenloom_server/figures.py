@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 
-from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
@@ -61,7 +60,7 @@ class Figures:
                     for slot, position in zip(generation.slots, positions, strict=True)
                 ]
         order = host.course.at(state.sample_index)
-        shares = target_shares(order.config)
+        shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
         engine = order.engine
@@ -119,7 +118,7 @@ class Figures:
         if earlier.total_tokens < total:
             before, total_before = earlier.counters.get(spec, _NOTHING), earlier.total_tokens
         rows, done = self._extent(order, source, state)
-        remaining = 0 if over else self._remaining(order.config, source, state, counters, rows)
+        remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
         return SourceStats(
             id=source,
@@ -139,15 +138,14 @@ class Figures:
         )
 
     def _remaining(
-        self, config: RunConfig, source: int, state: SourceState, counters: Counters, rows: float | None
+        self, sequence_length: int, epochs: float, state: SourceState, counters: Counters, rows: float | None
     ) -> int | None:
-        epochs = config.sources[source].epochs
         if state.exhausted:
             return 0
         if rows is None or not counters.rows or math.isinf(epochs):
             return None
         per_row = counters.tokens / counters.rows
-        return max(0, round((epochs * rows - counters.rows) * per_row / config.sequence_length))
+        return max(0, round((epochs * rows - counters.rows) * per_row / sequence_length))
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""

@@ -114,8 +114,8 @@ class Order:
         adds_bos = any(_adds_bos(config, source) for source in config.sources)
         self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
-        #: Of the sources from whose rest a policy makes weights, by spec: measured once, and part of the record.
-        self.measured: Mapping[str, Extent] = {}
+        #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
+        self.extents: Mapping[int, Extent] = {}
 
     @classmethod
     def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
@@ -135,7 +135,7 @@ class Order:
         for source, reader in zip(named, opened, strict=True):
             _check_not_empty(source.source, reader)
         if not texts:
-            return cls(config, base_dir, index_dir, manifest, definition, None)._measured({})
+            return cls(config, base_dir, index_dir, manifest, definition, None)._measured()
         if definition is None:
             raise ConfigError(
                 f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
@@ -149,7 +149,7 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record)._measured({})
+        return cls(config, base_dir, index_dir, manifest, definition, choice.record)._measured()
 
     @classmethod
     def load(
@@ -192,7 +192,7 @@ class Order:
                 f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
                 "put the tokeniser or vocab_size back, or begin a new run"
             )
-        order.measured = {spec: Extent(*one) for spec, one in found.get("extents", {}).items()}
+        order.extents = {int(source): Extent(*one) for source, one in found.get("extents", {}).items()}
         if engine is not None:
             order._load_engine()
         elif order._tokenizer_record() != recorded:
@@ -202,28 +202,15 @@ class Order:
             )
         return order
 
-    def _measured(self, known: Mapping[str, Extent]) -> Order:
-        """This order, once it knows what its policies need; reads what is not known."""
-        self.measured = {
-            self.specs[source]: known.get(self.specs[source]) or measure(self, source)
-            for source in self.config.measured_sources
-        }
-        return self
-
-    @property
-    def extents(self) -> Mapping[int, Extent]:
-        """Of ``RunConfig.measured_sources``, by id."""
-        return {source: self.measured[self.specs[source]] for source in self.config.measured_sources}
-
     def under(
         self,
         config: RunConfig,
         manifest: Manifest,
         excluded: Exclusions,
-        measured: Mapping[str, Extent] = MappingProxyType({}),
+        extents: Mapping[int, Extent] = MappingProxyType({}),
     ) -> Order:
-        """The order under another config of the same run, with files and rows of its own. What its policies need to
-        know of a source is as here and in ``measured``, or is measured now where it is new or has other files."""
+        """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
+        given are those of before, or measured."""
         order = Order(
             config,
             self.base_dir,
@@ -240,12 +227,15 @@ class Order:
                     f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
                     "chosen for it: prepare the source's ids, or begin a new run"
                 )
-        same = {
-            spec: extent
-            for spec, extent in self.measured.items()
-            if self.manifest.shards(spec) == manifest.shards(spec)
-        }
-        return order._measured(same | dict(measured))
+            if source.source not in self.specs:
+                _check_not_empty(source.source, order.open(i))
+        known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
+        order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
+        return order
+
+    def _measured(self) -> Order:
+        self.extents = {source: measure(self, source) for source in self.config.measured_sources}
+        return self
 
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
@@ -264,8 +254,8 @@ class Order:
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
         }
-        if self.measured:
-            record["extents"] = extents_as_json(self.measured)
+        if self.extents:
+            record["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in self.extents.items()}
         return canonical(record)
 
     def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
@@ -305,7 +295,13 @@ class Order:
         are made in the background before they are asked for, so that sources are tokenised side by side."""
         packers = self.packers(ahead=ahead)
         return Pipeline(
-            self.config, packers, state, width=self.width, dtype=self.dtype, extents=self.extents, switches=switches
+            self.config,
+            packers,
+            state,
+            width=self.width,
+            dtype=self.dtype,
+            switches=switches,
+            extents=self.extents,
         )
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
@@ -444,11 +440,6 @@ class _Engines:
                 return engine.encode(texts)
             finally:
                 self._idle.append(engine)
-
-
-def extents_as_json(measured: Mapping[str, Extent]) -> dict[str, list[int]]:
-    """As a record has them: [rows, tokens of 1,000 rows] by spec."""
-    return {spec: [extent.rows, extent.tokens_per_1000_rows] for spec, extent in measured.items()}
 
 
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:

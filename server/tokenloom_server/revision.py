@@ -86,12 +86,8 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     for source in config.sources:
         if source.source not in seen:
             parent = kept_nodes.get(parents[source.id], root)
-            # Under a policy without weights none may stand, of no matter whom.
-            kept = parent["policy"] == "schedule" or (
-                parent["policy"] in ("least_consumed", "weighted") and isinstance(source.weight, float)
-            )
-            weight = {} if kept else {"weight": 1.0}
-            parent["children"].append(source.model_dump() | {"presence": "dropped"} | weight)
+            # Which weights it may have is its new siblings' policy's to say, and it needs none.
+            parent["children"].append(source.model_dump() | {"presence": "dropped", "weight": 1.0})
     return _validated(config, root, sequence_length)
 
 
@@ -155,15 +151,10 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
     their proportions, so that the new shares hold at once. A source that may give more than before (its ids are in
     ``grown`` where it got files) is no longer exhausted.
     """
-    was = {source.id: source for source in old.sources}
     sources = []
     for source in new.sources:
-        known = state.sources[source.id] if source.id in was else SourceState()
-        if known.exhausted and (
-            source.id in grown
-            or new.epochs[source.id] > old.epochs[source.id]
-            or _may_give_more(was[source.id], source)
-        ):
+        known = state.sources[source.id] if source.id < len(old.sources) else SourceState()
+        if known.exhausted and (source.id in grown or _may_give_more(old, new, source.id)):
             known = replace(known, exhausted=False, dropped_tokens=0)
         sources.append(known)
     before = {
@@ -171,7 +162,7 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         for node, children in zip(old.nodes, state.nodes, strict=True)
         for child, child_state in zip(node.children, children, strict=True)
     }
-    policies = {node.id: node.policy for node in old.nodes}
+    known_nodes = {node.id: node for node in old.nodes}
     found: dict[int, list[ChildState]] = {}
 
     def below(node: NodeConfig) -> ChildState:
@@ -180,21 +171,28 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         children = []
         for child in node.children:
             if isinstance(child, NodeConfig):
-                now = below(child)
+                children.append(below(child))
             else:
                 own = sources[child.id]
-                now = ChildState(own.samples, own.tokens, 0, own.exhausted)
+                children.append(ChildState(own.samples, own.tokens, 0, own.exhausted))
             was = before.get((node.id, _key(child)))
-            if was is not None and policies[node.id] == node.policy:
-                # What the policy made of what it knew.
-                now = replace(now, weight=was.weight, total=was.total)
-            children.append(now)
+            if was is not None and known_nodes[node.id] == node:
+                # Nothing changes here: the weights that the policy made stay; and a node's end, if its sources' does.
+                ended = was.exhausted if isinstance(child, NodeConfig) and same(child) else children[-1].exhausted
+                children[-1] = replace(children[-1], exhausted=ended, weight=was.weight, total=was.total)
         found[node.id] = children
         return ChildState(
             sum(child.samples for child in children),
             sum(child.tokens for child in children),
             0,
             all(child.exhausted for child in children),
+        )
+
+    def same(node: NodeConfig) -> bool:
+        """Whether each child of a node that did not change is out, or not, as before."""
+        return all(
+            child.exhausted == before[node.id, _key(of)].exhausted
+            for child, of in zip(found[node.id], node.children, strict=True)
         )
 
     below(new.mixture)
@@ -210,7 +208,7 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         keys = [(node.id, _key(child)) for child in node.children]
         owed = _owed(
             node.policy,
-            policies.get(node.id),
+            known_nodes[node.id].policy if node.id in known_nodes else None,
             [before[key].credit if key in before else 0 for key in keys],
             [earlier.get(key, 0) for key in keys],
             later[node.id],
@@ -240,8 +238,11 @@ def _owed(
     return [0] * len(owed)
 
 
-def _may_give_more(was: SourceConfig, now: SourceConfig) -> bool:
-    return was.max_tokens is not None and (now.max_tokens is None or now.max_tokens > was.max_tokens)
+def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
+    if new.epochs[source] > old.epochs[source]:
+        return True
+    least, most = old.sources[source].max_tokens, new.sources[source].max_tokens
+    return least is not None and (most is None or most > least)
 
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
