@@ -468,8 +468,8 @@ def _described(node: NodeConfig) -> dict[str, Any]:
 
 
 def _weight(weight: Any) -> Any:
-    """The shortest text of a number; points of a schedule as they are."""
-    return repr(float(weight)).removesuffix(".0") if isinstance(weight, int | float) else weight
+    """The shortest text of a number; points of a schedule as JSON reads them back."""
+    return repr(float(weight)).removesuffix(".0") if isinstance(weight, int | float) else [list(one) for one in weight]
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:
