@@ -35,9 +35,9 @@ class Stretch:
     order: Order
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
-    #: The phase that begins here, counted from 0; None where it is a revision that does.
+    #: The phase that begins here, counted from 0.
     phase: int | None = None
-    #: The revision that begins here; None where it is a phase that does.
+    #: The revision that begins here, the last of them.
     revision: StoredRevision | None = None
 
 
@@ -219,10 +219,14 @@ class Course:
                 revision = waiting.pop(0)
                 content = json.loads(revision.content)
                 tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
+                order = _revised(stretch.order, content)
+                grown, phase_here = _grown(stretch.order, order), None
                 if revision.sample_index > stretch.begin:
                     yield stretch
-                order = _revised(stretch.order, content)
-                stretch = Stretch(revision.sample_index, tokens, order, _grown(stretch.order, order), revision=revision)
+                else:
+                    # Nothing was given between: what began here before begins together with it.
+                    grown, phase_here = tuple(sorted({*grown, *stretch.grown})), stretch.phase
+                stretch = Stretch(revision.sample_index, tokens, order, grown, phase_here, revision)
             yield stretch
             if end is not None:
                 tokens = stretch.tokens + (end - stretch.begin) * length
