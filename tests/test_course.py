@@ -266,3 +266,21 @@ def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
         (0, 0, True),
         (10, 1, False),
     ]
+
+
+def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
+    children = [
+        {"source": CODE, "alias": "code"},
+        {"policy": "round_robin", "alias": "inner", "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}]},
+    ]
+    course = Course(order_of(folder, mixture(mixture={"policy": "round_robin", "children": children})))
+    course = revised(course, 20, drop=["docs"])
+    course = revised(course, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
+    states = walked(course, 60)
+    # Turn by turn, though the inner node has only half of the samples that it gave.
+    given = [[child.samples for child in course.decode(states[at]).nodes[0]] for at in (20, 26)]
+    assert [after - before for before, after in zip(*given, strict=True)] == [2, 2, 2]
+    for at in range(20, 30):
+        pipeline = course.pipeline(course.decode(states[at]))
+        pipeline.advance(3)
+        assert course.encode(pipeline.state()) == states[at + 3]

@@ -234,7 +234,11 @@ def _turns(
     takes_part = [
         child.presence == "live" and not state.exhausted for child, state in zip(node.children, children, strict=True)
     ]
-    joined = [before[key].credit if (key := _key(child)) in old else 0 for child in node.children]
+    # A node that sources joined or left counts other samples than before; its turns are what they were.
+    joined = [
+        before[key].samples + before[key].credit - now.samples if (key := _key(child)) in old else 0
+        for child, now in zip(node.children, children, strict=True)
+    ]
     return levelled([child.samples for child in children], joined, took_part, takes_part)
 
 
