@@ -284,3 +284,13 @@ def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
         pipeline = course.pipeline(course.decode(states[at]))
         pipeline.advance(3)
         assert course.encode(pipeline.state()) == states[at + 3]
+
+
+def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
+    phases = [{"until_tokens": 90}, {"until_tokens": 95, "sequence_length": 4}, {"sequence_length": 16}]
+    course = Course(order_of(folder, mixture(last_step="pad", phases=phases)))
+    assert [(each.begin, each.phase) for each in course.stretches] == [(0, 0), (12, 2)]
+    pipeline = course.pipeline(course.initial())
+    pipeline.advance(12)
+    assert course.encode(pipeline.state()) == course.encode(course.decode(walked(course, 12)[12]))
+    assert pipeline.state() == course.decode(course.encode(pipeline.state()))

@@ -261,17 +261,24 @@ class Course:
                 content = json.loads(revision.content)
                 tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
                 order = _revised(stretch.order, content)
-                grown, phase_here = _grown(stretch.order, order), None
+                more, phase_here = _grown(stretch.order, order), None
                 if revision.sample_index > stretch.begin:
                     yield stretch
                 else:
                     # Nothing was given between: what began here before begins together with it.
-                    grown, phase_here = tuple(sorted({*grown, *stretch.grown})), stretch.phase
-                stretch = Stretch(revision.sample_index, tokens, order, grown, phase_here, revision)
-            yield stretch
-            if end is not None:
-                tokens = stretch.tokens + (end - stretch.begin) * length
-                stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), phase=number + 1)
+                    more, phase_here = tuple(sorted({*more, *stretch.grown})), stretch.phase
+                stretch = Stretch(revision.sample_index, tokens, order, more, phase_here, revision)
+            if end is None:
+                yield stretch
+                return
+            grown: tuple[int, ...] = ()
+            if end > stretch.begin:
+                yield stretch
+            else:
+                # A phase of less than a sample: nothing is given in it.
+                grown = stretch.grown
+            tokens = stretch.tokens + (end - stretch.begin) * length
+            stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), grown, phase=number + 1)
 
 
 class _Lazily:
