@@ -37,9 +37,9 @@ class Stretch:
     order: Order
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
-    #: The phase that begins here, counted from 0; None where it is a revision that does.
+    #: The phase that begins here, counted from 0.
     phase: int | None = None
-    #: The revision that begins here; None where it is a phase that does.
+    #: The revision that begins here, the last of them.
     revision: StoredRevision | None = None
 
 
@@ -276,14 +276,25 @@ class Course:
                 revision = waiting.pop(0)
                 content = json.loads(revision.content)
                 tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
+                order = _revised(stretch.order, content)
+                more, phase_here = _grown(stretch.order, order), None
                 if revision.sample_index > stretch.begin:
                     yield stretch
-                order = _revised(stretch.order, content)
-                stretch = Stretch(revision.sample_index, tokens, order, _grown(stretch.order, order), revision=revision)
-            yield stretch
-            if end is not None:
-                tokens = stretch.tokens + (end - stretch.begin) * length
-                stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), phase=number + 1)
+                else:
+                    # Nothing was given between: what began here before begins together with it.
+                    more, phase_here = tuple(sorted({*more, *stretch.grown})), stretch.phase
+                stretch = Stretch(revision.sample_index, tokens, order, more, phase_here, revision)
+            if end is None:
+                yield stretch
+                return
+            grown: tuple[int, ...] = ()
+            if end > stretch.begin:
+                yield stretch
+            else:
+                # A phase of less than a sample: nothing is given in it.
+                grown = stretch.grown
+            tokens = stretch.tokens + (end - stretch.begin) * length
+            stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), grown, phase=number + 1)
 
 
 class _Lazily:

@@ -215,7 +215,7 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         owed = _owed(
             node.policy,
             known_nodes[node.id].policy if node.id in known_nodes else None,
-            [before[key].credit if key in before else 0 for key in keys],
+            _kept(node, [before.get(key) for key in keys], found[node.id]),
             [earlier.get(key, 0) for key in keys],
             later[node.id],
             [child.samples for child in found[node.id]],
@@ -223,6 +223,17 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         )
         nodes.append(tuple(replace(child, credit=own) for child, own in zip(found[node.id], owed, strict=True)))
     return replace(state, sources=tuple(sources), nodes=tuple(nodes))
+
+
+def _kept(node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState]) -> list[int]:
+    """The credits of before; 0 for a child that was not there."""
+    if node.policy != "round_robin":
+        return [was.credit if was is not None else 0 for was in before]
+    # A node that sources joined or left counts other samples than before; its turns are what they were.
+    return [
+        was.samples + was.credit - is_now.samples if was is not None else 0
+        for was, is_now in zip(before, now, strict=True)
+    ]
 
 
 def _owed(
