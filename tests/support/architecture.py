@@ -49,7 +49,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
     ),
     PROTO: (
-        ("__init__", "seal", "credentials", "dataloader_pb2"),
+        ("__init__", "seal", "credentials", "resume", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }
