@@ -152,10 +152,12 @@ class Course:
         """
         order = self.at(sample_index)
         config = changed(order.config, change)
+        order.check_named(config)
         shards = dict(self._new_files(order, config))
         shards |= {spec: more for name in change.append_files for spec, more in [self._appended(order, name)]}
         excluded = [*order.excluded.files]
         if change.exclude is not None:
+            order.roots.check_paths("exclude.file", order.base_dir, [change.exclude.file])
             excluded.append(exclusions.describe(change.exclude.file, order.base_dir))
         content = _content(order, config, shards, excluded)
         # That it can be read is found out now, and not when it is in force.
@@ -283,6 +285,7 @@ def _revised(order: Order, content: Mapping[str, Any]) -> Order:
     listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
     excluded: Exclusions = order.excluded
     if tuple(listed) != excluded.files:
+        order.roots.check_paths("exclude.file", order.base_dir, [file.path for file in listed])
         excluded = exclusions.load(listed, order.base_dir, named)
     extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
     return order.under(config, manifest, excluded, extents)

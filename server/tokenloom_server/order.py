@@ -77,11 +77,14 @@ class Order:
         *,
         excluded: Exclusions = NOTHING_EXCLUDED,
         first: Order | None = None,
+        roots: DataRoots = _ANYWHERE,
     ) -> None:
         """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
         another one. See ``create``, ``load`` and ``under``."""
         self.config = config
         self.excluded = excluded
+        #: Below which everything lies that is read.
+        self.roots = roots
         self._first = first
         self.base_dir = base_dir
         self.index_dir = index_dir
@@ -135,7 +138,7 @@ class Order:
         for source, reader in zip(named, opened, strict=True):
             _check_not_empty(source.source, reader)
         if not texts:
-            return cls(config, base_dir, index_dir, manifest, definition, None)._measured()
+            return cls(config, base_dir, index_dir, manifest, definition, None, roots=roots)._measured()
         if definition is None:
             raise ConfigError(
                 f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
@@ -149,7 +152,7 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record)._measured()
+        return cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots)._measured()
 
     @classmethod
     def load(
@@ -186,7 +189,7 @@ class Order:
         engine = None if recorded["engine"] == "none" else EngineRecord(**recorded)
         if engine is not None and definition is None:
             raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
-        order = cls(config, base_dir, index_dir, manifest, definition, engine)
+        order = cls(config, base_dir, index_dir, manifest, definition, engine, roots=roots)
         if order.vocab_size != found["vocab_size"]:
             raise TokenizerError(
                 f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
@@ -202,6 +205,12 @@ class Order:
             )
         return order
 
+    def check_named(self, config: RunConfig) -> None:
+        """That what another mixture of the run names lies below the data roots; before anything of it is looked at.
+
+        Raises ``ConfigError``."""
+        _check_named(config, self.base_dir, self.roots)
+
     def under(
         self,
         config: RunConfig,
@@ -210,7 +219,8 @@ class Order:
         extents: Mapping[int, Extent] = MappingProxyType({}),
     ) -> Order:
         """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
-        given are those of before, or measured."""
+        given are those of before, or measured. Raises ``ConfigError`` for what lies below no data root."""
+        _check_files(manifest, self.base_dir, self.roots)
         order = Order(
             config,
             self.base_dir,
@@ -220,6 +230,7 @@ class Order:
             self.engine,
             excluded=excluded,
             first=self._first or self,
+            roots=self.roots,
         )
         for i, source in enumerate(config.sources):
             if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:

@@ -161,7 +161,7 @@ class MixtureInfo(_Figures):
     mixture: dict[str, Any]
     """The mixture in force at ``sample_index``, as a mixture file has it, without what was dropped."""
     paused: list[str]
-    """Sources and nodes that give nothing until they are set to go on."""
+    """Sources and nodes that give nothing until they are set to go on; a node without an alias by its place."""
     dropped: list[str]
     """Sources that left; their cursors and counters stay."""
     phases: list[PhaseInfo]
