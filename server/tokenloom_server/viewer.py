@@ -172,9 +172,7 @@ def _requests(
     seen_all.wait(_DEADLINE_S)
 
 
-def _samples(
-    joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches
-) -> Iterator[Seen]:
+def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
     """The samples of a message: its steps are of one sample each."""
     length = joined.sequence_length
     width = length + (joined.labels == wire.LABELS_SHIFTED)
