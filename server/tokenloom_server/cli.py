@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenloom_server import cli_mixture
+from tokenloom_server.cli_parts import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail
 from tokenloom_server.errors import TokenloomError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tokenloom_server.viewer import View
 
 app = typer.Typer(
@@ -27,20 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cli_mixture.app)
 _MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
-# What those who only look may show a server.
-_TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN.",
-        show_default=False,
-    ),
-]
-_TlsCa = Annotated[Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.", show_default=False)]
-_TlsCert = Annotated[
-    Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.", show_default=False)
-]
-_TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.", show_default=False)]
 _DataRoots = Annotated[
     list[Path] | None,
     typer.Option(
@@ -55,7 +43,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        _console().print(f"tokenloom {version('tokenloom')}")
+        console().print(f"tokenloom {version('tokenloom')}")
         raise typer.Exit
 
 
@@ -186,7 +174,7 @@ def serve(
         )
         serving.set()
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
@@ -212,15 +200,15 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
     from tokenloom_server.order import Order
 
     _set_up_logging("warning")
-    out = _console()
+    out = console()
     try:
         found = config.load(mixture)
-        with _console(stderr=True).status("opening sources and tokeniser"):
+        with console(stderr=True).status("opening sources and tokeniser"):
             order = Order.create(found, mixture.resolve().parent, None, DataRoots.of(data_root or ()))
             samples = order.pipeline(order.initial())
             samples.advance(1)
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     table = Table(title=f"run {found.run}: sequence length {found.sequence_length}, {found.packing}, seed {found.seed}")
     for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
@@ -241,25 +229,25 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
 
 @app.command()
 def stats(
-    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    url: Url,
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
     from rich.table import Table
 
     from tokenloom_server.remote import Remote
 
-    out = _console()
+    out = console()
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
         found = remote.stats(run)
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     for document in found:
         if as_json:
             print(json.dumps(document.model_dump(), ensure_ascii=False))
@@ -317,10 +305,10 @@ def peek(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the samples as JSON, one a line, with ids, text and digest.")
     ] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Look at the samples of a served run, as the model sees them, without taking part in it.
 
@@ -345,7 +333,7 @@ def peek(
             tls_key=tls_key,
         )
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         for seen in view.samples:
             print(json.dumps(seen.document(view.decode), ensure_ascii=False))
@@ -354,7 +342,7 @@ def peek(
     else:
         _print_samples(view)
     if view.end is not None:
-        _console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
+        console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
 
 
 def _print_samples(view: View) -> None:
@@ -362,7 +350,7 @@ def _print_samples(view: View) -> None:
 
     from tokenloom_server.tokenizer.text import on_one_line
 
-    out = _console()
+    out = console()
     out.print(f"{view.run}: {view.committed:,} samples are committed", highlight=False)
     table = Table(expand=True)
     for heading in ("sample", "source", "tokens", "documents"):
@@ -377,7 +365,7 @@ def _print_samples(view: View) -> None:
 def _print_texts(view: View) -> None:
     from tokenloom_server.tokenizer.text import as_lines
 
-    out = _console()
+    out = console()
     for seen in view.samples:
         out.rule(
             f"sample {seen.index:,}: {seen.source}, {len(seen.ids):,} tokens, {seen.documents:,} documents",
@@ -406,18 +394,3 @@ def _set_up_logging(level: str) -> None:
         raise typer.BadParameter(f"{level!r}; expected debug, info, warning or error", param_hint="--log-level")
     # Plain lines, never wrapped: logs are read with grep as often as by eye.
     logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(message)s")
-
-
-def _console(*, stderr: bool = False) -> Console:
-    # Imports of rich stand in functions: a server needs none of it, and somebody waits for its start.
-    from rich.console import Console
-
-    # Names come from mixture files: nothing in them is markup or an emoji code.
-    return Console(markup=False, emoji=False, stderr=stderr)
-
-
-def _fail(error: TokenloomError) -> None:
-    err = _console(stderr=True)
-    err.print(f"{error.name}: ", style="bold red", end="")
-    err.print(str(error), highlight=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""A running server's figures, read over REST."""
+"""A running server, asked over REST: figures, and the mixture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     READ_VARIABLE,
@@ -23,10 +24,15 @@ from tokenloom_proto.credentials import (
     refuse_plaintext,
 )
 
-from tokenloom_server.errors import ConfigError, Forbidden, NotFound, TokenloomError, Unauthenticated
-from tokenloom_server.stats import RunStats
+from tokenloom_server import errors
+from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.stats import MixtureInfo, RevisionInfo, RunStats
 
 _TIMEOUT_S = 10.0
+#: A new mixture's files are listed, and looked into, before the answer, seconds.
+_REVISE_TIMEOUT_S = 300.0
+
+_Document = TypeVar("_Document", bound=BaseModel)
 
 
 class ServerUnreachable(TokenloomError):
@@ -45,9 +51,11 @@ class Remote:
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        control: bool = False,
     ) -> None:
-        """``url`` is what the server printed. The token is that of the file, else of the environment, the one for
-        reading first. Raises ``ConfigError``, also where the token would travel unencrypted to another machine."""
+        """``url`` is what the server printed. The token is that of the file, else of the environment: the one for
+        reading first, or with ``control`` the one for everything. Raises ``ConfigError``, also where the token would
+        travel unencrypted to another machine."""
         self._base = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urllib.parse.urlsplit(self._base)
         if parts.scheme not in ("http", "https"):
@@ -55,7 +63,12 @@ class Remote:
                 f"{url!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
             )
         try:
-            self._token = token_to_look(environment, token_file)
+            if control:
+                # Where there is only the one for reading, the server says that it is not enough.
+                found = find_token(CONTROL_VARIABLE, environment, token_file)
+                self._token = found or find_token(READ_VARIABLE, environment)
+            else:
+                self._token = token_to_look(environment, token_file)
             if self._token is not None and parts.scheme == "http":
                 refuse_plaintext(parts.hostname or "", environment, "serve with --tls-cert and use https://")
         except ValueError as error:
@@ -68,33 +81,77 @@ class Remote:
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
-        names = [run] if run is not None else list(json.loads(self._get("/v1/runs"))["runs"])
-        try:
-            return [
-                RunStats.model_validate_json(self._get(f"/v1/runs/{urllib.parse.quote(name)}/stats")) for name in names
-            ]
-        except ValidationError:
-            raise ServerUnreachable(
-                f"{self._base}: the answer is not a run's figures; is it a Tokenloom server of this release?"
-            ) from None
+        names = [run] if run is not None else self.runs()
+        return [self._read(RunStats, self._get(f"{_path(name)}/stats")) for name in names]
 
-    def _get(self, path: str) -> bytes:
+    def runs(self) -> list[str]:
+        """The names of the server's runs."""
+        return list(json.loads(self._get("/v1/runs"))["runs"])
+
+    def only_run(self, run: str | None) -> str:
+        """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
+        found = [run] if run is not None else self.runs()
+        if len(found) != 1:
+            raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
+        return found[0]
+
+    def mixture(self, run: str) -> MixtureInfo:
+        """The mixture in force, and its revisions."""
+        return self._read(MixtureInfo, self._get(f"{_path(run)}/mixture"))
+
+    def revise(self, run: str, change: Mapping[str, Any]) -> RevisionInfo:
+        """Makes a revision. ``change``: the body, as the route has it."""
+        body = json.dumps(change).encode()
+        answer = self._get(f"{_path(run)}/mixture", body, method="PATCH", timeout_s=_REVISE_TIMEOUT_S)
+        return self._read(RevisionInfo, answer)
+
+    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
+        """Takes a revision and all after it back; returns them."""
+        answer = self._get(f"{_path(run)}/mixture/revisions/{number}", b"", method="DELETE")
+        try:
+            return TypeAdapter(list[RevisionInfo]).validate_json(answer)
+        except ValidationError:
+            raise self._stranger("list of revisions") from None
+
+    def _read(self, kind: type[_Document], body: bytes) -> _Document:
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError:
+            raise self._stranger(kind.__name__) from None
+
+    def _stranger(self, expected: str) -> ServerUnreachable:
+        return ServerUnreachable(
+            f"{self._base}: the answer is no {expected}; is it a Tokenloom server of this release?"
+        )
+
+    def _get(
+        self, path: str, body: bytes | None = None, *, method: str | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> bytes:
+        """The answer to a GET, or with a JSON ``body`` to a POST or another ``method``."""
         url = f"{self._base}{path}"
         try:
-            request = urllib.request.Request(url)
+            request = urllib.request.Request(url, body, method=method)
+            if body is not None:
+                request.add_header("Content-Type", "application/json")
             if self._token is not None:
                 # Where the server sends us elsewhere, the token stays behind.
                 request.add_unredirected_header("Authorization", authorization(self._token))
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
-                body: bytes = response.read()
-                return body
+            with self._opener.open(request, timeout=timeout_s) as response:
+                answer: bytes = response.read()
+                return answer
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             try:
-                message = str(json.loads(text)["message"])
+                found = json.loads(text)
+                name, message = str(found["error"]), str(found["message"])
             except (ValueError, KeyError, TypeError):
-                message = text[:200]
-            raise _STATUSES.get(error.code, ServerUnreachable)(f"{url}: {error.code}: {message}") from None
+                name, message = "", text[:200]
+            known = getattr(errors, name, None)
+            if isinstance(known, type) and issubclass(known, TokenloomError):
+                raise known(f"{url}: {error.code}: {message}") from None
+            # What only HTTP has a name for: a request that is wrong, or something that is no Tokenloom server.
+            kind = ConfigError if name and error.code < 500 else ServerUnreachable
+            raise kind(f"{url}: {error.code}: {message}") from None
         except (urllib.error.URLError, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ServerUnreachable(
@@ -102,7 +159,8 @@ class Remote:
             ) from None
 
 
-_STATUSES: Mapping[int, type[TokenloomError]] = {401: Unauthenticated, 403: Forbidden, 404: NotFound}
+def _path(run: str) -> str:
+    return f"/v1/runs/{urllib.parse.quote(run, safe='')}"
 
 
 def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:
