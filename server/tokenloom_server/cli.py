@@ -257,6 +257,11 @@ def stats(
             f"{document.tokens_per_s:,.0f} tokens/s; generation {document.generation}, "
             f"{document.world_size} ranks × {document.batch_size}; ledger {document.ledger.backend}"
         )
+        coming = document.next_revision
+        if document.revision or coming:
+            behind = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
+            what = f"revision {document.revision}" if document.revision else "the mixture that the run began with"
+            out.print(f"in force: {what}{behind} (tokenloom mixture show)")
         table = Table()
         for heading in ("source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"):
             table.add_column(heading, justify="left" if heading == "source" else "right")

@@ -14,6 +14,7 @@ from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
     MixtureInfo,
+    PlannedRevision,
     RankStats,
     ResumePoint,
     RevisionInfo,
@@ -39,6 +40,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "epochs": 1.0,
             "exhausted": False,
             "dropped_tokens": 0,
+            "excluded_rows": 0,
             "remaining_samples": 2828,
         }
         | figures
@@ -72,6 +74,8 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "ended": None,
             "error": None,
             "tokenizer": "gigatoken 0.10.0",
+            "revision": 1,
+            "next_revision": PlannedRevision(number=2, sample_index=8192, eta_s=25.8),
             "sources": [source_stats(0, alias="code"), source_stats(1, alias="prose")],
             "ranks": [rank_stats(0), rank_stats(1, position=4096, lag=8)],
             "ledger": LedgerStats(
