@@ -31,6 +31,9 @@ from tokenloom_server.spec import Spec
 
 BYTES_TOKENIZER = "bytes"
 
+#: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
+OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step")
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(
@@ -246,7 +249,8 @@ class PhaseConfig(_Model):
     """A part of the run, by its tokens: annealing, longer contexts."""
 
     until_tokens: Annotated[int, Field(gt=0)] | None = None
-    """The run's total tokens at which the phase ends, to the next whole sample; only the last may leave it out."""
+    """The run's total tokens at which the phase ends, to the next whole sample. Behind the last phase the run ends, or
+    with the data where that one leaves it out."""
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] | None = None
     """Tokens per sample from here on; what was in force if not given."""
     mixture: NodeConfig | None = None
@@ -432,9 +436,7 @@ class RunConfig(_Model):
 
         The tokeniser's content and the files' are digested elsewhere; here stands only that there is one.
         """
-        fields = self.model_dump(
-            mode="json", exclude_defaults=True, exclude={"run", "window_steps", "tokenizer", "last_step"}
-        )
+        fields = self.model_dump(mode="json", exclude_defaults=True, exclude=set(OUTSIDE_THE_ORDER))
         fields["sequence_length"] = self.sequence_length
         # The root has no siblings, so its weight decides nothing.
         fields["mixture"] = _order_of_node(self.mixture, self)

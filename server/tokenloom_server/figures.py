@@ -11,7 +11,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
-from tokenloom_server.state import SourceState
+from tokenloom_server.state import SourceState, State
 from tokenloom_server.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 
 #: Rates and window shares look back this far, seconds.
@@ -20,6 +20,11 @@ LOOK_BACK_S = 30.0
 _INDEX_FOR_FIGURES_BYTES = 2**30
 
 _NOTHING = Counters(samples=0, rows=0, tokens=0)
+
+
+def _consumed(commit: Commit) -> int:
+    """Tokens without those that were skipped."""
+    return sum(counters.tokens for counters in commit.counters.values())
 
 
 class Figures:
@@ -65,6 +70,7 @@ class Figures:
         shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
+        totals = _consumed(committed), _consumed(earlier)
         engine = order.engine
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
         made = [revision.sample_index <= committed.sample_index for revision in course.revisions]
@@ -83,6 +89,7 @@ class Figures:
             produced_index=max(produced, committed.sample_index),
             digest=committed.digest,
             total_tokens=committed.total_tokens,
+            skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=tokens_per_s,
             window_fill=min(1.0, held / window),
             waiting_for=waiting_for,
@@ -92,7 +99,7 @@ class Figures:
             revision=sum(made),
             next_revision=_planned(course, sum(made), committed.total_tokens, tokens_per_s),
             sources=[
-                self._source(order, i, source, committed, earlier, over, shares[i])
+                self._source(order, i, source, committed, earlier, totals, over, shares[i])
                 for i, source in enumerate(state.sources)
             ],
             ranks=ranks,
@@ -107,6 +114,15 @@ class Figures:
             ),
         )
 
+    def sources(self, committed: Commit, state: State) -> list[SourceStats]:
+        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it."""
+        order = self._host.course.at(state.sample_index)
+        shares, consumed = target_shares(order.config, order.extents), _consumed(committed)
+        return [
+            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i])
+            for i, source in enumerate(state.sources)
+        ]
+
     def _source(
         self,
         order: Order,
@@ -114,15 +130,17 @@ class Figures:
         state: SourceState,
         committed: Commit,
         earlier: Commit,
+        totals: tuple[int, int],
         over: bool,
         share: float,
     ) -> SourceStats:
+        """``totals``: tokens consumed at ``committed`` and at ``earlier``."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
         spec = order.specs[source]
-        counters, total = committed.counters[spec], committed.total_tokens
+        counters, total = committed.counters[spec], totals[0]
         before, total_before = _NOTHING, 0
-        if earlier.total_tokens < total:
-            before, total_before = earlier.counters.get(spec, _NOTHING), earlier.total_tokens
+        if earlier.total_tokens < committed.total_tokens:
+            before, total_before = earlier.counters.get(spec, _NOTHING), totals[1]
         rows, done = self._extent(order, source, state)
         remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
@@ -136,11 +154,17 @@ class Figures:
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
-            epoch=epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            # One that ended by its tokens stands where its cursor does.
+            epoch=epochs
+            if state.exhausted and not unlimited and config.max_tokens is None
+            else state.cursor.epoch + done,
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
             excluded_rows=order.excluded.count(spec),
+            skipped_samples=state.skipped_samples,
+            skipped_rows=state.skipped_rows,
+            skipped_tokens=state.skipped_tokens,
             remaining_samples=remaining,
         )
 
@@ -152,7 +176,8 @@ class Figures:
         if rows is None or not counters.rows or math.isinf(epochs):
             return None
         per_row = counters.tokens / counters.rows
-        return max(0, round((epochs * rows - counters.rows) * per_row / sequence_length))
+        left = epochs * rows - counters.rows - state.skipped_rows
+        return max(0, round(left * per_row / sequence_length))
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""

@@ -1,4 +1,4 @@
-"""A running server, asked over REST: figures, and the mixture."""
+"""A running server, asked over REST: figures, traces, receipts, reports, restore, the mixture."""
 
 from __future__ import annotations
 
@@ -26,11 +26,18 @@ from tokenloom_proto.credentials import (
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.stats import MixtureInfo, RevisionInfo, RunStats
+from tokenloom_server.receipt import Receipt, RunReport
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunStats
+from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
 _REVISE_TIMEOUT_S = 300.0
+#: What goes forward to a sample may take so long, seconds: longer than the server tries (``tracing.MAX_FORWARD_S``).
+_FORWARD_TIMEOUT_S = 900.0
+#: Going forward through what a restore skips, seconds: for as much as the server allows (``MAX_SKIPPED_TOKENS``).
+_RESTORE_TIMEOUT_S = 3600.0
+
 
 _Document = TypeVar("_Document", bound=BaseModel)
 
@@ -88,12 +95,36 @@ class Remote:
         """The names of the server's runs."""
         return list(json.loads(self._get("/v1/runs"))["runs"])
 
-    def only_run(self, run: str | None) -> str:
+    def only_run(self, run: str | None = None) -> str:
         """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
         found = [run] if run is not None else self.runs()
         if len(found) != 1:
             raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
         return found[0]
+
+    def trace_sample(self, run: str, index: int, **asked: int | bool | None) -> TracedSample:
+        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``)."""
+        path = f"{_path(run)}/samples/{index}{_query(asked)}"
+        return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def trace_step(self, run: str, step: int, **asked: int | bool | None) -> TracedStep:
+        """The samples of a step by rank. ``asked``: the query, as the route has it (``rank``, too)."""
+        path = f"{_path(run)}/steps/{step}{_query(asked)}"
+        return self._read(TracedStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def restore(self, run: str, **asked: str | int) -> ResumePoint:
+        """Pins where the next generation starts. ``asked``: the body, as the route has it."""
+        body = json.dumps(asked).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/restore", body, timeout_s=_RESTORE_TIMEOUT_S))
+
+    def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
+        """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
+        path = f"{_path(run)}/receipt{_query({'sample_index': sample_index})}"
+        return self._read(Receipt, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about a run's data."""
+        return self._read(RunReport, self._get(f"{_path(run)}/report"))
 
     def mixture(self, run: str) -> MixtureInfo:
         """The mixture in force, and its revisions."""
@@ -161,6 +192,11 @@ class Remote:
 
 def _path(run: str) -> str:
     return f"/v1/runs/{urllib.parse.quote(run, safe='')}"
+
+
+def _query(asked: Mapping[str, int | bool | None]) -> str:
+    given = {name: str(value).lower() for name, value in asked.items() if value is not None and value is not False}
+    return f"?{urllib.parse.urlencode(given)}" if given else ""
 
 
 def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:

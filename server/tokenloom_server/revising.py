@@ -45,11 +45,12 @@ class Revising:
                         "put several changes into one, or plan them (a schedule, or phases) in a run forked from here"
                     )
                 index = self._index(course, change)
+                generation = host.live.generation.number if host.live is not None else 0
                 if not change.dry_run:
                     # Production waits there from now on.
                     host.revising_at = index
             try:
-                content = course.revise(change, index)
+                content = course.revise(change, index, generation)
             except BaseException:
                 host.revise(epoch)
                 raise
