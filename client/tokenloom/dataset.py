@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.resume import sources_of
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tokenloom import topology
@@ -231,8 +232,13 @@ class RemoteDataset(IterableDataset[Batch]):
 
     @property
     def sources(self) -> list[Source]:
-        """The run's sources, by the ids that ``source_ids`` holds."""
-        return list(self._joined.opening.sources)
+        """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds: a revision may add
+        some while the run trains."""
+        known = {source.id: source for source in self._joined.opening.sources}
+        if self._history is not None:
+            found = sources_of(self._history.last.base.resume_state)
+            known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
+        return [known[number] for number in sorted(known)]
 
     @property
     def generation(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -25,7 +24,6 @@ class Forking:
         self._host = host
         self._history = history
         self._parent = parent
-        self._one = threading.Lock()
 
     def fork(self, text: str | bytes) -> str:
         """The snapshot of this run at the place that another run's snapshot tells.
@@ -43,7 +41,8 @@ class Forking:
                 f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with self._one:
+        with host.one_change:
+            epoch = host.epoch
             stored = host.ledger.read_run(host.name, host.stream)
             begun = stored is not None and stored.opening is not None
             origin = host.course.origin
@@ -54,7 +53,7 @@ class Forking:
                         f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, found)
-                host.revise(host.course.with_origin(origin))
+                host.revise(epoch, host.course.with_origin(origin))
             template = host.order.template(host.uid, host.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -79,8 +78,6 @@ class Opener:
         self._history = history
         self._revising = revising
         self._forking = forking
-        # One opening at a time; the host's own lock is held only for the write itself.
-        self._opening = threading.Lock()
         #: The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._asked: tuple[str, tuple[str, str]] | None = None
         # By attempt and by what rank 0 asked for: the same id may be tried again with another resume point.
@@ -160,7 +157,8 @@ class Opener:
 
     def _open(self, call: JoinCall) -> Opening:
         host = self._host
-        with self._opening:
+        # The host's own lock is held only for the write itself.
+        with host.one_change:
             stored = self._stored()
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
@@ -200,7 +198,7 @@ class Opener:
                 try:
                     host.ledger.open(uid, host.stream, host.epoch, opening, committed)
                 except LedgerUnavailable as error:
-                    host.doubt(error)
+                    host.doubt("a generation was opened", error)
                     raise
                 host.uid = uid
                 # Older refusals are of no interest any more; nobody who joins from now on is to hear them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -142,6 +143,19 @@ def as_file(config: RunConfig) -> dict[str, Any]:
 
     found: dict[str, Any] = _plain(visit(config.mixture))
     return found
+
+
+def places(config: RunConfig) -> Iterator[tuple[str, Child]]:
+    """Every child that was not dropped, and its place, such as ``mixture.children.2``, as ``as_file`` shows it."""
+
+    def below(node: NodeConfig, path: str) -> Iterator[tuple[str, Child]]:
+        for i, child in enumerate(child for child in node.children if child.presence != "dropped"):
+            yield f"{path}.children.{i}", child
+            if isinstance(child, NodeConfig):
+                yield from below(child, f"{path}.children.{i}")
+
+    yield "mixture", config.mixture
+    yield from below(config.mixture, "mixture")
 
 
 def differences_of_files(in_force: RunConfig, file: RunConfig) -> list[str]:
@@ -290,7 +304,7 @@ class _Tree:
 
     def set(self, setting: Setting, where: str) -> None:
         child = self._find(setting.child, f"{where}.child").child
-        given = setting.model_dump(exclude_none=True, exclude={"child", "paused"})
+        given = setting.model_dump(exclude_unset=True, exclude={"child", "paused"})
         for field, value in given.items():
             if field not in child:
                 kind = "node" if "children" in child else "source"
@@ -357,7 +371,7 @@ class _Tree:
             return found[0]
         if found:
             raise ConfigError(
-                f"{where}: {name!r} names {len(found)} children; use the place in the file, such as mixture.children.0"
+                f"{where}: {name!r} names {len(found)} children; use the place, such as mixture.children.0"
             )
         known = ", ".join(
             repr(place.child["alias"] or place.child.get("source") or path)
@@ -367,9 +381,12 @@ class _Tree:
         raise ConfigError(f"{where}: the mixture has no {name!r}; it has {known}")
 
     def _places(self, child: dict[str, Any], parent: dict[str, Any] | None, path: str) -> Iterator[tuple[_Place, str]]:
+        """Places are counted as ``as_file`` shows them; what was dropped has none."""
         yield _Place(child, parent), path
-        for i, below in enumerate(child.get("children", ())):
-            yield from self._places(below, child, f"{path}.children.{i}")
+        number = count()
+        for below in child.get("children", ()):
+            at = "" if below["presence"] == "dropped" or not path else f"{path}.children.{next(number)}"
+            yield from self._places(below, child, at)
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenloom_server import config
 from tokenloom_server.accounts import Accounts
 from tokenloom_server.committer import Committer
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.course import Course
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
@@ -30,7 +30,7 @@ from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
-from tokenloom_server.revision import as_file, differences_of_files
+from tokenloom_server.revision import as_file, differences_of_files, places
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
 from tokenloom_server.traced import TracedSample, TracedStep
 from tokenloom_server.tracing import Traces
@@ -332,14 +332,17 @@ class Runs:
             course, least = host.course, host.first_revisable()
             index = host.committed.sample_index if host.committed is not None else 0
         config = course.at(index).config
-        children: list[SourceConfig | NodeConfig] = [*config.sources, *config.nodes]
         return MixtureInfo(
             run=run,
             sample_index=index,
             sequence_length=config.sequence_length,
             mixture=as_file(config),
-            paused=[child.name for child in children if child.presence == "paused"],
-            dropped=[child.name for child in children if child.presence == "dropped"],
+            paused=[
+                place if isinstance(child, NodeConfig) and child.alias is None else child.name
+                for place, child in places(config)
+                if child.presence == "paused"
+            ],
+            dropped=[source.name for source in config.sources if source.presence == "dropped"],
             phases=[
                 PhaseInfo(
                     number=stretch.phase,

@@ -40,6 +40,8 @@ class SourceStats(_Figures):
     exhausted: bool
     dropped_tokens: int
     """The tail that filled no sample; known once exhausted."""
+    excluded_rows: int
+    """Rows of an epoch that the revision in force leaves out."""
     skipped_samples: int
     """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
     skipped_rows: int
@@ -68,6 +70,16 @@ class LedgerStats(_Figures):
     error: str | None
     last_commit_index: int
     last_commit_age_s: float | None
+
+
+class PlannedRevision(_Figures):
+    """A revision that production has yet to reach, or samples of which are not committed yet."""
+
+    number: int
+    sample_index: int
+    """Of the first sample under it."""
+    eta_s: float | None
+    """Seconds until it is committed up to there, at the present rate; null where nothing moves."""
 
 
 class RunStats(_Figures):
@@ -107,6 +119,10 @@ class RunStats(_Figures):
     """What stopped the run; null while it is well."""
     tokenizer: str
     """Engine and version."""
+    revision: int
+    """The number of the revision in force; 0 for the mixture that the run began with."""
+    next_revision: PlannedRevision | None
+    """The next one, which samples to come will be under; null where none was made."""
     sources: list[SourceStats]
     ranks: list[RankStats]
     ledger: LedgerStats
@@ -175,7 +191,7 @@ class MixtureInfo(_Figures):
     mixture: dict[str, Any]
     """The mixture in force at ``sample_index``, as a mixture file has it, without what was dropped."""
     paused: list[str]
-    """Sources and nodes that give nothing until they are set to go on."""
+    """Sources and nodes that give nothing until they are set to go on; a node without an alias by its place."""
     dropped: list[str]
     """Sources that left; their cursors and counters stay."""
     phases: list[PhaseInfo]

@@ -17,7 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt"),
+        ("spec", "security", "tls", "data_roots", "mixture_change", "amounts", "traced", "receipt"),
         ("config", "stats"),
         ("sources",),
         ("tokenizer", "dataset_mix"),
@@ -38,8 +38,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo"),
-        ("viewer", "trace_report", "sides", "model_card"),
-        ("comparison",),
+        ("viewer", "trace_report", "sides", "model_card", "mixture_report", "cli_parts"),
+        ("comparison", "cli_mixture"),
         ("cli",),
         ("__main__",),
     ),
@@ -52,7 +52,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
     ),
     PROTO: (
-        ("__init__", "seal", "credentials", "dataloader_pb2"),
+        ("__init__", "seal", "credentials", "resume", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }
@@ -86,7 +86,8 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
-    (("typer",), frozenset({f"{SERVER}.cli"})),
+    # The command line, in parts.
+    (("typer",), frozenset({f"{SERVER}.{name}" for name in ("cli", "cli_parts", "cli_mixture")})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -135,7 +136,7 @@ IMPORT_TIME_CALLS = frozenset(
     {
         *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
         *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
-        *("partial", "fromkeys", "version", "cast"),
+        *("partial", "fromkeys", "version", "cast", "add_typer"),
     }
 )
 IMPORT_TIME_BANNED = re.compile(

@@ -15,6 +15,7 @@ from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
     MixtureInfo,
+    PlannedRevision,
     RankStats,
     ResumePoint,
     RevisionInfo,
@@ -41,6 +42,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "epochs": 1.0,
             "exhausted": False,
             "dropped_tokens": 0,
+            "excluded_rows": 0,
             "skipped_samples": 0,
             "skipped_rows": 0,
             "skipped_tokens": 0,
@@ -78,6 +80,8 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "ended": None,
             "error": None,
             "tokenizer": "gigatoken 0.10.0",
+            "revision": 1,
+            "next_revision": PlannedRevision(number=2, sample_index=8192, eta_s=25.8),
             "sources": [source_stats(0, alias="code"), source_stats(1, alias="prose")],
             "ranks": [rank_stats(0), rank_stats(1, position=4096, lag=8)],
             "ledger": LedgerStats(
