@@ -21,6 +21,8 @@ from tokenloom_server.ledger.base import Ledger, StoredSnapshot
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import Peeks
+from tokenloom_server.plan import RunPlan
+from tokenloom_server.planning.planner import Planner
 from tokenloom_server.producer import Producer
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
@@ -47,6 +49,7 @@ class ServedRun:
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.planner = Planner()
 
 
 class Runs:
@@ -141,6 +144,12 @@ class Runs:
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        served = self.get(run)
+        with served.host.lock:
+            state = served.host.committed_state
+        return served.planner.plan(served.host.order, state, until_tokens)
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)

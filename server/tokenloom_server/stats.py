@@ -6,6 +6,8 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from tokenloom_server.plan import RunPlan
+
 
 class _Figures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -128,6 +130,13 @@ class RunService(Protocol):
     def names(self) -> list[str]: ...
 
     def stats(self, run: str) -> RunStats: ...
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        """What the run will be from where it is committed, up to a total of tokens or, for None, to its end.
+
+        Measures its sources the first time: seconds. Raises ``ConfigError`` for a total that it has already, or for
+        None where it never ends; ``SourceError``, ``TokenizerError``.
+        """
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""

@@ -17,8 +17,8 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots"),
-        ("config", "stats"),
+        ("spec", "security", "tls", "data_roots", "plan", "amounts"),
+        ("config", "stats", "picture"),
         ("sources",),
         ("tokenizer",),
         ("packing",),
@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ledger", "snapshot", "readahead", "isolated", "suspects"),
         ("careful", "extents"),
         ("order", "run"),
+        ("planning",),
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),
@@ -82,6 +83,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
+    (("matplotlib",), frozenset({f"{SERVER}.picture"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
 )
 
@@ -102,6 +104,7 @@ NEEDS = {
     SERVER: frozenset(
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
+            *("matplotlib",),  # of the extra for pictures
             *("awkward", "fastapi", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
         }
