@@ -8,11 +8,11 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import ConfigError, TokenloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -237,6 +237,81 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
     if samples.ended is not None:
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
     out.print("valid", style="green")
+
+
+@app.command()
+def plan(
+    mixture: Annotated[Path, _MIXTURE],
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]').",
+            show_default=False,
+        ),
+    ] = None,
+    data_root: _DataRoots = None,
+) -> None:
+    """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
+
+    Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
+    tokens are planned. Drawn policies are planned at their mean.
+    """
+    from tokenloom_server import config
+    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.extents import measure
+    from tokenloom_server.order import Order
+    from tokenloom_server.planning.forecast import forecast
+
+    _set_up_logging("warning")
+    try:
+        until = None if tokens is None else parse_amount(tokens, "--tokens")
+        form = None if picture is None else _picture_format(picture)
+        found = config.load(mixture)
+        with _console(stderr=True).status("opening sources and tokeniser") as status:
+            order = Order.create(found, mixture.resolve().parent, None, DataRoots.of(data_root or ()))
+            extents = []
+            for i, source in enumerate(order.config.sources):
+                status.update(f"measuring source {i + 1} of {len(order.specs)}: {source.name}")
+                extents.append(measure(order, i))
+            made = forecast(order.config, extents, order.initial(), until)
+        if picture is not None and form is not None:
+            from tokenloom_server.picture import draw
+
+            _write(picture, draw(made, form))
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        print(made.model_dump_json(indent=2))
+        return
+    from tokenloom_server.planning.report import report
+
+    out = _console()
+    for part in report(made):
+        out.print(part, highlight=False)
+    if picture is not None:
+        out.print(f"the picture is {picture}", highlight=False)
+
+
+def _picture_format(path: Path) -> Literal["svg", "png"]:
+    match path.suffix.lower():
+        case ".svg":
+            return "svg"
+        case ".png":
+            return "png"
+    raise ConfigError(f"--picture {path}: expected a file name that ends with .svg or .png")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 @app.command()
