@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.memory_service import MemoryService, run_stats
+from support.memory_service import MemoryService, run_plan, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.page import FILES
@@ -101,6 +101,28 @@ def test_stats_are_the_services_figures(http: httpx.Client, service: MemoryServi
     answer = http.get(f"/v1/runs/{RUN}/stats")
     assert answer.status_code == 200
     assert answer.json() == service.runs[RUN].model_dump(mode="json")
+
+
+def test_a_plan_goes_to_the_end_or_as_far_as_it_is_asked_to(http: httpx.Client) -> None:
+    whole = http.get(f"/v1/runs/{RUN}/plan")
+    assert whole.status_code == 200
+    assert whole.json() == run_plan(RUN).model_dump(mode="json")
+    for text, tokens in (("10B", 10**10), ("1.5t", 15 * 10**11), ("2_500_000", 2_500_000)):
+        assert http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}).json()["until_tokens"] == tokens
+    for text, part in (("ten", "such as 500M"), ("0", "from 1"), ("1", "the run has 2097152 already")):
+        refused = problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}), 422, "ConfigError")
+        assert "tokens: " in refused
+        assert part in refused
+    problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": "1" * 33}), 422, "InvalidRequest")
+    problem(http.get("/v1/runs/other/plan"), 404, "NotFound")
+
+
+def test_a_plan_is_a_picture_too(http: httpx.Client) -> None:
+    answer = http.get(f"/v1/runs/{RUN}/plan.svg", params={"tokens": "10B"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "image/svg+xml"
+    assert "up to 10.0B tokens" in answer.text
+    problem(http.get("/v1/runs/other/plan.svg"), 404, "NotFound")
 
 
 def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Client, service: MemoryService) -> None:
@@ -293,9 +315,10 @@ def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None
         body = b"{}" if method == "post" else None
         for parameter in operation.get("parameters", []):
             name = parameter["name"]
-            assert parameter["in"] == "path", "poison for parameters of this kind is missing here"
+            assert parameter["in"] in ("path", "query"), "poison for parameters of this kind is missing here"
             for text in POISON_TEXTS:
-                yield method, path.replace(f"{{{name}}}", text).format(**good), body, documented
+                in_path = path.replace(f"{{{name}}}", text) if parameter["in"] == "path" else f"{path}?{name}={text}"
+                yield method, in_path.format(**good), body, documented
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
             models = [option["$ref"] for option in (schema, *schema.get("anyOf", [])) if "$ref" in option]
@@ -479,6 +502,8 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
     assert paths == {
         "GET /v1/runs",
         "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/plan",
+        "GET /v1/runs/{run}/plan.svg",
         "POST /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots/{snapshot_id}",

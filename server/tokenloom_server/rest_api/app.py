@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI, Path
+from fastapi import Body, FastAPI, Path, Query
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,9 +17,12 @@ from starlette.routing import Match
 from starlette.types import Scope as RequestScope
 from tokenloom_proto.seal import unseal
 
+from tokenloom_server.amounts import parse_amount
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.metrics import create_registry
 from tokenloom_server.page import page_routes
+from tokenloom_server.picture import draw
+from tokenloom_server.plan import RunPlan
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
     Alive,
@@ -39,6 +43,15 @@ RunName = Annotated[
         description="The run's name, as in its mixture file.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         examples=["wiki-and-code"],
+    ),
+]
+Tokens = Annotated[
+    str | None,
+    Query(
+        description="Plan up to this total of the run's tokens, such as 2000000, 500M, 10B or 1.5T; to the end if not "
+        "given.",
+        max_length=32,
+        examples=["10B"],
     ),
 ]
 _UNTOLD = "this server is not ready; why is told to who brings its token, and stands in its log"
@@ -148,6 +161,36 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     def read_stats(run: RunName) -> RunStats:
         return service.stats(run)
 
+    drawing = threading.Lock()
+
+    @app.get(
+        "/v1/runs/{run}/plan",
+        summary="What the run will be",
+        description="From where it is committed: when each source runs out, epochs, shares over the run's tokens, and "
+        "where it ends. Reads a sample of each source the first time, which takes seconds.",
+        tags=["runs"],
+        responses=_errors(404, 409, 422, 500, 503),
+    )
+    def read_plan(run: RunName, tokens: Tokens = None) -> RunPlan:
+        return service.plan(run, _until(tokens))
+
+    @app.get(
+        "/v1/runs/{run}/plan.svg",
+        summary="The plan as a picture",
+        description="Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.",
+        tags=["runs"],
+        response_class=Response,
+        responses={
+            200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}, "description": "The picture."},
+            **_errors(404, 409, 422, 500, 503),
+        },
+    )
+    def draw_plan(run: RunName, tokens: Tokens = None) -> Response:
+        plan = service.plan(run, _until(tokens))
+        # matplotlib's settings are the process's: one picture at a time.
+        with drawing:
+            return Response(draw(plan, "svg"), media_type="image/svg+xml")
+
     @app.post(
         "/v1/runs/{run}/snapshots",
         status_code=201,
@@ -227,6 +270,10 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         return service.restore(
             run, snapshot_id=request.snapshot_id, sample_index=request.sample_index, text=request.snapshot
         )
+
+
+def _until(tokens: str | None) -> int | None:
+    return None if tokens is None else parse_amount(tokens, "tokens")
 
 
 def _may_read(access: Access, request: Request) -> bool:
