@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import corpora
@@ -12,6 +13,7 @@ from tokenloom_server.order import Order
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.state import Cursor
+from tokenloom_server.tokenizer import Documents as Encoded
 
 
 def counted(order: Order, source_id: int) -> tuple[int, int]:
@@ -87,7 +89,7 @@ def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: p
     found = extents.measure(order, 0)
     assert {path.name for path in index.glob("lines-*")} == before
     rows_read, tokens = counted(order, 0)
-    # Eight heads of 500 KB each of ten shards of that size: nearly all of it.
+    # Eight of ten heads: nearly all of it.
     assert found.rows == pytest.approx(rows_read, rel=0.03)
     assert found.tokens == pytest.approx(tokens, rel=0.03)
 
@@ -96,11 +98,36 @@ def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkey
     # A place has room for a fraction of these: without the row that crosses its end there would be none, or only
     # the short ones.
     monkeypatch.setattr(extents, "PLACE_BYTES", 3_000)
+    monkeypatch.setattr(extents, "ENCODED_BYTES", 1_000)
     corpora.write_txt(tmp_path / "a.txt", long_rows(4_000, 5, 1, 8_000))
     order = order_over(tmp_path, "txt:a.txt:text")
     _, tokens = counted(order, 0)
     # Eight places of one or two rows each: their mean is right within its own error, and never far below.
     assert extents.measure(order, 0).tokens == pytest.approx(tokens, rel=0.6)
+
+
+def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpora.write_txt(tmp_path / "a.txt", long_rows(20_000, 3, 1, 300))
+    order = order_over(tmp_path, "txt:a.txt:text")
+    rows, tokens = counted(order, 0)
+    monkeypatch.setattr(extents, "ENCODED_BYTES", 10_000)
+    encoder = order.encoder(0, order.open(0))
+    encoded = 0
+
+    class Counting:
+        def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
+            nonlocal encoded
+            found = encoder.encode(column, first_row, shard)
+            encoded += len(found.values)
+            return found
+
+    monkeypatch.setattr(order, "encoder", lambda *_: Counting())
+    found = extents.measure(order, 0)
+    assert encoded < 1.2 * extents.PLACES * 10_000 < tokens / 10
+    # All lengths were looked at; only the ids that end a text are estimated.
+    assert found == Extent(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
 
 
 def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:

@@ -16,12 +16,16 @@ from typing import NamedTuple, Protocol
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.line_index import BOM
 from tokenloom_server.sources.lines import LinesSource
 
 #: Places that are read of a source: spread over its shards, or within them where there are fewer.
 PLACES = 8
-#: Bytes of text or ids that are read at a place, and the row that reaches beyond them.
-PLACE_BYTES = 1 << 19
+#: Bytes of text or ids that are read at a place for how long rows are, and the row that reaches beyond them: rows
+#: differ much more in their length than in the tokens that a byte makes.
+PLACE_BYTES = 1 << 22
+#: Bytes of these that are encoded.
+ENCODED_BYTES = 1 << 19
 #: A source of lines with at most so many bytes in its files is counted; beyond that, rows follow from the sample.
 COUNTED_BYTES = 1 << 26
 
@@ -59,15 +63,28 @@ class _Stratum(NamedTuple):
 
 
 class _Sample(NamedTuple):
+    """Rows with their bytes of text or ids; of the first ``encoded_bytes`` of these, the tokens, and the rows."""
+
     rows: int
+    bytes: int
+    encoded_rows: int
+    encoded_bytes: int
     tokens: int
+
+    @property
+    def all_tokens(self) -> Fraction:
+        """Tokens of all the rows, by their bytes."""
+        if not self.encoded_bytes:
+            return Fraction(self.tokens * self.rows, self.encoded_rows)
+        return Fraction(self.tokens * self.bytes, self.encoded_bytes)
 
 
 def measure(order: Readable, source_id: int) -> Extent:
     """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
 
     Reads ``PLACES`` × ``PLACE_BYTES`` and as many row groups at most, beside footers, headers and ``COUNTED_BYTES`` of
-    lines. Raises ``SourceError`` and ``TokenizerError`` for a file, or a row of the sample, that is not readable.
+    lines; encodes ``PLACES`` × ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file, or a row of
+    the sample, that is not readable.
     """
     reader = order.open(source_id)
     encoder = order.encoder(source_id, reader)
@@ -78,24 +95,26 @@ def measure(order: Readable, source_id: int) -> Extent:
     tokens = Fraction(0)
     for stratum in strata:
         found = _sample(reader, encoder, stratum)
-        tokens += Fraction(found.tokens * stratum.rows, found.rows)
+        tokens += found.all_tokens * stratum.rows / found.rows
     stood_for = sum(stratum.rows for stratum in strata)
     return Extent(sum(counts), round(1000 * tokens / stood_for))
 
 
 def _of_many_lines(reader: LinesSource, encoder: Encoder) -> Extent:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
-    rows = tokens = size = 0
-    filled = [shard for shard, file in enumerate(reader.shards) if file.size]
+    rows = size = 0
+    tokens = Fraction(0)
+    # No file with a line is smaller than a byte order mark and it.
+    filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
     for shard in _spread(filled):
         # No file has more lines than bytes.
         found = _sample(reader, encoder, _Stratum(shard, 0, reader.shards[shard].size))
         rows += found.rows
-        tokens += found.tokens
+        tokens += found.all_tokens
         size += reader.head_bytes(shard, found.rows)
     total = sum(shard.size for shard in reader.shards)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
-    return Extent(max(1, round(Fraction(total * rows, size))), round(Fraction(1000 * tokens, rows)))
+    return Extent(max(1, round(Fraction(total * rows, size))), round(1000 * tokens / rows))
 
 
 def _strata(counts: list[int]) -> Iterator[_Stratum]:
@@ -118,13 +137,17 @@ def _spread(shards: list[int]) -> list[int]:
 def _sample(reader: Source, encoder: Encoder, stratum: _Stratum) -> _Sample:
     """The first rows of a stratum, up to the one with which they reach ``PLACE_BYTES``: leaving that one out would
     leave out long rows more often than short ones."""
-    rows = tokens = size = 0
+    rows = size = encoded_rows = encoded_bytes = tokens = 0
     for piece in reader.read(stratum.shard, stratum.row):
-        fits = columns.reach(piece.column, PLACE_BYTES - size)
-        column = piece.column[: min(fits.rows, stratum.rows - rows)]
-        tokens += len(encoder.encode(column, piece.first_row, stratum.shard).values)
+        column = piece.column[: stratum.rows - rows]
+        column = column[: columns.reach(column, PLACE_BYTES - size).rows]
+        if encoded_bytes < ENCODED_BYTES:
+            part = columns.reach(column, ENCODED_BYTES - encoded_bytes)
+            tokens += len(encoder.encode(column[: part.rows], piece.first_row, stratum.shard).values)
+            encoded_rows += part.rows
+            encoded_bytes += part.bytes
         rows += len(column)
-        size += fits.bytes
+        size += columns.reach(column, PLACE_BYTES).bytes
         if rows == stratum.rows or size >= PLACE_BYTES:
             break
-    return _Sample(rows, tokens)
+    return _Sample(rows, size, encoded_rows, encoded_bytes, tokens)
