@@ -263,10 +263,10 @@ def plan(
     """
     from tokenloom_server import config
     from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.course import Course
     from tokenloom_server.data_roots import DataRoots
-    from tokenloom_server.extents import measure
     from tokenloom_server.order import Order
-    from tokenloom_server.planning.forecast import forecast
+    from tokenloom_server.planning.planner import Planner
 
     _set_up_logging("warning")
     try:
@@ -275,11 +275,9 @@ def plan(
         found = config.load(mixture)
         with _console(stderr=True).status("opening sources and tokeniser") as status:
             order = Order.create(found, mixture.resolve().parent, None, DataRoots.of(data_root or ()))
-            extents = []
-            for i, source in enumerate(order.config.sources):
-                status.update(f"measuring source {i + 1} of {len(order.specs)}: {source.name}")
-                extents.append(measure(order, i))
-            made = forecast(order.config, extents, order.initial(), until)
+            course = Course(order)
+            planner = Planner(lambda name: status.update(f"measuring {name}"))
+            made = planner.plan(course, course.initial(), until)
         if picture is not None and form is not None:
             from tokenloom_server.picture import draw
 

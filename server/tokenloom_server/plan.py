@@ -16,14 +16,16 @@ class PlannedSource(_Future):
     spec: str
     alias: str
     """The short name; the spec where the mixture file gives none."""
-    rows: int
-    """Of one epoch: exact for Parquet and Arrow files and little text, else estimated."""
-    tokens_per_row: float
-    """With begin- and end-of-text ids; from a sample of rows, unless the source is small."""
-    tokens_per_epoch: int
+    rows: int | None
+    """Of one epoch: exact for Parquet and Arrow files and little text, else estimated. Null for a source that was
+    dropped: it is not looked at."""
+    tokens_per_row: float | None
+    """With begin- and end-of-text ids, rows that are left out counting as empty; from a sample of rows, unless the
+    source is small."""
+    tokens_per_epoch: int | None
     epochs: float | None
     """Passes that are allowed, by the source and the nodes above it; null for no limit."""
-    epochs_read: float
+    epochs_read: float | None
     """Passes that it gets."""
     tokens: int
     """Tokens that it gives."""

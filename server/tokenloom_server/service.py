@@ -155,8 +155,8 @@ class Runs:
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         served = self.get(run)
         with served.host.lock:
-            state = served.host.committed_state
-        return served.planner.plan(served.host.order, state, until_tokens)
+            course, state = served.host.course, served.host.committed_state
+        return served.planner.plan(course, state, until_tokens)
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)

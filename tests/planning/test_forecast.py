@@ -14,10 +14,9 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.extents import Extent, measure
 from tokenloom_server.pipeline import initial_state
 from tokenloom_server.plan import RunPlan
-from tokenloom_server.planning.flow import MAX_STRETCHES
-from tokenloom_server.planning.forecast import forecast
+from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.shares import Soft, Span
-from tokenloom_server.planning.stretches import Stretch, merged
+from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 
 LENGTH = 8
 
@@ -38,7 +37,7 @@ def planned(root: dict[str, Any], samples: dict[str, int], until: int | None = N
     """The plan of a mixture whose sources have so many samples in an epoch, of one row each."""
     config = config_of(root, **fields)
     extents = [Extent(samples[source.name], 1000 * LENGTH) for source in config.sources]
-    return forecast(config, extents, initial_state(config), until)
+    return forecast([Part(config=config, extents=extents)], initial_state(config), until)
 
 
 def out_at(plan: RunPlan) -> dict[str, int | None]:
@@ -131,7 +130,7 @@ def test_a_plan_goes_as_far_as_it_is_asked_to() -> None:
 def test_a_total_that_the_run_has_already_is_refused() -> None:
     config = config_of(node("sequential", leaf("a")))
     with pytest.raises(ConfigError, match="tokens: 0 tokens are asked for, but the run has 0 already"):
-        forecast(config, [Extent(10, 8000)], initial_state(config), 0)
+        forecast([Part(config=config, extents=[Extent(10, 8000)])], initial_state(config), 0)
 
 
 def test_what_a_policy_balances_ends_together() -> None:
@@ -228,11 +227,12 @@ def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any
     inner = node("round_robin", leaf("1", epochs=1.5), leaf("2"))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=node("least_consumed", leaf("0"), inner)))
     extents = [measure(order, i) for i in range(3)]
-    whole = forecast(order.config, extents, order.initial())
+    parts = [Part(config=order.config, extents=extents)]
+    whole = forecast(parts, order.initial())
     pipeline = order.pipeline(order.initial())
     for _ in range(6):
         pipeline.advance(whole.until_sample_index // 7)
-        later = forecast(order.config, extents, pipeline.state())
+        later = forecast(parts, pipeline.state())
         assert later.from_sample_index == pipeline.state().sample_index
         assert later.until_sample_index == pytest.approx(whole.until_sample_index, rel=0.01)
         for then, now, was in zip(whole.sources, later.sources, pipeline.state().sources, strict=True):

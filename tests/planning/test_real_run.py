@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 from support import corpora
+from tokenloom_proto.seal import canonical
 from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.course import Course
 from tokenloom_server.extents import measure
+from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.mixture_change import MixtureChange, Setting
 from tokenloom_server.order import Order
 from tokenloom_server.plan import RunPlan
-from tokenloom_server.planning.forecast import forecast
+from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.planner import Planner
 from tokenloom_server.state import State
 
 LENGTH = 8
@@ -93,7 +98,7 @@ def order_of(folder: Path, root: dict[str, Any], seed: int) -> Order:
 
 
 def plan_of(order: Order, state: State) -> RunPlan:
-    return forecast(order.config, [measure(order, i) for i in range(len(order.specs))], state)
+    return forecast([Part(config=order.config, extents=[measure(order, i) for i in range(len(order.specs))])], state)
 
 
 def run_out(order: Order, state: State) -> tuple[State, dict[int, int]]:
@@ -170,3 +175,49 @@ def test_a_plan_of_drawn_shares_is_within_their_luck_of_the_run(folder: Path, se
     order = order_of(folder, random_mixture(rng, ("weighted", "least_consumed")), seed)
     end, out = run_out(order, order.initial())
     check(order, order.initial(), plan_of(order, order.initial()), end, out, drawn=True)
+
+
+def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder: Path) -> None:
+    def source(i: int, **fields: Any) -> dict[str, Any]:
+        return {"source": specs()[i], "alias": f"s{i}", **fields}
+
+    later = {
+        "policy": "least_consumed",
+        "children": [source(0, epochs=2), source(2, weight=2), source(3), source(4, epochs=0.5)],
+    }
+    document = corpora.mixture(
+        mixture={"policy": "weighted", "children": [source(0), source(1, weight=2), source(2)]},
+        sequence_length=8,
+        last_step="pad",
+        phases=[{"until_tokens": 100_004}, {"until_tokens": 240_000, "mixture": later}, {"sequence_length": 16}],
+    )
+    order = corpora.order_of(folder, document)
+    course = Course(order)
+    change = MixtureChange(set=[Setting(child="s3", weight=4)], drop=["s2"], reason="test")
+    content = canonical(course.revise(change, 20_000))
+    revision = StoredRevision(number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content)
+    course = course.with_revisions([revision])
+    assert len(course.stretches) == 4
+
+    start = course.initial()
+    plan = Planner().plan(course, start, None)
+    pipeline = course.pipeline(start)
+    while pipeline.ended is None:
+        pipeline.advance(4096)
+    end = pipeline.state()
+    assert plan.until_tokens == pytest.approx(end.total_tokens, rel=0.01)
+    assert plan.until_sample_index == pytest.approx(end.sample_index, rel=0.01)
+    assert plan.sequence_length == 16
+    for source_plan, was in zip(plan.sources, end.sources, strict=True):
+        assert source_plan.tokens == pytest.approx(was.tokens, rel=0.02), source_plan.alias
+        assert source_plan.exhausted == was.exhausted
+    # What was dropped is not looked at, and what came later had no share before.
+    assert plan.sources[2].epochs_read is None
+    assert all(len(stretch.shares) == 5 for stretch in plan.stretches)
+    assert plan.stretches[0].shares[3:] == [0, 0]
+    assert {100_008, 20_000 * 8} <= {stretch.from_tokens for stretch in plan.stretches}
+    # From behind the revision on.
+    pipeline = course.pipeline(start)
+    pipeline.advance(21_000)
+    rest = Planner().plan(course, pipeline.state(), None)
+    assert rest.until_tokens == pytest.approx(end.total_tokens, rel=0.01)

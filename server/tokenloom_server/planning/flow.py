@@ -14,29 +14,28 @@ import numpy as np
 
 from tokenloom_server.config import SourceConfig
 from tokenloom_server.planning.shares import Floats, Span
-from tokenloom_server.planning.stretches import Stretch, merged
+from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.tree import Branch, Leaf
 
 #: A plan that takes more steps than this is a fault of ours.
 _MAX_STEPS = 1_000_000
-#: Stretches that are kept of a course.
-MAX_STRETCHES = 400
 #: What of a sample may be left of a source that is out: more than rounding makes, less than any sample.
 _NOTHING_LEFT = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """At a total of the run's tokens, a source or a node has no more to give, and why."""
+    """At a total of the run's tokens, a source (by id; None for a node) has no more to give, and why."""
 
     at: float
-    what: Leaf | Branch
+    name: str
+    source: int | None
     why: str
 
 
 @dataclass(slots=True)
-class Course:
-    """How it goes, up to a total of the run's tokens."""
+class Flowed:
+    """How it went, up to a total of the run's tokens."""
 
     reached: float
     stretches: list[Stretch] = field(default_factory=list)
@@ -45,34 +44,34 @@ class Course:
     endless: bool = False
 
 
-def flow(root: Branch, leaves: Sequence[Leaf], course: Course, until: float, sample_tokens: int) -> None:
-    """Lets the tree flow on from where the course stands until it is over, or the run has ``until`` tokens."""
+def flow(root: Branch, leaves: Sequence[Leaf], flowed: Flowed, until: float, sample_tokens: int) -> None:
+    """Lets the tree flow on from where the flowed stands until it is over, or the run has ``until`` tokens."""
     branches = list(_downwards(root))
     nothing = _NOTHING_LEFT * sample_tokens
-    _close(branches, course, nothing)
+    _close(branches, flowed, nothing)
     for _ in range(_MAX_STEPS):
-        if root.over or course.reached >= until:
+        if root.over or flowed.reached >= until:
             return
-        length = _length(branches, course.reached, until)
+        length = _length(branches, flowed.reached, until)
         if math.isinf(length):
-            course.endless = True
+            flowed.endless = True
             return
-        rates = _rates(branches, course.reached, length)
+        rates = _rates(branches, flowed.reached, length)
         while (part := _part(branches, rates, length)) < 1 - 1e-12:
             length *= part
-            rates = _rates(branches, course.reached, length)
+            rates = _rates(branches, flowed.reached, length)
         _take(branches, rates, length)
         shares = dict.fromkeys(range(len(leaves)), 0.0)
         for branch, rate in zip(branches, rates, strict=True):
             for child, its in zip(branch.children, rate.tolist(), strict=True):
                 if isinstance(child, Leaf):
                     shares[child.config.id] = its
-        end = min(course.reached + length, until)
-        course.stretches.append(Stretch(course.reached, end, np.array(list(shares.values()))))
-        if len(course.stretches) > 2 * MAX_STRETCHES:
-            course.stretches = merged(course.stretches, MAX_STRETCHES)
-        course.reached = end
-        _close(branches, course, nothing)
+        end = min(flowed.reached + length, until)
+        flowed.stretches.append(Stretch(flowed.reached, end, np.array(list(shares.values()))))
+        if len(flowed.stretches) > 2 * MAX_STRETCHES:
+            flowed.stretches = merged(flowed.stretches, MAX_STRETCHES)
+        flowed.reached = end
+        _close(branches, flowed, nothing)
     raise AssertionError(f"a plan took more than {_MAX_STEPS} steps")
 
 
@@ -127,7 +126,7 @@ def _take(branches: Sequence[Branch], rates: Sequence[Floats], length: float) ->
         branch.take(rate * length)
 
 
-def _close(branches: Sequence[Branch], course: Course, nothing: float) -> None:
+def _close(branches: Sequence[Branch], flowed: Flowed, nothing: float) -> None:
     """Marks what has no more to give, from the leaves up: a node's end may be its parent's."""
     for branch in reversed(branches):
         for i, child in enumerate(branch.children):
@@ -145,7 +144,9 @@ def _close(branches: Sequence[Branch], course: Course, nothing: float) -> None:
             branch.live[i] = False
             if isinstance(child, Branch) and child.waits:
                 continue
-            course.endings.append(Ending(course.reached, child, why))
+            branch.exhausted[i] = True
+            source = child.config.id if isinstance(child, Leaf) else None
+            flowed.endings.append(Ending(flowed.reached, child.name, source, why))
             own = child.config.on_exhausted if isinstance(child.config, SourceConfig) else None
             if (own or branch.config.on_exhausted) == "stop":
                 branch.stopped = f"stops, as {child.name} {why}"

@@ -41,8 +41,8 @@ def _sources(plan: RunPlan) -> Table:
         out = source.exhausted_at_tokens
         table.add_row(
             source.alias,
-            f"{source.rows:,}",
-            short(source.tokens_per_epoch),
+            "—" if source.rows is None else f"{source.rows:,}",
+            "—" if source.tokens_per_epoch is None else short(source.tokens_per_epoch),
             _epochs(source),
             short(source.tokens),
             f"{source.share:.2%}",
@@ -52,6 +52,8 @@ def _sources(plan: RunPlan) -> Table:
 
 
 def _epochs(source: PlannedSource) -> str:
+    if source.epochs_read is None:
+        return "dropped"
     allowed = "∞" if source.epochs is None else f"{source.epochs:g}"
     return f"{source.epochs_read:.2f} of {allowed}"
 

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+#: Stretches that are kept of a run.
+MAX_STRETCHES = 400
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:

@@ -47,6 +47,8 @@ class Branch:
         pairs = list(zip(config.children, known, strict=True))
         #: Whether a child can be asked for tokens: it is there, not paused, and not found to be out.
         self.live = np.array([child.presence == "live" and not was.exhausted for child, was in pairs])
+        #: Whether it was found to be out.
+        self.exhausted = np.array([was.exhausted for was in known])
         self._paused = any(child.presence == "paused" and not was.exhausted for child, was in pairs)
         #: Tokens of each child since the run began.
         self.given = np.array([float(was.tokens) for was in known])
@@ -107,7 +109,7 @@ class Branch:
         return np.array([child.left for child in self.children])
 
 
-def grow(config: RunConfig, extents: Sequence[Extent], state: State) -> tuple[Branch, tuple[Leaf, ...]]:
+def grow(config: RunConfig, extents: Sequence[Extent | None], state: State) -> tuple[Branch, tuple[Leaf, ...]]:
     """The tree from a state on: its root, and the leaves by source id."""
     leaves: dict[int, Leaf] = {}
 
@@ -134,9 +136,9 @@ def grow(config: RunConfig, extents: Sequence[Extent], state: State) -> tuple[Br
     return root, tuple(leaves[source] for source in range(len(leaves)))
 
 
-def _left_of(config: RunConfig, extent: Extent, epochs: float, was: SourceState) -> float:
+def _left_of(config: RunConfig, extent: Extent | None, epochs: float, was: SourceState) -> float:
     """Tokens that a source's samples still hold: those of its rows left, in whole samples."""
-    if was.exhausted:
+    if was.exhausted or extent is None:
         return 0.0
     if math.isinf(epochs):
         return math.inf
