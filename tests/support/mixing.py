@@ -8,9 +8,9 @@ from fractions import Fraction
 from tokenloom_server.config import RunConfig
 from tokenloom_server.extents import Extent
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes
-from tokenloom_server.mixing.revision import carried_nodes
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES
-from tokenloom_server.state import ChildState
+from tokenloom_server.revision import carry
+from tokenloom_server.state import ChildState, SourceState, State
 
 #: Tokens of every row.
 ROW = 13
@@ -89,7 +89,19 @@ class Walk:
 
     def revise(self, config: RunConfig, capacity: list[int]) -> None:
         """Goes on under another mixture of the run; ``capacity`` of all sources it ever had."""
-        nodes = carried_nodes(self.config, self.present(), config)
+        exhausted = self.mixer.exhausted(self.mixer.regime)
+        sources = [
+            SourceState(samples=samples, tokens=samples * self.config.sequence_length, exhausted=out)
+            for samples, out in zip(self.given, exhausted, strict=True)
+        ]
+        state = State(
+            sample_index=sum(self.given),
+            total_tokens=8 * sum(self.given),
+            digest=0,
+            sources=tuple(sources),
+            nodes=self.present(),
+        )
+        nodes = carry(state, self.config, config).nodes
         self.capacity = capacity
         self.given += [0] * (len(capacity) - len(self.given))
         self.begin_under(config, nodes)

@@ -309,14 +309,6 @@ class Mixer:
             node.id: (0,) * len(node.children) if node.is_over else tuple(node.policy.weights()) for node in self._nodes
         }
 
-    def reopened(self) -> Iterator[tuple[int, int]]:
-        """(Place among the nodes, place among its children) of each child that is a node, was marked exhausted, and
-        has something to give all the same: its mixture was changed since."""
-        for number, node in enumerate(self._nodes):
-            for position, child in enumerate(node.children):
-                if isinstance(child, _Node) and node.exhausted[position] and (not child.is_over or child.waits):
-                    yield number, position
-
     def shares(self) -> tuple[float, ...]:
         """Each source's share of the next tokens that the weights in force ask for, by source id."""
         shares: dict[int, Fraction] = {}
