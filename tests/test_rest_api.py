@@ -122,6 +122,9 @@ def test_a_plan_is_a_picture_too(http: httpx.Client) -> None:
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "image/svg+xml"
     assert "up to 10.0B tokens" in answer.text
+    # Its colours are styles within it, which pages are not allowed; scripts are not, either.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    assert answer.headers.get_list("content-security-policy") == [policy]
     problem(http.get("/v1/runs/other/plan.svg"), 404, "NotFound")
 
 

@@ -47,6 +47,8 @@ RunName = Annotated[
         examples=["wiki-and-code"],
     ),
 ]
+#: A picture's colours are styles within it; it needs nothing else, and no script.
+_OF_A_PICTURE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 Tokens = Annotated[
     str | None,
     Query(
@@ -191,7 +193,7 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         plan = service.plan(run, _until(tokens))
         # matplotlib's settings are the process's: one picture at a time.
         with drawing:
-            return Response(draw(plan, "svg"), media_type="image/svg+xml")
+            return Response(draw(plan, "svg"), media_type="image/svg+xml", headers=_OF_A_PICTURE)
 
     @app.post(
         "/v1/runs/{run}/snapshots",
