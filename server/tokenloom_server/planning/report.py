@@ -55,7 +55,7 @@ def _epochs(source: PlannedSource) -> str:
     if source.epochs_read is None:
         return "dropped"
     allowed = "∞" if source.epochs is None else f"{source.epochs:g}"
-    return f"{source.epochs_read:.2f} of {allowed}"
+    return f"{source.epochs_read:,.2f} of {allowed}"
 
 
 def _shares(plan: RunPlan) -> Table:
