@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import corpora
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.extents import Extent, measure
+from tokenloom_server.picture import draw
 from tokenloom_server.pipeline import initial_state
 from tokenloom_server.plan import RunPlan
 from tokenloom_server.planning.forecast import Part, forecast
@@ -239,6 +240,51 @@ def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any
             assert now.tokens == pytest.approx(then.tokens, rel=0.01)
             assert now.epochs_read == pytest.approx(then.epochs_read, rel=0.01)
             assert (now.exhausted_at_tokens is None) == was.exhausted
+
+
+@pytest.mark.parametrize("on_exhausted", ["drop", "stop"])
+def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str) -> None:
+    for i in range(2):
+        corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(200 + 300 * i, i, 40), group=100)
+    root = node("sequential", node("round_robin", leaf("0"), leaf("1"), on_exhausted=on_exhausted))
+    order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(10**6)
+    extents = [measure(order, i) for i in range(2)]
+    plan = forecast([Part(config=order.config, extents=extents)], pipeline.state())
+    assert plan.ends
+    assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
+    assert (plan.stretches, plan.endings) == ([], [])
+    assert [source.exhausted for source in plan.sources] == [True, on_exhausted == "drop"]
+    expected = {"drop": "every source is exhausted", "stop": "node 1 stops, as 0 is exhausted"}
+    assert plan.reason == expected[on_exhausted]
+    assert b"<svg" in draw(plan, "svg")
+
+
+def test_what_is_paused_waits_and_what_was_dropped_is_gone() -> None:
+    config = config_of(node("least_consumed", leaf("a"), node("round_robin", leaf("b"), leaf("c")), leaf("d")))
+    samples = [100, 200, 300, 400]
+
+    def under(**presence: str) -> RunPlan:
+        def visit(child: Any) -> Any:
+            if isinstance(child, NodeConfig):
+                return child.model_copy(update={"children": [visit(below) for below in child.children]})
+            return child.model_copy(update={"presence": presence.get(child.name, "live")})
+
+        found = config.model_copy(update={"mixture": visit(config.mixture)})
+        # What the other config had worked out of its own mixture is not this one's.
+        for name in ("sources", "nodes", "epochs"):
+            found.__dict__.pop(name, None)
+        extents = [
+            None if presence.get(n) == "dropped" else Extent(k, 8000) for n, k in zip("abcd", samples, strict=True)
+        ]
+        return forecast([Part(config=found, extents=extents)], initial_state(found))
+
+    plan = under(b="paused", d="dropped")
+    assert [source.tokens // LENGTH for source in plan.sources] == [100, 0, 300, 0]
+    assert plan.reason == "only paused sources are left"
+    assert [source.rows for source in plan.sources] == [100, 200, 300, None]
+    assert under(d="dropped").reason == "every source is exhausted"
 
 
 def test_ten_to_the_twelve_tokens_through_two_hundred_sources_take_seconds() -> None:

@@ -7,12 +7,11 @@ taken along, so 10^12 tokens cost as many steps as there are sources and bends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenloom_server.config import SourceConfig
 from tokenloom_server.planning.shares import Floats, Span
 from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.tree import Branch, Leaf
@@ -46,7 +45,7 @@ class Flowed:
 
 def flow(root: Branch, leaves: Sequence[Leaf], flowed: Flowed, until: float, sample_tokens: int) -> None:
     """Lets the tree flow on from where the flowed stands until it is over, or the run has ``until`` tokens."""
-    branches = list(_downwards(root))
+    branches = list(root.downwards())
     nothing = _NOTHING_LEFT * sample_tokens
     _close(branches, flowed, nothing)
     for _ in range(_MAX_STEPS):
@@ -73,14 +72,6 @@ def flow(root: Branch, leaves: Sequence[Leaf], flowed: Flowed, until: float, sam
         flowed.reached = end
         _close(branches, flowed, nothing)
     raise AssertionError(f"a plan took more than {_MAX_STEPS} steps")
-
-
-def _downwards(branch: Branch) -> Iterator[Branch]:
-    """Parents before their children."""
-    yield branch
-    for child in branch.children:
-        if isinstance(child, Branch):
-            yield from _downwards(child)
 
 
 def _rates(branches: Sequence[Branch], at: float, length: float) -> list[Floats]:
@@ -147,8 +138,7 @@ def _close(branches: Sequence[Branch], flowed: Flowed, nothing: float) -> None:
             branch.exhausted[i] = True
             source = child.config.id if isinstance(child, Leaf) else None
             flowed.endings.append(Ending(flowed.reached, child.name, source, why))
-            own = child.config.on_exhausted if isinstance(child.config, SourceConfig) else None
-            if (own or branch.config.on_exhausted) == "stop":
+            if branch.ends(i):
                 branch.stopped = f"stops, as {child.name} {why}"
         if branch.room <= nothing and not branch.over:
             branch.stopped = "has its max_tokens"

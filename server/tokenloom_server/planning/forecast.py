@@ -17,7 +17,7 @@ from tokenloom_server.order import Order
 from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
 from tokenloom_server.planning.flow import Flowed, flow
 from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
-from tokenloom_server.planning.tree import Branch, Leaf, grow
+from tokenloom_server.planning.tree import Leaf, grow
 from tokenloom_server.revision import carry
 from tokenloom_server.state import ChildState, Cursor, SourceState, State
 
@@ -180,19 +180,15 @@ class _Way:
                     exhausted=leaf.out,
                 )
             )
-        nodes: dict[int, tuple[ChildState, ...]] = {}
-
-        def visit(branch: Branch) -> None:
-            known = self._base.nodes[branch.config.id]
-            nodes[branch.config.id] = tuple(
+        nodes = {
+            branch.config.id: tuple(
                 ChildState(was.samples, round(tokens), 0, out)
-                for was, tokens, out in zip(known, branch.given.tolist(), branch.exhausted.tolist(), strict=True)
+                for was, tokens, out in zip(
+                    self._base.nodes[branch.config.id], branch.given.tolist(), branch.exhausted.tolist(), strict=True
+                )
             )
-            for child in branch.children:
-                if isinstance(child, Branch):
-                    visit(child)
-
-        visit(self.root)
+            for branch in self.root.downwards()
+        }
         return replace(self._base, sources=tuple(sources), nodes=tuple(nodes[i] for i in range(len(nodes))))
 
     def _index_at(self, tokens: int) -> int:
@@ -230,7 +226,8 @@ class _Way:
             return "only paused sources are left"
         if all(leaf.out or leaf.config.presence == "dropped" for leaf in leaves):
             return "every source is exhausted"
-        return "; ".join(f"{ending.name} {ending.why}" for ending in self.flowed.endings if ending.source is None)
+        stopped = [f"{branch.name} {branch.stopped}" for branch in root.downwards() if branch.stopped]
+        return "; ".join(stopped) or "nothing is left that is not paused"
 
 
 def _padded(stretch: Stretch, sources: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

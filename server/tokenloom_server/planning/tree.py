@@ -58,8 +58,28 @@ class Branch:
             given = sum(was.tokens for was in known)
             self.room = max(0, config.max_tokens - given) // sample_tokens * sample_tokens
         #: Why it is over though a child could go on; empty while that is not so.
-        self.stopped = ""
+        self.stopped = next(
+            (
+                f"stops, as {child.name} is exhausted"
+                for i, child in enumerate(children)
+                if self.exhausted[i] and self.ends(i)
+            ),
+            "",
+        )
         self._shares = shares_of(config, sample_tokens)
+
+    def ends(self, position: int) -> bool:
+        """Whether the end of a child is the node's."""
+        child = self.config.children[position]
+        own = child.on_exhausted if isinstance(child, SourceConfig) else None
+        return (own or self.config.on_exhausted) == "stop" and child.presence != "dropped"
+
+    def downwards(self) -> Iterator[Branch]:
+        """Itself and the nodes below it, parents before their children."""
+        yield self
+        for child in self.children:
+            if isinstance(child, Branch):
+                yield from child.downwards()
 
     @property
     def over(self) -> bool:
