@@ -500,7 +500,7 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
     """A child's order-affecting fields: no alias, and no override that says what the run says."""
-    fields: dict[str, Any] = {"weight": _order_of_weight(child.weight)}
+    fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
@@ -527,7 +527,8 @@ def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def _order_of_weight(weight: float | list[tuple[int, float]]) -> Any:
+def weight_text(weight: float | list[tuple[int, float]]) -> Any:
+    """A weight as it is recorded: the shortest text of the number, and of those in points."""
     if isinstance(weight, list):
         return [[tokens, _number(value)] for tokens, value in weight]
     return _number(weight)

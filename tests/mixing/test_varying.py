@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import Walk
@@ -223,3 +225,29 @@ def test_a_schedule_needs_the_runs_tokens_and_not_its_nodes() -> None:
     # 100 samples of the run, of which the node has half.
     assert set(found[:100]) == {0, 1}
     assert set(found[101:]) == {0, 2}
+
+
+@given(
+    st.sampled_from(["soft_sequential", "balance_remaining", "schedule"]),
+    st.lists(st.integers(200, 3000), min_size=2, max_size=7),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_child_is_within_one_sample_of_what_the_weights_in_force_give_it(
+    policy: str, capacity: list[int], seed: int
+) -> None:
+    rng = random.Random(seed)
+    if policy == "schedule":
+        config = scheduled(*([[0, rng.uniform(0.1, 3)], [8_000, rng.uniform(0, 3)]] for _ in capacity))
+    else:
+        config = mixture_of(policy, len(capacity))
+    walk = Walk(config, capacity)
+    due = [Fraction(0)] * len(capacity)
+    for _ in range(600):
+        walk.begin()
+        weights = walk.mixer.weights()[0]
+        due = [was + Fraction(weight, sum(weights)) for was, weight in zip(due, weights, strict=True)]
+        walk.step()
+        if any(child.exhausted for child in walk.present()[0]):
+            break
+        assert all(abs(target - given) <= 1 for target, given in zip(due, walk.given, strict=True))
