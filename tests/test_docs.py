@@ -19,7 +19,7 @@ from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
 from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.peeking import MAX_PEEKS
 from tokenloom_server.planning import stretches
-from tokenloom_server.rest_api.app import create_app
+from tokenloom_server.rest_api.app import MAX_PLANS, create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
 from tokenloom_server.security import RPCS, Scope
@@ -109,6 +109,7 @@ def test_the_bounds_of_plans_are_in_the_reference() -> None:
     section = REFERENCE.split("## Plans")[1].split("\n## ")[0]
     for size in (extents.COUNTED_BYTES, extents.READ_BYTES, extents.ENCODED_BYTES):
         assert f"{size // 2**20} MiB" in section
+    assert f"| plans at a time over REST | {MAX_PLANS};" in REFERENCE
     for number in (extents.MOST_PLACES, picture.SHOWN_SOURCES, stretches.MAX_STRETCHES):
         assert f" {number} " in section
 

@@ -19,6 +19,7 @@ from support.memory_service import MemoryService, run_plan, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.page import FILES
+from tokenloom_server.rest_api.app import MAX_PLANS
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.problems import HTTP_ERRORS, SECURITY_HEADERS
 from tokenloom_server.rest_api.server import RestServer
@@ -115,6 +116,37 @@ def test_a_plan_goes_to_the_end_or_as_far_as_it_is_asked_to(http: httpx.Client) 
         assert part in refused
     problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": "1" * 33}), 422, "InvalidRequest")
     problem(http.get("/v1/runs/other/plan"), 404, "NotFound")
+
+
+def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    service.gate = threading.Event()
+    answers: list[int] = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.get(http.base_url.join(f"/v1/runs/{RUN}/plan"), trust_env=False, timeout=30).status_code
+            )
+        )
+        for _ in range(MAX_PLANS)
+    ]
+    try:
+        for thread in asking:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while service.calls < MAX_PLANS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for route in ("plan", "plan.svg"):
+            assert "ask again" in problem(http.get(f"/v1/runs/{RUN}/{route}"), 409, "LimitExceeded")
+        assert http.get("/v1/runs").status_code == 200
+    finally:
+        service.gate.set()
+        for thread in asking:
+            thread.join()
+    assert answers == [200] * MAX_PLANS
+    assert http.get(f"/v1/runs/{RUN}/plan").status_code == 200
 
 
 def test_a_plan_is_a_picture_too(http: httpx.Client) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from starlette.types import Scope as RequestScope
 from tokenloom_proto.seal import unseal
 
 from tokenloom_server.amounts import parse_amount
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import LimitExceeded, TokenloomError
 from tokenloom_server.metrics import create_registry
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.page import page_routes
@@ -47,6 +48,8 @@ RunName = Annotated[
         examples=["wiki-and-code"],
     ),
 ]
+#: Plans at once: the first of a run reads from storage, and each waits in a thread that other requests need.
+MAX_PLANS = 4
 #: A picture's colours are styles within it; it needs nothing else, and no script.
 _OF_A_PICTURE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 Tokens = Annotated[
@@ -165,7 +168,20 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     def read_stats(run: RunName) -> RunStats:
         return service.stats(run)
 
+    places = threading.BoundedSemaphore(MAX_PLANS)
     drawing = threading.Lock()
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        if not places.acquire(blocking=False):
+            raise LimitExceeded(
+                f"{MAX_PLANS} plans are being made, and this server makes no more at once, so that other requests find "
+                "a thread; ask again"
+            )
+        try:
+            yield
+        finally:
+            places.release()
 
     @app.get(
         "/v1/runs/{run}/plan",
@@ -176,7 +192,8 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         responses=_errors(404, 409, 422, 500, 503),
     )
     def read_plan(run: RunName, tokens: Tokens = None) -> RunPlan:
-        return service.plan(run, _until(tokens))
+        with place():
+            return service.plan(run, _until(tokens))
 
     @app.get(
         "/v1/runs/{run}/plan.svg",
@@ -190,10 +207,12 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         },
     )
     def draw_plan(run: RunName, tokens: Tokens = None) -> Response:
-        plan = service.plan(run, _until(tokens))
-        # matplotlib's settings are the process's: one picture at a time.
-        with drawing:
-            return Response(draw(plan, "svg"), media_type="image/svg+xml", headers=_OF_A_PICTURE)
+        with place():
+            plan = service.plan(run, _until(tokens))
+            # matplotlib's settings are the process's: one picture at a time.
+            with drawing:
+                picture = draw(plan, "svg")
+        return Response(picture, media_type="image/svg+xml", headers=_OF_A_PICTURE)
 
     @app.post(
         "/v1/runs/{run}/snapshots",
