@@ -10,7 +10,7 @@ class _Future(BaseModel):
 
 
 class PlannedSource(_Future):
-    """What becomes of one source. Counts are since the run began."""
+    """What becomes of one source. Counts are since the run began, with what a restore skipped."""
 
     id: int
     spec: str

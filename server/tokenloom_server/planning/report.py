@@ -46,7 +46,7 @@ def _sources(plan: RunPlan) -> Table:
             _epochs(source),
             short(source.tokens),
             f"{source.share:.2%}",
-            f"{short(out)} tokens" if out is not None else "is out" if source.exhausted else "—",
+            short(out) if out is not None else "is out" if source.exhausted else "—",
         )
     return table
 
