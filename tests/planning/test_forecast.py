@@ -185,12 +185,13 @@ def test_weights_follow_a_schedule_between_points_and_in_steps() -> None:
     plan = planned(node("schedule", rising, other), {"a": 10, "b": 10}, until=16_000_000)
     # w / (1 + w) on average over w from 0 to 1 is 1 - ln 2, and a half behind it.
     expected = 8_000_000 * (1 - math.log(2)) + 4_000_000
-    assert plan.sources[0].tokens == pytest.approx(expected, rel=1e-6)
+    # Every 256 samples, and so half of these late.
+    assert plan.sources[0].tokens == pytest.approx(expected, rel=1e-3)
     assert shares_at(plan, 0)[0] < 0.02
     assert shares_at(plan, 15_000_000) == [0.5, 0.5]
     steps = node("schedule", leaf("a", weight=[[0, 1], [4_000_000, 3]]), leaf("b", weight=[[0, 1], [4_000_000, 0]]))
     plan = planned(steps | {"interpolate": "step"}, {"a": 10**9, "b": 10**9}, until=8_000_000)
-    assert [source.tokens for source in plan.sources] == [6_000_000, 2_000_000]
+    assert [source.tokens for source in plan.sources] == pytest.approx([6_000_000, 2_000_000], abs=128 * LENGTH)
     # What is left has the weight 0: it goes on rather than end.
     plan = planned(steps | {"interpolate": "step"}, {"a": 500_000, "b": 10**6})
     assert (plan.reason, plan.until_sample_index) == ("every source is exhausted", 1_500_000)

@@ -136,12 +136,17 @@ class Soft:
 
 
 class Scheduled:
-    """``schedule``: weights that follow the run's total tokens, by points."""
+    """``schedule``: weights that follow the run's total tokens, by points.
+
+    They do so every ``UPDATE_SAMPLES`` samples, and so on average half of these late.
+    """
 
     looks_ahead = False
 
-    def __init__(self, points: Sequence[Sequence[tuple[int, float]]], *, in_steps: bool) -> None:
-        self._tokens = [np.array([tokens for tokens, _ in child]) for child in points]
+    def __init__(self, points: Sequence[Sequence[tuple[int, float]]], *, in_steps: bool, sample_tokens: int) -> None:
+        late = UPDATE_SAMPLES * sample_tokens / 2
+        # But what is in force at the beginning is so at once.
+        self._tokens = [np.array([tokens + late if tokens else 0.0 for tokens, _ in child]) for child in points]
         self._weights = [np.array([weight for _, weight in child]) for child in points]
         self._edges = np.unique(np.concatenate(self._tokens))
         self._steps = in_steps
@@ -188,7 +193,7 @@ def shares_of(node: NodeConfig, sample_tokens: int) -> Shares:
         case "balance_remaining":
             return Balanced(sample_tokens)
         case "schedule":
-            return Scheduled(points, in_steps=node.interpolate == "step")
+            return Scheduled(points, in_steps=node.interpolate == "step", sample_tokens=sample_tokens)
 
 
 def _normal(weights: Floats) -> Floats:
