@@ -50,6 +50,8 @@ TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
 ROUTES: Mapping[tuple[str, str], Scope] = {
     ("GET", "/v1/runs"): Scope.READ,
     ("GET", "/v1/runs/{run}/stats"): Scope.READ,
+    ("GET", "/v1/runs/{run}/plan"): Scope.READ,
+    ("GET", "/v1/runs/{run}/plan.svg"): Scope.READ,
     ("GET", "/v1/runs/{run}/receipt"): Scope.READ,
     ("GET", "/v1/runs/{run}/report"): Scope.READ,
     ("POST", "/v1/runs/{run}/snapshots"): Scope.CONTROL,

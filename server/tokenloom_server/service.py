@@ -27,6 +27,8 @@ from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order, began_with, differences, refuse
 from tokenloom_server.peeking import Peeks
+from tokenloom_server.plan import RunPlan
+from tokenloom_server.planning.planner import Planner
 from tokenloom_server.producer import Producer
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
@@ -63,6 +65,7 @@ class ServedRun:
         self.opener = Opener(host, self.history, self.revising, self.forking)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.planner = Planner()
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
         self.traces = Traces(host, self.history, self.peeks)
 
@@ -201,6 +204,12 @@ class Runs:
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        served = self.get(run)
+        with served.host.lock:
+            course, state = served.host.course, served.host.committed_state
+        return served.planner.plan(course, state, until_tokens)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         return self.get(run).accounts.receipt(sample_index)
