@@ -104,7 +104,7 @@ class Figures:
     def sources(self, committed: Commit, state: State) -> list[SourceStats]:
         """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it."""
         order = self._host.course.at(state.sample_index)
-        shares = target_shares(order.config)
+        shares = target_shares(order.config, order.extents)
         return [
             self._source(order, i, source, committed, committed, False, shares[i])
             for i, source in enumerate(state.sources)
