@@ -73,19 +73,19 @@ class Remote:
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
-        names = [run] if run is not None else self.names()
+        names = [run] if run is not None else self.runs()
         return [self._read(RunStats, f"/v1/runs/{urllib.parse.quote(name)}/stats") for name in names]
 
-    def names(self) -> list[str]:
-        """The runs of the server."""
+    def runs(self) -> list[str]:
+        """The names of the server's runs."""
         return [str(name) for name in json.loads(self._get("/v1/runs"))["runs"]]
 
-    def only_run(self) -> str:
-        """The server's run, where it has one. Raises ``ConfigError`` naming them where it has several."""
-        names = self.names()
-        if len(names) != 1:
-            raise ConfigError(f"{self._base}: serves {', '.join(names) or 'no run yet'}; say which run is meant")
-        return names[0]
+    def only_run(self, run: str | None) -> str:
+        """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
+        found = [run] if run is not None else self.runs()
+        if len(found) != 1:
+            raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
+        return found[0]
 
     def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
         """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""

@@ -161,7 +161,7 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
 @pytest.mark.parametrize(
     ("a", "b", "fault"),
     [
-        ("{wide}", "{narrow}/narrow", "serves rewound, untouched, wide; say which run is meant"),
+        ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: http://"),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
         ("{wide}/wide", "{folder}/none.json", "cannot be read"),
         ("{wide}/wide", "{folder}/first/ledger.db", "expected"),
