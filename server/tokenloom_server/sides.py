@@ -164,8 +164,8 @@ def side(named: str, run: str | None, connect: Callable[[str], Remote]) -> Side:
     found = remote.runs() if name is None else [name]
     if len(found) != 1:
         raise ConfigError(
-            f"{address} serves {len(found)} runs: {', '.join(found) or 'none'}; name one: {address}/RUN, or by --run-a, "
-            "--run-b"
+            f"{address} serves {len(found)} runs: {', '.join(found) or 'none'}; name one: {address}/RUN, or by "
+            "--run-a, --run-b"
         )
     return ServedSide(remote, found[0], f"{address}/{found[0]}")
 
