@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tokenloom_server.config import RunConfig
     from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.traced import TracedSample, TracedStep
     from tokenloom_server.viewer import View
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_REST_URL = typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")
 _Mixture = Annotated[
     Path | None,
     typer.Argument(
@@ -372,7 +374,7 @@ def validate(
 
 @app.command()
 def stats(
-    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    url: Annotated[str, _REST_URL],
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
     token_file: _TokenFile = None,
@@ -417,6 +419,14 @@ def stats(
                 "exhausted" if source.exhausted else left,
             )
         out.print(table)
+        skipped = [source for source in document.sources if source.skipped_samples]
+        if skipped:
+            named = ", ".join(
+                f"{source.alias} {source.skipped_samples:,} samples, {source.skipped_rows:,} rows, "
+                f"{source.skipped_tokens:,} tokens"
+                for source in skipped
+            )
+            out.print(f"skipped by restores, and not counted above: {named}", highlight=False)
         for rank in document.ranks:
             heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
             state = "connected" if rank.connected else "away"
@@ -587,6 +597,144 @@ def _print_texts(view: View) -> None:
             align="left",
         )
         out.print(as_lines(seen.text(view.decode)), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def trace(
+    url: Annotated[str, _REST_URL],
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="A sample index: one sample's documents.", show_default=False)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of the step, one rank; all if not given.")] = None,
+    generation: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The launch whose line to follow, where a later one rewound it; the present one if not given."
+        ),
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run; needed where the server has several.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids.")
+    ] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Show which documents a sample was made of, or what each rank got in a step: file, row, and tokens of the row.
+
+    Nothing of this was kept: the server makes the samples again from the nearest state in its ledger and reads their
+    rows once more, in turns with the peeks, so that training is not slowed. Tokens of a row are counted with its
+    begin- and end-of-text ids.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if (sample is None) == (step is None):
+            raise ConfigError("give one of --sample and --step")
+        if rank is not None and step is None:
+            raise ConfigError("--rank goes with --step; a sample is one rank's anyway")
+        remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        name = remote.only_run(run)
+        found: TracedSample | TracedStep
+        if step is not None:
+            found = remote.trace_step(name, step, rank=rank, generation=generation, text=text)
+        else:
+            assert sample is not None
+            found = remote.trace_sample(name, sample, generation=generation, text=text)
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(found.model_dump(), ensure_ascii=False))
+    else:
+        from tokenloom_server.trace_report import print_trace
+
+        print_trace(_console(), name, found, text)
+
+
+@app.command()
+def restore(
+    url: Annotated[str, _REST_URL],
+    run: Annotated[str | None, typer.Option(help="The run; needed where the server has several.")] = None,
+    snapshot: Annotated[
+        str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.", show_default=False),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.", show_default=False),
+    ] = None,
+    skip_samples: Annotated[
+        int, typer.Option(min=0, help="Samples behind that point that are not delivered: a bad range.")
+    ] = 0,
+    skip_tokens: Annotated[int, typer.Option(min=0, help="The same in tokens, rounded up to whole samples.")] = 0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+        ),
+    ] = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Pin where the next launch of the trainers starts, and what it jumps over behind that point.
+
+    Nothing moves until that launch joins. A trainer that brings a state of its own has to bring this one; another is
+    refused. Samples to skip are those of the order right behind it, such as a range at which the loss went up: they
+    count as skipped, not as consumed, and the launch begins behind them.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if [snapshot, sample, state].count(None) != 2:
+            raise ConfigError("give one of --snapshot, --sample and --state")
+        if skip_samples and skip_tokens:
+            raise ConfigError("give at most one of --skip-samples and --skip-tokens")
+        remote = Remote(
+            url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, control=True
+        )
+        name = remote.only_run(run)
+        asked: dict[str, str | int] = {"skip_samples": skip_samples, "skip_tokens": skip_tokens}
+        if snapshot is not None:
+            asked["snapshot_id"] = snapshot
+        elif sample is not None:
+            asked["sample_index"] = sample
+        elif state is not None:
+            asked["snapshot"] = _snapshot_text(state)
+        point = remote.restore(name, **asked)
+    except TokenloomError as error:
+        _fail(error)
+    out = _console()
+    out.print(
+        f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})", highlight=False
+    )
+    if point.skipped_samples:
+        out.print(
+            f"samples {point.sample_index:,} to {point.start_index - 1:,} are skipped: it begins at sample "
+            f"{point.start_index:,}",
+            highlight=False,
+        )
+
+
+def _snapshot_text(path: Path) -> str:
+    """The text of a snapshot out of a file that holds it, or what ``state_dict()`` gave as JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--state {path}: expected a snapshot as JSON ({error})") from None
+    if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
+        return str(document["tokenloom"])
+    return text.strip()
 
 
 @app.command()

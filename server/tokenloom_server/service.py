@@ -31,6 +31,8 @@ from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
+from tokenloom_server.traced import TracedSample, TracedStep
+from tokenloom_server.tracing import Traces
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ LET_GO_S = 2.0
 MAX_RUNS = 64
 #: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
 MAX_SAVED_SNAPSHOTS = 1000
+#: A restore goes forward through what it skips: at some ten million tokens a second that takes half an hour.
+MAX_SKIPPED_TOKENS = 2**34
 _ANYWHERE = DataRoots()
 
 
@@ -57,6 +61,7 @@ class ServedRun:
         self.peeks = Peeks(host, self.history)
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
         self.revising = Revising(host)
+        self.traces = Traces(host, self.history, self.peeks)
 
 
 class Runs:
@@ -231,7 +236,14 @@ class Runs:
         return found.text
 
     def restore(
-        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
     ) -> ResumePoint:
         served = self.get(run)
         given: Sequence[object] = [value for value in (snapshot_id, sample_index, text) if value is not None]
@@ -239,6 +251,8 @@ class Runs:
             raise ConfigError(
                 f"a restore names one of snapshot id, sample index and snapshot, but {len(given)} are given"
             )
+        if skip_samples and skip_tokens:
+            raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
         if snapshot_id is not None:
             text = self.saved_snapshot(run, snapshot_id)
         elif sample_index is not None:
@@ -250,11 +264,29 @@ class Runs:
         stored = host.ledger.read_run(run, host.stream)
         if stored is not None:
             served.history.refuse_foreign(point, stored)
-        # Going forward proves the point before it is pinned, not when the next job starts.
-        served.history.forward(point)
-        host.ledger.pin(host.uid, host.stream, host.epoch, text)
-        _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
-        return ResumePoint(sample_index=point.sample_index, digest=point.digest)
+        course, begin = host.course, point.sample_index
+        skip = skip_samples or course.index_at(course.tokens_at(begin) + skip_tokens) - begin
+        tokens = course.tokens_at(begin + skip) - course.tokens_at(begin)
+        if tokens > MAX_SKIPPED_TOKENS:
+            raise LimitExceeded(
+                f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
+                f"{MAX_SKIPPED_TOKENS} at most"
+            )
+        pin = served.peeks.pin(text, skip)
+        host.ledger.pin(host.uid, host.stream, host.epoch, pin)
+        start = point.sample_index + skip
+        _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
+        return ResumePoint(
+            sample_index=point.sample_index, digest=point.digest, skipped_samples=skip, start_index=start
+        )
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        return self.get(run).traces.sample(index, generation, text)
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        return self.get(run).traces.step(step, rank, generation, text)
 
     def mixture(self, run: str) -> MixtureInfo:
         host = self.get(run).host

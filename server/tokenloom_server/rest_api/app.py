@@ -35,6 +35,7 @@ from tokenloom_server.rest_api.problems import add_error_handlers
 from tokenloom_server.security import ROUTES, Access, Scope
 from tokenloom_server.state import MAX_COUNTER
 from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunService, RunStats, SnapshotInfo
+from tokenloom_server.traced import TracedSample, TracedStep
 
 RunName = Annotated[
     str,
@@ -49,6 +50,16 @@ SnapshotId = Annotated[
     str,
     Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
 ]
+
+_NUMBER = {"ge": 0, "le": MAX_COUNTER}
+Generation = Annotated[
+    int | None,
+    Query(
+        description="The generation whose line to follow, where a later one rewound it; the present one if not given.",
+        **_NUMBER,
+    ),
+]
+Text = Annotated[bool, Query(description="Also each document's text, and each sample's ids.")]
 
 
 def create_app(
@@ -127,8 +138,8 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         413: f"`BodyTooLarge`: more than {MAX_BODY_BYTES} bytes.",
         415: "`ContentTypeRequired`: a POST without `Content-Type: application/json`.",
         416: "`BeyondHorizon`: that sample has not been and may not yet be produced, or its state is gone.",
+        429: "`TooManyPeeks`: as many look at the run as a server makes samples for at once; try again.",
         422: "A field is not what is expected, or the snapshot is refused (`InvalidRequest`, `SnapshotInvalid`).",
-        429: "`TooManyPeeks`: as many look at the run's samples as a server lets at once.",
         500: "A source, the tokeniser or the server failed.",
         503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
         403: "`OriginRefused`: a browser sent this for a page of another host. `Forbidden`: the token is for reading.",
@@ -237,7 +248,8 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         "/v1/runs/{run}/restore",
         summary="Pin where the next generation starts",
         description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
-        "must bring this one; another is refused with both named.",
+        "must bring this one; another is refused with both named. Samples to skip are jumped over behind it, are "
+        "counted apart, and may take a while: the server goes forward through them.",
         tags=["snapshots"],
         responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
     )
@@ -249,6 +261,10 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
                 openapi_examples={
                     "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
                     "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
+                    "skip": {
+                        "summary": "A sample index, and a range behind it that is jumped over",
+                        "value": {"sample_index": 4096, "skip_samples": 512},
+                    },
                     "text": {
                         "summary": "A snapshot out of a checkpoint",
                         "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
@@ -258,8 +274,45 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         ],
     ) -> ResumePoint:
         return service.restore(
-            run, snapshot_id=request.snapshot_id, sample_index=request.sample_index, text=request.snapshot
+            run,
+            snapshot_id=request.snapshot_id,
+            sample_index=request.sample_index,
+            text=request.snapshot,
+            skip_samples=request.skip_samples,
+            skip_tokens=request.skip_tokens,
         )
+
+    @app.get(
+        "/v1/runs/{run}/samples/{index}",
+        summary="The documents of a sample that was delivered",
+        description="Made again by going forward from the nearest state that is known, in turns with the peeks.",
+        tags=["trace"],
+        responses=_errors(404, 409, 416, 422, 429, 500, 503),
+    )
+    def trace_sample(
+        run: RunName,
+        index: Annotated[int, Path(description="The sample index.", examples=[4096], **_NUMBER)],
+        generation: Generation = None,
+        text: Text = False,
+    ) -> TracedSample:
+        return service.trace_sample(run, index, generation=generation, text=text)
+
+    @app.get(
+        "/v1/runs/{run}/steps/{step}",
+        summary="What the ranks got in a step, and its documents",
+        description="Steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large step ask "
+        "for one rank.",
+        tags=["trace"],
+        responses=_errors(404, 409, 416, 422, 429, 500, 503),
+    )
+    def trace_step(
+        run: RunName,
+        step: Annotated[int, Path(description="The step, from 0.", examples=[128], **_NUMBER)],
+        rank: Annotated[int | None, Query(description="One rank; all if not given.", **_NUMBER)] = None,
+        generation: Generation = None,
+        text: Text = False,
+    ) -> TracedStep:
+        return service.trace_step(run, step, rank=rank, generation=generation, text=text)
 
     @app.get(
         "/v1/runs/{run}/mixture",
