@@ -568,7 +568,7 @@ def report(
 
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-        found = remote.report(run or remote.only_run())
+        found = remote.report(remote.only_run(run))
     except TokenloomError as error:
         fail(error)
     print(
