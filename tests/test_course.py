@@ -294,3 +294,25 @@ def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
     pipeline.advance(12)
     assert course.encode(pipeline.state()) == course.encode(course.decode(walked(course, 12)[12]))
     assert pipeline.state() == course.decode(course.encode(pipeline.state()))
+
+
+def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(folder: Path) -> None:
+    course = Course(order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}])))
+    root = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
+    for given, ends in ((root, 400), (root | {"max_tokens": 320}, 320)):
+        changed = revised(course, 30, mixture=given)
+        assert [name for name in json.loads(changed.revisions[0].content)["changes"] if "max_tokens" in name] == (
+            [] if ends == 400 else ["node 0: max_tokens 400 → 320"]
+        )
+        assert json.loads(walked(changed)[-1])["nodes"] and len(walked(changed)) == ends // 8 + 1
+    # Before the last phase, too: it brings the end itself.
+    assert len(walked(revised(course, 3, mixture=root))) == 51
+
+
+def test_rows_stay_left_out_whatever_their_source_is_called_later(folder: Path) -> None:
+    (folder / "later.jsonl").write_text(json.dumps({"spec": "docs", "shard": "data/docs.jsonl", "row": 3}) + "\n")
+    course = revised(Course(order_of(folder, mixture())), 5, exclude={"file": "out.jsonl"})
+    course = revised(course, 6, set=[{"child": "code", "alias": "source code"}])
+    course = revised(course, 7, exclude={"file": "later.jsonl"})
+    assert [course.at(7).excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
+    assert [file.path for file in course.at(7).excluded.files] == ["out.jsonl", "later.jsonl"]

@@ -85,10 +85,24 @@ def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named
             )
         for key, rows in _by_shard(file.path, _table(file.path, base_dir / file.path), sources):
             found.setdefault(key, []).append(rows)
+    return Exclusions(files, _merged(found))
+
+
+def joined(first: Exclusions, second: Exclusions) -> Exclusions:
+    """The rows of both."""
+    found: dict[tuple[str, int], list[_Rows]] = {}
+    for each in (first, second):
+        for spec, shards in each.rows.items():
+            for shard, rows in shards.items():
+                found.setdefault((spec, shard), []).append(rows)
+    return Exclusions(first.files + second.files, _merged(found))
+
+
+def _merged(found: Mapping[tuple[str, int], Sequence[_Rows]]) -> dict[str, dict[int, _Rows]]:
     by_spec: dict[str, dict[int, _Rows]] = {}
     for (spec, shard), parts in sorted(found.items()):
         by_spec.setdefault(spec, {})[shard] = np.unique(np.concatenate(parts))
-    return Exclusions(files, by_spec)
+    return by_spec
 
 
 def _table(path: str, local: Path) -> pa.Table:
