@@ -316,3 +316,28 @@ def test_rows_stay_left_out_whatever_their_source_is_called_later(folder: Path) 
     course = revised(course, 7, exclude={"file": "later.jsonl"})
     assert [course.at(7).excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
     assert [file.path for file in course.at(7).excluded.files] == ["out.jsonl", "later.jsonl"]
+
+
+def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_parquet(tmp_path / "data/extra.parquet", [[5] * 20] * 20)
+    first = order_of(tmp_path, mixture())
+    write_parquet(tmp_path / "data/code-2.parquet", [[6] * 9] * 8)
+    course = revised(Course(first), 4, add=[{"child": {"source": EXTRA, "alias": "extra"}}], append_files=["code"])
+    course = revised(course, 9, set=[{"child": "code", "weight": 7}])
+    pipeline = course.pipeline(course.initial())
+    pipeline.advance(30)
+    [brought] = json.loads(course.encode(pipeline.state()))["revisions"]
+    revision = StoredRevision(
+        number=1,
+        sample_index=brought["sample_index"],
+        made_at=0.0,
+        author="",
+        reason="brought",
+        content=canonical({**brought["content"], "generation": 0}),
+    )
+    elsewhere = Course(first, [revision])
+    there = elsewhere.pipeline(elsewhere.decode(course.encode(pipeline.state())))
+    for each in (pipeline, there):
+        each.advance(1000)
+    assert pipeline.ended and there.state() == pipeline.state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -186,7 +186,7 @@ class Course:
             if stretch.revision is not None and through is not None and index < stretch.begin < through
         ]
         revisions = [
-            {"sample_index": stretch.revision.sample_index, "content": json.loads(stretch.revision.content)}
+            {"sample_index": stretch.revision.sample_index, "content": self._whole_content(stretch, stretch.revision)}
             for stretch in (*in_force[-1:], *ahead)
             if stretch.revision is not None
         ]
@@ -196,6 +196,16 @@ class Course:
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
         return snapshot.decode_state(resume_state, self.shape_at)
+
+    def _whole_content(self, stretch: Stretch, revision: StoredRevision) -> dict[str, Any]:
+        """A revision for who has none of those before it: with all files that the run did not begin with."""
+        content: dict[str, Any] = json.loads(revision.content)
+        more = _listed(
+            (source.spec, source.shards)
+            for source in stretch.order.manifest.sources
+            if source.shards != _known_shards(self.first, source.spec)
+        )
+        return content | ({"shards": more} if more else {})
 
     # --- revisions -----------------------------------------------------------------------------------
 
@@ -353,12 +363,14 @@ def _content(
 ) -> dict[str, Any]:
     content: dict[str, Any] = content_of(config)
     if shards:
-        content["shards"] = {
-            spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in shards.items()
-        }
+        content["shards"] = _listed(shards.items())
     if excluded:
         content["exclude"] = [list(file) for file in excluded]
     return content
+
+
+def _listed(files_of: Iterable[tuple[str, Sequence[Shard]]]) -> dict[str, list[list[Any]]]:
+    return {spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in files_of}
 
 
 def _revised(order: Order, content: Mapping[str, Any]) -> Order:
