@@ -420,11 +420,12 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
     # Between the phases a revision is not behind the end of the data.
     change = {"set": [{"child": "c", "weight": 3}]}
     made = mixture_of(server, run).revise(**change)
-    assert made["sample_index"] == GROUP
+    # The horizon follows the last commit, which may be under way.
+    assert made["sample_index"] in (GROUP, 2 * GROUP)
     server.kill()
     server.start()
     with World(server.url(run), RANKS, BATCH, state=state) as world:
-        until(world, 2 * GROUP)
+        until(world, 3 * GROUP)
         assert {rank.sequence_length for rank in world.ranks} == {4 * LENGTH}
         samples = check(world, revised(course_of(path), made["sample_index"], **change), begin)
         assert {len(sample.ids) for sample in samples} == {4 * LENGTH}
