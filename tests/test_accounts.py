@@ -182,15 +182,24 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
         "revisions": [revision],
         "exclusions": [ExclusionReport(path="takedown|2.csv", sha256="12" * 32, rows=7)],
         "unique_is_exact": False,
-        "parent_run": {"run": "base", "sample_index": 40},
+        "parent_run": {
+            "run": "base",
+            "uid": "u`1",
+            "generation": 2,
+            "sample_index": 40,
+            "total_tokens": 640,
+            "left_samples": 3,
+            "left_tokens": 48,
+        },
         "ended": "all sources are exhausted",
     }
     text = markdown(report.model_copy(update=changes))
     assert "| 1 | 2027-01-15 08:00 | 8 × 4 | 0 | the beginning | none: a later launch began at or before it |" in text
     assert "| 2 | 2027-01-15 08:00 | 8 × 4 | 64 | launch 1 | 64 to 4,095 |" in text
-    assert '| forked from | {"run":"base","sample_index":40} |' in text
+    assert "The first 40 samples (640 tokens) are those of `base`, which this run was forked from. 3 of them" in text
+    assert "| forked from | run uid `` u`1 ``, generation 2 |" in text
     assert "| skipped samples, given to no trainer | 10 to 19 |" in text
-    assert "2,097,152 tokens in 4,086 samples (of 512 tokens by now; phases before had others), where" in text
+    assert "2,097,152 tokens in 4,083 samples (of 512 tokens by now; phases before had others), where" in text
     assert "2,097,152 tokens in 4,096 samples of 512. 2,097,152 of them unique" in markdown(report)
     assert "where the data end: all sources are exhausted" in text
     assert "| 640 | 5,120 | ada | take\\|down | code: weight 2 → 3; code: 7 rows left out of each epoch |" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import Runs, ServedRun
 from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
 from tokenloom_server.traced import TracedSample
-from tokenloom_server.tracing import _refuse_before_fork, _stretches
+from tokenloom_server.tracing import _stretches
 
 PATIENCE_S = 20.0
 END = 256
@@ -269,17 +268,6 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Pat
             served.traces.sample(0, None, False)
         with pytest.raises(BeyondHorizon, match="has delivered nothing yet"):
             served.traces.step(0, None, 1, False)
-
-
-def test_what_lies_before_a_fork_is_the_other_runs(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, mixture()) as served:
-        text = (Rank0(served, "a").train(30), served.history.snapshot(20)[0])[1]
-        second = Rank0(served, "b", text.encode()).opening
-        first = served.history.openings()[0]
-        forked = replace(first, parent=0, start_index=10, parent_run='{"run":"other"}')
-        with pytest.raises(BeyondHorizon, match=r"sample 9 lies before sample 10, .* forked from another one .*other"):
-            _refuse_before_fork(9, second, [forked, second])
-        _refuse_before_fork(9, second, [replace(forked, parent_run=""), second])
 
 
 # Bounds

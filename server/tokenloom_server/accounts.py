@@ -7,6 +7,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import NamedTuple
@@ -145,7 +146,7 @@ class Accounts:
             mixture=as_file(order.config),
             sources=sources,
             generations=_generations(openings, lineage, index),
-            parent_run=next((json.loads(each.parent_run) for each in lineage if each.parent_run), None),
+            parent_run=asdict(replace(course.origin, state="")) if course.origin is not None else None,
             skipped=skipped_before(lineage, index),
             revisions=[_revision(course, revision) for revision in course.revisions if revision.sample_index < index],
             exclusions=[ExclusionReport(**file._asdict()) for file in order.excluded.files],

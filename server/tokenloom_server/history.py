@@ -183,11 +183,18 @@ class History:
     def nearest(self, index: int, generation: int | None = None) -> Known:
         """The newest state that the ledger has at or before a sample index; the initial one where it has none.
 
-        ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one.
+        ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one, and
+        ``BeyondHorizon`` for what is another run's, that this one was forked from.
         """
         host, openings = self._host, self.openings()
         opening = covering(openings, index, generation)
         course = self.course_of(openings, generation)
+        origin = course.origin
+        if origin is not None and index < origin.sample_index:
+            raise BeyondHorizon(
+                f"sample {index} lies before sample {origin.sample_index}, at which run {host.name!r} was forked from "
+                f"{origin.run!r}: look for it there"
+            )
         if opening is None:
             return Known(course.initial(), 0, 0, course)
         state, committed = self._journalled(opening, index, course), host.committed

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenloom_proto.seal import canonical
-
 from tokenloom_server.receipt import GenerationReport, Range, RevisionReport, RunReport, SourceReport
 
 
@@ -19,7 +17,9 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield f"## Training data of {_code(report.run)}"
     yield ""
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
+    parent = report.parent_run
     samples = report.sample_index - sum(skipped.behind - skipped.first for skipped in report.skipped)
+    samples -= parent["left_samples"] if parent is not None else 0
     length = f"{report.sequence_length:,}"
     one = report.consumed_tokens == samples * report.sequence_length
     of_length = f"of {length}" if one else f"(of {length} tokens by now; phases before had others)"
@@ -29,6 +29,14 @@ def _lines(report: RunReport) -> Iterator[str]:
         "each row counted once."
     )
     yield ""
+    if parent is not None:
+        yield (
+            f"The first {parent['sample_index']:,} samples ({parent['total_tokens']:,} tokens) are those of "
+            f"{_code(parent['run'])}, which this run was forked from. {parent['left_samples']:,} of them "
+            f"({parent['left_tokens']:,} tokens) are of sources that this run does not have, and told of in the other "
+            "report alone."
+        )
+        yield ""
     yield from _table(
         ("source", "share", "tokens", "unique tokens", "epochs", "rows", "files", "MB", "SHA-256 of the list of files"),
         map(_source, report.sources),
@@ -51,7 +59,11 @@ def _lines(report: RunReport) -> Iterator[str]:
             ("order version", str(report.order_version)),
             ("digest of all samples", _code(report.digest)),
             ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
-            *((("forked from", canonical(report.parent_run)),) if report.parent_run else ()),
+            *(
+                (("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}"),)
+                if parent
+                else ()
+            ),
             ("software", ", ".join(f"{name} {version}" for name, version in report.software.items())),
             ("run", f"uid {_code(report.run_uid)}, stream {_code(report.stream)}"),
         ),

@@ -69,8 +69,6 @@ class Traces:
         if asked is openings[-1]:
             self._check_produced(f"sample {index}", index, asked)
         opening = covering(openings, index, generation)
-        if opening is None:
-            _refuse_before_fork(index, asked, openings)
         found, end = self._read(index, 1, generation, text)
         if not found:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {end}")
@@ -282,19 +280,6 @@ class Traces:
             if self._decoder is None:
                 self._decoder = bytes_decoder() if definition.is_bytes else load_decoder(definition.content)
             return self._decoder
-
-
-def _refuse_before_fork(index: int, opening: Opening, openings: Sequence[Opening]) -> None:
-    """Raises ``BeyondHorizon`` where a line began as the fork of another run's: what is before that is the other's."""
-    by_number = {each.generation: each for each in openings}
-    root = opening
-    while root.parent in by_number:
-        root = by_number[root.parent]
-    if root.parent_run:
-        raise BeyondHorizon(
-            f"sample {index} lies before sample {root.start_index}, at which this run was forked from another one "
-            f"({root.parent_run}): trace it there"
-        )
 
 
 def _stretches(group: Group) -> list[_Stretch]:

@@ -116,3 +116,23 @@ def test_a_fork_of_a_fork_goes_on_and_ends_at_the_tokens_of_its_phases(
     with World(server.url("end"), state=grandchild.state_dict()) as world:
         world.run()
         assert (world.sample_index, world.ranks[0].total_tokens) == (70, ends)
+
+
+def test_what_lies_before_a_fork_is_the_other_runs_and_its_report_says_so(
+    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    narrower = {"policy": "weighted", "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}]}
+    server = start_server(corpus.mixture("base"), corpus.mixture("later", mixture=narrower))
+    trained(server, "later", 2, fork_from=trained(server, "base", 20).state_dict())
+    for again in range(2):
+        for command in (("trace", server.rest_url, "--sample", 39), ("peek", server.url("later"), "--at", 39)):
+            done = tokenloom(*command, *(("--run", "later") if command[0] == "trace" else ()))
+            assert done.status == 2, done.output
+            assert "sample 39 lies before sample 40, at which run 'later' was forked from 'base'" in done.output
+        shown = tokenloom("report", server.rest_url, "--run", "later").output
+        assert "The first 40 samples" in shown and "are those of `base`, which this run was forked from." in shown
+        told = json.loads(tokenloom("report", server.rest_url, "--run", "later", "--json").output)
+        own = sum(source["tokens"] for source in told["sources"])
+        assert told["parent_run"]["left_tokens"] + own == told["total_tokens"] == told["sample_index"] * LENGTH
+        # Begun again where it was forked, it is a fork still.
+        trained(server, "later", 3 + again, resume="fresh", takeover=True)
