@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EXTRA = "parquet:data/extra.parquet:ids"
+CHILD = {"source": CODE, "alias": "code", "weight": 2}
 
 
 def revised(course: Course, sample_index: int, **change: Any) -> Course:
@@ -366,3 +367,11 @@ def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None
         pipeline.advance(1000)
         assert pipeline.ended and course.decode(course.encode(pipeline.state())) == pipeline.state()
         assert all(pipeline.state().sources[course.at(30).specs.index(spec)].exhausted for spec in sources)
+
+
+def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
+    phases = [{"until_tokens": 160}, {"until_tokens": 240}, {"mixture": {"policy": "weighted", "children": [CHILD]}}]
+    course = Course(order_of(folder, mixture(phases=phases)))
+    for at, told in ((5, True), (29, True), (30, False)):
+        changes = json.loads(revised(course, at, set=[{"child": "code", "weight": 7}]).revisions[0].content)["changes"]
+        assert (changes[-1] == "until sample 30, where phase 2 begins with a mixture of its own") == told

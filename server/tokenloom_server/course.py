@@ -248,6 +248,7 @@ class Course:
                 lines.append(f"{source.name}: {more} rows left out of each epoch")
         if not lines:
             raise ConfigError("this changes nothing: the mixture in force there is the same")
+        lines += self._ended_by_a_phase(sample_index)
         if revised.extents:
             content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
         return {**content, "changes": lines, "generation": generation}
@@ -264,6 +265,15 @@ class Course:
             del content["mixture"]["max_tokens"]
             return with_content(config, content)
         return config
+
+    def _ended_by_a_phase(self, sample_index: int) -> Iterator[str]:
+        """That a change holds only until a phase brings a mixture of its own: what was dropped may be in that again."""
+        phases = self.first.config.phases
+        for stretch in self._stretches:
+            brings = stretch.phase is not None and stretch.phase < len(phases) and phases[stretch.phase].mixture
+            if brings and stretch.begin > sample_index:
+                yield f"until sample {stretch.begin}, where phase {stretch.phase} begins with a mixture of its own"
+                return
 
     def _in_last_phase(self, sample_index: int) -> bool:
         """Whether a sample lies in a last phase that ends the run."""

@@ -609,7 +609,7 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     server.kill()
     write_mixture(folder, run, phases=phases, mixture=heavier)
     server.start_with("--revise", "more of a")
-    assert made() == [["a: weight 2 → 5"]]
+    assert made() == [["a: weight 2 → 5", "until sample 125, where phase 1 begins with a mixture of its own"]]
     # Without the flag, and with it, there is nothing that the file would change.
     for flags in ((), ("--revise", "again")):
         server.kill()
