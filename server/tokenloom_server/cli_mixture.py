@@ -6,6 +6,7 @@ import getpass
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -116,6 +117,8 @@ def _send(
                 if as_json:
                     print(json.dumps(tried.model_dump(), ensure_ascii=False))
                 return
+            if not sys.stdin.isatty():
+                raise ConfigError("whether to make this revision is asked first, and nobody is here to answer: --yes")
             typer.confirm("Make this revision?", abort=True, err=as_json)
         made = remote.revise(name, asked)
     except TokenloomError as error:

@@ -578,10 +578,11 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     return config
 
 
-def explain(error: ValidationError, where: str) -> str:
-    """A line for each fault; ``where`` begins it."""
+def explain(error: ValidationError, where: str, field: str = "") -> str:
+    """A line for each fault; ``where`` begins it. ``field``: in which the document stands."""
     begin = f"{where}: " if where else ""
-    return "\n".join(f"{begin}{_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors())
+    within = (field,) if field else ()
+    return "\n".join(f"{begin}{_field((*within, *fault['loc']))}{_explain(dict(fault))}" for fault in error.errors())
 
 
 def _given_by_the_server(value: object, path: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import exclusions, snapshot
 from tokenloom_server.config import RunConfig
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.extents import Extent
 from tokenloom_server.ledger.base import StoredRevision
@@ -201,8 +201,17 @@ class Course:
     def revise(self, change: MixtureChange, sample_index: int, generation: int = 0) -> dict[str, Any]:
         """The content of a revision that makes a change from a sample index on, during a generation.
 
-        Raises ``ConfigError`` and ``SourceError``, naming the field, what was found and what was expected.
+        Raises ``ConfigError``, naming the field, what was found and what was expected, and ``SourceChanged``.
         """
+        try:
+            return self._content_of(change, sample_index, generation)
+        except SourceChanged:
+            raise
+        except SourceError as error:
+            # Who asks names files that are not there, or hold something else.
+            raise ConfigError(str(error)) from None
+
+    def _content_of(self, change: MixtureChange, sample_index: int, generation: int) -> dict[str, Any]:
         order = self.at(sample_index)
         config = changed(order.config, change)
         order.check_named(config, *([change.exclude.file] if change.exclude is not None else []))

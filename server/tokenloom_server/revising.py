@@ -113,7 +113,11 @@ class Revising:
                 course,
                 course.revisions[: number - 1],
             )
-        _log.info("%s: revisions %d to %d are dropped", host.name, number, dropped[-1].number)
+        for revision in dropped:
+            _log.info(
+                "%s: revision %d, which was to hold from sample %d on (%s), is taken back",
+                host.name, revision.number, revision.sample_index, revision.reason,
+            )  # fmt: skip
         return list(dropped)
 
     def _write(
