@@ -133,6 +133,8 @@ class Host:
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         self.lock = threading.Lock()
+        #: Held by whoever opens a generation or revises the course: each builds on what the other left.
+        self.turning = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.live: Live | None = None
         self.committed: Commit | None = None
@@ -581,8 +583,11 @@ class Host:
         generation = self.live.generation
         steps = generation.steps_wanted()
         if steps and self.revising_at is not None:
-            room = self.revising_at - generation.index_of(generation.produced)
-            return min(steps, max(0, room // generation.plan.step_samples))
+            plan = generation.plan
+            # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
+            inside = (self.revising_at - plan.start_index) % plan.group_samples
+            limit = self.revising_at - (inside or 1)
+            return min(steps, max(0, limit - generation.index_of(generation.produced)) // plan.step_samples)
         return steps
 
     def first_revisable(self) -> int:
@@ -597,11 +602,13 @@ class Host:
         groups = (horizon - plan.start_index) // plan.group_samples + 1
         return plan.start_index + groups * plan.group_samples
 
-    def revise(self, course: Course) -> None:
-        """What the ledger has is in force."""
+    def revise(self, course: Course, epoch: int) -> None:
+        """A course of a server epoch is in force; nothing changes where that epoch is over, for then what the ledger
+        had was read anew."""
         with self.lock:
-            self.course, self.revising_at = course, None
-            self.wake_all()
+            if self.epoch == epoch:
+                self.course, self.revising_at = course, None
+                self.wake_all()
 
     def publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
         """The group got steps, or the data ended; ``fresh``: they are its first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -73,8 +72,6 @@ class Opener:
     def __init__(self, host: Host, history: History) -> None:
         self._host = host
         self._history = history
-        # One opening at a time; the host's own lock is held only for the write itself.
-        self._opening = threading.Lock()
         #: The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._asked: tuple[str, tuple[str, str]] | None = None
         # By attempt and by what rank 0 asked for: the same id may be tried again with another resume point.
@@ -135,7 +132,8 @@ class Opener:
 
     def _open(self, call: JoinCall) -> Opening:
         host = self._host
-        with self._opening:
+        # The host's own lock is held only for the write itself.
+        with host.turning:
             stored = self._stored()
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
