@@ -395,6 +395,8 @@ class Host:
             # After a restart of the server only the ledger knows whose slot it is.
             self.ledger.claim_slot(self.uid, self.stream, live.epoch, generation, rank, nonce)
         with self.lock:
+            # The lead may be lost meanwhile, and then there is no generation here: that is no loss of data.
+            self.require_lead()
             live = self._live_of(uid, generation, attempt, committed_through)
             try:
                 number = live.generation.attach(
