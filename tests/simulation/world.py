@@ -87,6 +87,9 @@ class Plan:
             ledger_faults, ledger_fault_rate = ("late", "twice", "answer lost", "hangs"), 0.2
         # A revision holds behind the window only, and the data are few.
         small = theme == "revisions" and rng.random() < 0.8
+        if small and rng.random() < 0.5:
+            # Production goes on while a revision is being written.
+            ledger_faults, ledger_fault_rate = ("hangs", "hangs after", "late", "twice", "answer lost"), 0.2
         return cls(
             mixture=rng.choice(sorted(set(MIXTURES) - {"one source"} if small else MIXTURES)),
             window_steps=rng.randint(2, 3 if small else 12),
