@@ -11,7 +11,7 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus, write_parquet
 from tokenloom_proto.seal import canonical
 from tokenloom_server.course import Course
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
@@ -294,3 +294,17 @@ def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
     pipeline.advance(12)
     assert course.encode(pipeline.state()) == course.encode(course.decode(walked(course, 12)[12]))
     assert pipeline.state() == course.decode(course.encode(pipeline.state()))
+
+
+@pytest.mark.parametrize(
+    "change", [{"exclude": {"file": "out.jsonl"}}, {"set": [{"child": "code", "max_tokens": 400}]}]
+)
+def test_a_state_of_a_line_without_the_revision_is_refused(folder: Path, change: dict[str, Any]) -> None:
+    plain = Course(order_of(folder))
+    course = revised(plain, 10, **change)
+    states = [walked(each, 20) for each in (plain, course)]
+    assert course.encode(course.decode(states[0][9])) == states[0][9]
+    with pytest.raises(SnapshotInvalid, match="at sample 10 has none, but in force there is the revision from sample"):
+        course.decode(states[0][10])
+    with pytest.raises(SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"):
+        plain.decode(states[1][20])

@@ -258,10 +258,16 @@ class History:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: row_offset is {cursor.row}, but {path} has {rows} rows"
                 )
-            if cursor.epoch >= order.config.epochs[i]:
+            # A revision may have left it fewer than it had begun.
+            epochs = max(
+                each.order.config.epochs[i]
+                for each in self._host.course.stretches
+                if each.begin <= state.sample_index and i < len(each.order.config.epochs)
+            )
+            if cursor.epoch >= epochs:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
-                    f"{order.config.epochs[i]} epochs, counted from 0"
+                    f"{epochs} epochs, counted from 0"
                 )
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:

@@ -301,7 +301,7 @@ class Opener:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         brought = self._history.asked_for(stored, call.state, call.resume)
         if stored.pin is not None:
-            self._revising.adopt(stored.pin)
+            self._revising.take_over(stored.pin)
             pinned, start, skipped = self._history.pinned(stored.pin)
             if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
                 raise JoinRefused(

@@ -213,7 +213,7 @@ class Order:
         )
         _check_files(new, self.base_dir, self._roots)
         verify(new, self.base_dir)
-        order = Order(
+        order = type(self)(
             config,
             self.base_dir,
             self.index_dir,

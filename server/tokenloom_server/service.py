@@ -55,8 +55,10 @@ _ANYWHERE = DataRoots()
 class ServedRun:
     """One run with everything that answers for it."""
 
-    def __init__(self, host: Host, leadership: Leadership, other: Callable[[str], History | None]) -> None:
-        """``other`` finds another run of the server."""
+    def __init__(
+        self, host: Host, leadership: Leadership, other: Callable[[str], History | None] = lambda run: None
+    ) -> None:
+        """``other`` finds another run of the server, for forks."""
         self.host = host
         self.leadership = leadership
         self.history = History(host)

@@ -140,6 +140,8 @@ class Shape:
     """The sources' aliases."""
     mixture: tuple[Mapping[str, Any], ...] = ()
     """The nodes as ``resume_state`` describes them."""
+    revision: tuple[int, str] | None = None
+    """The newest revision that holds: its sample index and content."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
@@ -395,6 +397,19 @@ def _check_mixture(resume: _ResumeState, shape: Shape) -> None:
                 f"{_short(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "
                 "one with the same mixture file, or fork a new run from this state"
             )
+    # Limits, files and rows that are left out are not among what describes a node.
+    held = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
+    made_under = (held[-1].sample_index, canonical(held[-1].content)) if held else None
+    if made_under != shape.revision:
+        raise SnapshotInvalid(
+            f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
+            f"there is {_of_revision(shape.revision)}: it was dropped, or made on another line of the run; use that "
+            "run's ledger, or resume from a state of the present line"
+        )
+
+
+def _of_revision(revision: tuple[int, str] | None) -> str:
+    return f"the revision from sample {revision[0]} on" if revision is not None else "none"
 
 
 def _short(value: Any) -> str:

@@ -287,7 +287,7 @@ class Server(Process):
         if waiting not in self._joining or self.host is None:
             return
         world, opener, call = self._world, self.served.opener, waiting.call
-        if call.rank == 0 and opener._opening.locked():
+        if call.rank == 0 and self.host.one_change.locked():
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:
