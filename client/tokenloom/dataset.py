@@ -16,7 +16,7 @@ from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Request, Source
 from tokenloom.errors import ProtocolError
-from tokenloom.snapshot import KEY, History, Loaded, Point
+from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
@@ -126,7 +126,7 @@ class RemoteDataset(IterableDataset[Batch]):
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._loaded: Loaded | None = None
+        self._loaded: Loaded | Older | None = None
         self._connection: Connection | None = None
         self._connection_pid: int | None = None
         self._history: History | None = None
@@ -168,7 +168,10 @@ class RemoteDataset(IterableDataset[Batch]):
         return {KEY: place.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keeps a state for the Join, which the first ``iter()`` makes; does not contact the server."""
+        """Keeps a state for the Join, which the first ``iter()`` makes; does not contact the server.
+
+        Also what an older data loader saved: ``{"resume_state": {"datasets": […]}}`` or ``{"sample_index": N}``.
+        """
         self._check_state_is_here()
         if self._closed or self._connection is not None:
             raise RuntimeError(
@@ -193,12 +196,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
-    def _place(self) -> Point | Loaded:
+    def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
         return self._history.last if self._history is not None else self._standing
 
     @property
-    def _standing(self) -> Loaded:
+    def _standing(self) -> Loaded | Older:
         """Where the trainer stands as long as it has not joined."""
         return self._loaded or Loaded.start(self._address.run, self._stream)
 
@@ -287,16 +290,18 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         )
         start = connection.opening.start
-        if self._loaded and (start.sample_index, start.digest) != (self._loaded.sample_index, self._loaded.digest):
+        # An older loader's checkpoint has no place in this order until the server finds one.
+        loaded = self._loaded if isinstance(self._loaded, Loaded) else None
+        if loaded and (start.sample_index, start.digest) != (loaded.sample_index, loaded.digest):
             connection.close()
             raise ProtocolError(
-                f"the loaded state stands at sample index {self._loaded.sample_index} (digest {self._loaded.digest}), "
+                f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
                 f"but the server starts at {start.sample_index} (digest {start.digest})"
             )
         self._connection = connection
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = self._joined_in[0] = os.getpid()
-        self._history = History(connection.opening.template, start, self._loaded)
+        self._history = History(connection.opening.template, start, loaded)
 
     def _check_worker(self) -> None:
         worker = get_worker_info()

@@ -166,6 +166,9 @@ class RunConfig(_Model):
     """What becomes of an incomplete last step."""
     window_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
     """Steps that may be produced ahead of the committed one; the default follows the message size."""
+    new_source_baseline: Literal["min", "mean", "zero"] = "min"
+    """At how many tokens for each unit of its weight the balance of a source begins that an older data loader's
+    checkpoint does not have: the minimum or the mean of its siblings, or 0."""
     mixture: NodeConfig
     """The root of the mixture."""
 
@@ -233,7 +236,9 @@ class RunConfig(_Model):
         The tokeniser's content and the files' are digested elsewhere; here stands only that there is one.
         """
         fields = self.model_dump(
-            mode="json", exclude_defaults=True, exclude={"run", "window_steps", "tokenizer", "last_step"}
+            mode="json",
+            exclude_defaults=True,
+            exclude={"run", "window_steps", "tokenizer", "last_step", "new_source_baseline"},
         )
         fields["sequence_length"] = self.sequence_length
         # The root has no siblings, so its weight decides nothing.

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tokenloom_server import snapshot
+from tokenloom_server import imported, snapshot
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
@@ -24,6 +24,8 @@ class Known(NamedTuple):
 
     state: State
     generation: int
+    #: What the order before it came from: 0 for this run's own beginning, else the digest of the older checkpoint.
+    origin: int
 
 
 class History:
@@ -32,10 +34,18 @@ class History:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._forward = threading.Lock()
+        # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
+        self._imported: tuple[imported.Payload, ResumePoint] | None = None
 
     def parse(self, text: str | bytes) -> ResumePoint:
-        """Reads a snapshot of this run. Raises ``SnapshotInvalid``."""
+        """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
         order = self._host.order
+        payload = imported.read(text)
+        if payload is not None:
+            known = self._imported
+            if known is None or known[0] != payload:
+                known = self._imported = payload, imported.resume_point(payload, order)
+            return known[1]
         return snapshot.parse(text, order.template("", self._host.stream, 0), order.shape)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
@@ -91,14 +101,23 @@ class History:
     def nearest(self, index: int) -> Known:
         """The newest state that the ledger has at or before a sample index; the initial one where it has none."""
         host = self._host
-        opening = _covering(self.openings(), index)
+        openings = self.openings()
+        opening = _covering(openings, index)
+        begin = host.order.decode(openings[-1].start_state).imported if openings else None
+        origin = begin.digest if begin is not None else 0
         if opening is None:
-            return Known(host.order.initial(), 0)
+            if begin is not None:
+                raise BeyondHorizon(
+                    f"sample {index} lies before the first state that the ledger holds; run {host.name!r} began at "
+                    f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
+                    "not of its order"
+                )
+            return Known(host.order.initial(), 0, 0)
         state, committed = self._journalled(opening, index), host.committed
         if committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = host.order.decode(committed.state)
-        return Known(state, opening.generation)
+        return Known(state, opening.generation, origin)
 
     def openings(self) -> Sequence[Opening]:
         return self._host.ledger.openings(self._host.uid, self._host.stream)
@@ -117,7 +136,7 @@ class History:
                 f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
             )
         found = digest_hex(state.digest), state.total_tokens
-        if found != (point.digest, point.total_tokens):
+        if found != (point.digest or found[0], point.total_tokens):
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {found[0]} and "
                 f"{found[1]} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenloom_server.errors import (
@@ -178,7 +179,7 @@ class Opener:
                 self._refused.clear()
                 host.committed_state, host.committed_at = start, opening.opened_at
                 host.install(opening, start, committed, resumed=False, process=call.process)
-        self._log_resume(opening, start)
+        self._log_resume(opening, start, point.notes)
         return opening
 
     def _refuse_busy(self, call: JoinCall) -> None:
@@ -245,7 +246,8 @@ class Opener:
         elif call.state:
             # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
             start = self._host.order.decode(opening.start_state)
-            asked = "state", _position(start.sample_index, digest_hex(start.digest))
+            known = self._history.parse(call.state).digest is not None
+            asked = "state", _position(start.sample_index, digest_hex(start.digest) if known else None)
         else:
             return
         if theirs_asked != asked:
@@ -270,8 +272,8 @@ class Opener:
             pinned = self._history.parse(stored.pin)
             if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
                 raise JoinRefused(
-                    f"a restore pinned sample {pinned.sample_index} (digest {pinned.digest}) as the next resume point, "
-                    f"but rank {call.rank} resumes from sample {brought.sample_index} (digest {brought.digest}): join "
+                    f"a restore pinned {_position(pinned.sample_index, pinned.digest)} as the next resume point, but "
+                    f"rank {call.rank} resumes from {_position(brought.sample_index, brought.digest)}: join "
                     "without a state to take the pin, or restore to the trainer's own state"
                 )
             return pinned, asked
@@ -315,13 +317,17 @@ class Opener:
                 self._refused.popitem(last=False)
             self._host.changed.notify_all()
 
-    def _log_resume(self, opening: Opening, start: State) -> None:
+    def _log_resume(self, opening: Opening, start: State, notes: Sequence[str]) -> None:
         host = self._host
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
             host.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
+        for note in notes:
+            _log.info(note)
+        if notes:
+            return
         for spec, source, shards in zip(host.order.specs, start.sources, host.order.shard_paths, strict=True):
             cursor = source.cursor
             _log.info(
@@ -351,8 +357,8 @@ def _check(call: JoinCall, sample_bytes: int) -> None:
             raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")
 
 
-def _position(sample_index: int, digest: str) -> str:
-    return f"sample {sample_index} (digest {digest})"
+def _position(sample_index: int, digest: str | None) -> str:
+    return f"sample {sample_index} ({f'digest {digest}' if digest is not None else 'an older checkpoint'})"
 
 
 def _describe(asked: tuple[str, str]) -> str:

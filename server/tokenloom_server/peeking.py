@@ -28,7 +28,7 @@ from tokenloom_server.errors import (
     TokenizerError,
     TooManyPeeks,
 )
-from tokenloom_server.history import LATEST, History
+from tokenloom_server.history import LATEST, History, Known
 from tokenloom_server.host import Host, Waiting
 from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.run import Delivery, EndOfData
@@ -86,7 +86,8 @@ class Peeks:
         self._pool = ThreadPoolExecutor(1, f"{host.name}-peeks")
         self._places = 0
         self._streams: set[Peek] = set()
-        self._known: OrderedDict[int, State] = OrderedDict()
+        # By origin and sample index: orders that began elsewhere have other samples at the same index.
+        self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
         self.stopping = False
 
     def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> PeekStart:
@@ -100,15 +101,16 @@ class Peeks:
         with self._place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
-                state = self._advance(self._nearest(index), index, interrupted)
+                known = self._nearest(index)
+                state = self._advance(known.state, index, interrupted)
                 if state.sample_index < index:
                     raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
                 state = self._history.forward(point, lambda base, index: self._advance(base, index, interrupted))
-            self.remember(state)
-            generation = self._history.nearest(state.sample_index).generation
-            return PeekStart(uid=self._host.uid, generation=generation, state=state)
+            known = self._history.nearest(state.sample_index)
+            self.remember(state, known.origin)
+            return PeekStart(uid=self._host.uid, generation=known.generation, state=state)
 
     @contextmanager
     def open(self, uid: str, index: int, batch_size: int, digest: str = "") -> Iterator[Peek]:
@@ -142,11 +144,11 @@ class Peeks:
             self._refuse_when_stopping()
             return self._pool.submit(work)
 
-    def remember(self, state: State) -> None:
-        """Keeps a state to go forward from."""
+    def remember(self, state: State, origin: int) -> None:
+        """Keeps a state to go forward from, of the order that came from ``origin``."""
         with self._lock:
-            self._known[state.sample_index] = state
-            self._known.move_to_end(state.sample_index)
+            self._known[origin, state.sample_index] = state
+            self._known.move_to_end((origin, state.sample_index))
             while len(self._known) > _KNOWN_STATES:
                 self._known.popitem(last=False)
 
@@ -203,16 +205,21 @@ class Peeks:
             raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
         point = history.asked_for(stored, call.state, call.resume or LATEST)
         assert point is not None
+        if point.notes and point.base is not None and point.base.digest != history.nearest(point.sample_index).origin:
+            raise JoinRefused(
+                f"an older data loader's checkpoint begins an order of its own, and run {host.name!r} has not begun "
+                "from it: train from it first (load_state_dict, or a restore), then peek"
+            )
         return point
 
-    def _nearest(self, index: int) -> State:
+    def _nearest(self, index: int) -> Known:
         """The nearest state known at or before a sample index. Raises ``BeyondHorizon`` where that is too far away."""
         found = self._history.nearest(index)
         state = found.state
         with self._lock:
-            before = [at for at in self._known if state.sample_index < at <= index]
+            before = [at for origin, at in self._known if origin == found.origin and state.sample_index < at <= index]
             if before:
-                state = self._known[max(before)]
+                state = self._known[found.origin, max(before)]
         committed = self._host.committed
         reached = found.generation > 0 and committed is not None and index <= committed.sample_index
         if not reached and index - state.sample_index > AHEAD_SAMPLES:
@@ -221,7 +228,7 @@ class Peeks:
                 f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
                 f"(committed: {committed.sample_index if committed is not None else 0})"
             )
-        return state
+        return found._replace(state=state)
 
     def _advance(self, state: State, index: int, interrupted: Callable[[], bool]) -> State:
         """Goes forward, in turns with the other peeks; not all the way where the data end."""
@@ -267,15 +274,16 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(self, host: Host, peeks: Peeks, state: State, index: int, batch_size: int, digest: str) -> None:
-        """Samples from ``index`` on; ``state`` is one at or before it."""
+    def __init__(self, host: Host, peeks: Peeks, known: Known, index: int, batch_size: int, digest: str) -> None:
+        """Samples from ``index`` on; ``known`` is a state at or before it."""
         self._host = host
         self._peeks = peeks
         self._batch_size = batch_size
         self._message_steps = host.message_steps(batch_size)
         self.name = f"{host.name}-peek"
         # Where the pipeline begins while there is none, and the sample that is next.
-        self._state = state
+        self._state = known.state
+        self._origin = known.origin
         self._index = index
         self._digest = digest
         self._way: _Way | None = None
@@ -372,7 +380,7 @@ class Peek:
         plan = BatchPlan(start_index=self._index, world_size=1, batch_size=self._batch_size, group_steps=steps)
         group = pipeline.begin_group(plan)
         self._check_digest(group.base)
-        self._peeks.remember(group.base)
+        self._peeks.remember(group.base, self._origin)
         try:
             pipeline.fill(group, steps)
         except (SourceError, TokenizerError):

@@ -174,7 +174,9 @@ class Group:
         ]
         given = [was + more for was, more in zip(self.given, counts, strict=True)]
         samples = [known.samples + count for known, count in zip(self.base.sources, counts, strict=True)]
-        return _state_at(self.marks[step], self.config, self.mixer, samples, given, places, self.dropped_tokens)
+        return _state_at(
+            self.marks[step], self.config, self.mixer, samples, given, places, self.dropped_tokens, self.base
+        )
 
     def _places(self, source: int, sample: int) -> Places:
         return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
@@ -188,8 +190,10 @@ def _state_at(
     given: Sequence[int],
     places: Sequence[tuple[Cursor, int]],
     dropped_tokens: Sequence[int],
+    before: State,
 ) -> State:
-    """The state at a mark. By source: ``samples`` since the run began, ``given`` since the mixer was made,
+    """The state at a mark, somewhere behind the one ``before``. By source: ``samples`` since the run began,
+    ``given`` since the mixer was made,
     ``places`` the cursor and the rows counter."""
     nodes = mixer.states(mark.regime, given)
     exhausted = mixer.exhausted(mark.regime)
@@ -210,6 +214,8 @@ def _state_at(
         digest=mark.digest,
         sources=tuple(sources),
         nodes=nodes,
+        preserved=before.preserved,
+        imported=before.imported,
     )
 
 
@@ -294,6 +300,7 @@ class Pipeline:
         self._index = state.sample_index
         self._tokens = state.total_tokens
         self._digest = state.digest
+        self._began = state
         steps = repeat(DIGEST_MULTIPLIER, _DIGESTED_AT_ONCE)
         self._powers = tuple(accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1))
         #: Why the data ended; None while they go on.
@@ -359,7 +366,7 @@ class Pipeline:
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
         mark = Mark(self._index, self._tokens, self._digest, self._mixer.regime)
-        return _state_at(mark, self._config, self._mixer, samples, self._given(), places, dropped)
+        return _state_at(mark, self._config, self._mixer, samples, self._given(), places, dropped, self._began)
 
     def _given(self) -> tuple[int, ...]:
         return tuple(feed.picked - was for feed, was in zip(self._feeds, self._origin, strict=True))

@@ -22,6 +22,7 @@ from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
+from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
@@ -197,10 +198,12 @@ class Runs:
         if stored is not None:
             served.history.refuse_foreign(point, stored)
         # Going forward proves the point before it is pinned, not when the next job starts.
-        served.history.forward(point)
+        start = served.history.forward(point)
+        for note in point.notes:
+            _log.info("%s: %s", run, note)
         host.ledger.pin(host.uid, host.stream, host.epoch, text)
         _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
-        return ResumePoint(sample_index=point.sample_index, digest=point.digest)
+        return ResumePoint(sample_index=point.sample_index, digest=digest_hex(start.digest))
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():

@@ -7,16 +7,26 @@ the same for all ranks, so every rank (and the server) writes the same text.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from tokenloom_proto.seal import canonical, seal_texts, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
+from tokenloom_server.state import (
+    DIGEST_MODULUS,
+    MAX_COUNTER,
+    ChildState,
+    Cursor,
+    Imported,
+    SourceState,
+    State,
+    digest_hex,
+)
 
 FORMAT = "tokenloom/snapshot"
 VERSION = 1
@@ -54,11 +64,32 @@ class _Dataset(_Strict):
     exhausted: bool = False
 
 
+class _Imported(_Strict):
+    sample_index: int = _Count
+    digest: str = _Digest
+
+
+class _Preserved(_Strict):
+    """A source of an older data loader's checkpoint that no mixture of the run has, as that loader wrote it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    spec: str
+    unknown: Literal[True]
+
+
+_AnyDataset = Annotated[
+    Annotated[_Dataset, Tag("known")] | Annotated[_Preserved, Tag("unknown")],
+    Discriminator(lambda entry: "unknown" if isinstance(entry, dict) and "unknown" in entry else "known"),
+]
+
+
 class _ResumeState(_Strict):
     sample_index: int = _Count
     digest: str = _Digest
     total_tokens: int = _Count
-    datasets: list[_Dataset]
+    datasets: list[_AnyDataset]
+    imported: _Imported | None = None
     #: By node id, by child: [samples, tokens, credit, exhausted (0 or 1)].
     nodes: list[list[_Child]]
 
@@ -99,12 +130,15 @@ class ResumePoint:
     """A sample index to resume at, with the state to go forward from (None: from the beginning)."""
 
     sample_index: int
-    digest: str
+    digest: str | None
+    """None where only the order itself can tell it: an older checkpoint may say no more than how many samples."""
     total_tokens: int
     base: State | None
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None
     generation: int
+    #: Of an older data loader's checkpoint, what was made of it, a line for each spec; empty for a snapshot.
+    notes: tuple[str, ...] = ()
 
 
 def encode_state(state: State, shape: Shape) -> str:
@@ -126,8 +160,11 @@ def encode_state(state: State, shape: Shape) -> str:
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         datasets.append(entry)
+    datasets += [{**json.loads(entry), "unknown": True} for entry in state.preserved]
+    origin = {} if state.imported is None else {"imported": _position(state.imported)}
     return canonical(
         {
+            **origin,
             "sample_index": state.sample_index,
             "digest": digest_hex(state.digest),
             "total_tokens": state.total_tokens,
@@ -138,6 +175,10 @@ def encode_state(state: State, shape: Shape) -> str:
             ],
         }
     )
+
+
+def _position(place: Imported) -> dict[str, Any]:
+    return {"sample_index": place.sample_index, "digest": digest_hex(place.digest)}
 
 
 def decode_state(resume_state: str, shape: Shape) -> State:
@@ -223,7 +264,14 @@ _REMEDIES = {
 
 def _state(resume: _ResumeState, shape: Shape) -> State:
     _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
-    sources = _sources(resume, shape)
+    datasets = [entry for entry in resume.datasets if isinstance(entry, _Dataset)]
+    origin = resume.imported
+    if origin is not None and origin.sample_index > resume.sample_index:
+        raise SnapshotInvalid(
+            f"resume_state.imported.sample_index is {origin.sample_index}, beyond sample_index {resume.sample_index}"
+        )
+    preserved = [entry for entry in resume.datasets if isinstance(entry, _Preserved)]
+    sources = _sources(datasets, shape)
     nodes = tuple(
         tuple(ChildState(samples, tokens, credit, bool(out)) for samples, tokens, credit, out in children)
         for children in resume.nodes
@@ -235,6 +283,8 @@ def _state(resume: _ResumeState, shape: Shape) -> State:
         digest=int(resume.digest, 16),
         sources=sources,
         nodes=nodes,
+        preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
+        imported=Imported(origin.sample_index, int(origin.digest, 16)) if origin is not None else None,
     )
 
 
@@ -248,15 +298,15 @@ def _check_position(where: str, sample_index: int, total_tokens: int, digest: st
         )
 
 
-def _sources(resume: _ResumeState, shape: Shape) -> tuple[SourceState, ...]:
-    if [dataset.spec for dataset in resume.datasets] != list(shape.specs):
-        theirs, ours = {dataset.spec for dataset in resume.datasets}, set(shape.specs)
+def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, ...]:
+    if [dataset.spec for dataset in datasets] != list(shape.specs):
+        theirs, ours = {dataset.spec for dataset in datasets}, set(shape.specs)
         raise SnapshotInvalid(
             "resume_state.datasets does not list this run's sources in their order; "
             f"only there: {sorted(theirs - ours) or 'none'}, only here: {sorted(ours - theirs) or 'none'}"
         )
     sources = []
-    for i, dataset in enumerate(resume.datasets):
+    for i, dataset in enumerate(datasets):
         shards = shape.shards[i]
         if dataset.id != i or dataset.shard_index >= len(shards) or shards[dataset.shard_index] != dataset.shard:
             raise SnapshotInvalid(
@@ -315,5 +365,7 @@ def _check_nodes(
 
 def _explain(error: ValidationError) -> str:
     fault = error.errors()[0]
-    field = re.sub(r"\.(?=\.)", "", ".".join(str(part) for part in fault["loc"]))
+    # The tags of the union are pydantic's own; the document has no such level.
+    parts = [str(part) for part in fault["loc"] if part not in ("known", "unknown") or part == fault["loc"][-1]]
+    field = re.sub(r"\.(?=\.)", "", ".".join(parts))
     return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"
