@@ -195,7 +195,7 @@ def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypat
     monkeypatch.setattr("tokenloom_server.peeking._KNOWN_STATES", 3)
     for at in (1, 2, 3, 1, 4):
         joined(served, str(at))
-    assert sorted(served.peeks._known) == [1, 3, 4]
+    assert sorted(served.peeks._known) == [(0, 1), (0, 3), (0, 4)]
 
 
 def test_all_who_look_hear_that_the_server_stops(served: ServedRun) -> None:

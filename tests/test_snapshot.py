@@ -384,5 +384,5 @@ def test_only_sample_0_needs_no_resume_state(case: Case, fields: dict[str, Any])
 
 def test_the_shape_is_that_of_the_mixture(case: Case) -> None:
     assert isinstance(case.order, Order)
-    assert case.order.shape.nodes == ((0, 2, 3), (4, 6))
+    assert case.order.shape.nodes == {0: (0, 2, 3), 1: (4, 6)}
     assert case.order.shape.sample_tokens == mixture()["sequence_length"]

@@ -7,8 +7,8 @@ No clock, thread, socket or ledger is known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
 from operator import mul
 from typing import NamedTuple
@@ -48,12 +48,33 @@ def initial_state(config: RunConfig) -> State:
     )
 
 
+class Switch(NamedTuple):
+    """A sample index from which on the order is made by another config."""
+
+    sample_index: int
+    config: RunConfig
+    packers: PackerFactory
+    #: The state there as the other config has it.
+    carry: Callable[[State], State]
+    #: Why batches end here, because those behind have another shape; None where they go on.
+    ends: str | None
+
+
+class Segment(NamedTuple):
+    """What decides the samples from a state on."""
+
+    config: RunConfig
+    mixer: Mixer
+    start: State
+
+
 class Mark(NamedTuple):
     """What a state behind a step has that cannot be counted from the samples before it: taken every step."""
 
     sample_index: int
     total_tokens: int
     digest: int
+    segment: Segment
     regime: Regime
 
 
@@ -90,19 +111,15 @@ class Group:
     ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
     and place in the batch ([world_size, group_steps, batch_size], as ``source_ids``, int32); empty once released.
     ``marks[g]`` is the mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
-    the blocks that the samples came from, by source. ``given`` is how many samples each source gave before the
-    group, since the mixer was made.
+    the blocks that the samples came from, and ``dropped_tokens`` the tails, by source.
     """
 
-    config: RunConfig
-    mixer: Mixer
     plan: BatchPlan
     base: State
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
-    places: list[list[Places]]
-    given: tuple[int, ...]
-    dropped_tokens: list[int]
+    places: list[list[Places]] = field(default_factory=list)
+    dropped_tokens: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
     #: The base as canonical JSON, and steps as the wire has them, once somebody made them.
@@ -156,7 +173,9 @@ class Group:
         picks = self.source_ids.reshape(-1)[where]
         where, picks = where[picks != PADDING], picks[picks != PADDING]
         counts = np.bincount(picks, minlength=len(self.base.sources))
-        first = np.array([source.samples for source in self.base.sources]) - np.cumsum([0, *counts[:-1]])
+        before = np.zeros(len(counts), np.int64)
+        before[: len(self.base.sources)] = [source.samples for source in self.base.sources]
+        first = before - np.cumsum([0, *counts[:-1]])
         origins = np.zeros(self.source_ids.shape, np.int64)
         # Sorted by source, each source's samples are one range of consecutive numbers.
         origins.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
@@ -164,58 +183,59 @@ class Group:
 
     def state_behind(self, step: int) -> State:
         """The state behind a step."""
+        mark = self.marks[step]
         before = self.source_ids[:, : step + 1]
-        counts = np.bincount(before[before != PADDING], minlength=len(self.given)).tolist()
+        counts = np.bincount(before[before != PADDING], minlength=len(mark.segment.start.sources)).tolist()
+        # A source that came within the group had nothing before.
+        known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
+        samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
         places = [
-            self._places(i, known.samples + count - 1).cursor_behind(known.samples + count - 1)
-            if count
-            else (known.cursor, known.rows)
-            for i, (count, known) in enumerate(zip(counts, self.base.sources, strict=True))
+            self._places(i, samples[i] - 1).cursor_behind(samples[i] - 1) if count else (was.cursor, was.rows)
+            for i, (count, was) in enumerate(zip(counts, known, strict=True))
         ]
-        given = [was + more for was, more in zip(self.given, counts, strict=True)]
-        samples = [known.samples + count for known, count in zip(self.base.sources, counts, strict=True)]
-        return _state_at(
-            self.marks[step], self.config, self.mixer, samples, given, places, self.dropped_tokens, self.base
-        )
+        return _state_at(mark, samples, places, self.dropped_tokens[: len(counts)])
+
+    def places_of(self, source: int) -> list[Places]:
+        """Those of a source's samples, to be added to."""
+        while len(self.places) <= source:
+            self.places.append([])
+        return self.places[source]
 
     def _places(self, source: int, sample: int) -> Places:
+        # Behind a switch blocks are made anew, where those of before may have reached further.
         return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
 
 
 def _state_at(
-    mark: Mark,
-    config: RunConfig,
-    mixer: Mixer,
-    samples: Sequence[int],
-    given: Sequence[int],
-    places: Sequence[tuple[Cursor, int]],
-    dropped_tokens: Sequence[int],
-    before: State,
+    mark: Mark, samples: Sequence[int], places: Sequence[tuple[Cursor, int]], dropped_tokens: Sequence[int]
 ) -> State:
-    """The state at a mark, somewhere behind the one ``before``. By source: ``samples`` since the run began,
-    ``given`` since the mixer was made,
-    ``places`` the cursor and the rows counter."""
-    nodes = mixer.states(mark.regime, given)
+    """The state at a mark. By source: ``samples`` since the run began, ``places`` the cursor and the rows counter."""
+    config, mixer, start = mark.segment
+    given = [now - was.samples for now, was in zip(samples, start.sources, strict=True)]
     exhausted = mixer.exhausted(mark.regime)
     sources = [
-        SourceState(
+        replace(
+            was,
             cursor=cursor,
-            samples=count,
+            samples=was.samples + more,
             rows=rows,
-            tokens=count * config.sequence_length,
+            tokens=was.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,
             exhausted=out,
         )
-        for count, (cursor, rows), dropped, out in zip(samples, places, dropped_tokens, exhausted, strict=True)
+        for was, more, (cursor, rows), dropped, out in zip(
+            start.sources, given, places, dropped_tokens, exhausted, strict=True
+        )
     ]
-    return State(
+    return replace(
+        start,
         sample_index=mark.sample_index,
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(sources),
-        nodes=nodes,
-        preserved=before.preserved,
-        imported=before.imported,
+        nodes=mixer.states(mark.regime, given),
+        preserved=start.preserved,
+        imported=start.imported,
     )
 
 
@@ -289,18 +309,23 @@ class Pipeline:
     """Produces samples ``state.sample_index``, +1, … of a run's canonical order. For one thread at a time."""
 
     def __init__(
-        self, config: RunConfig, packers: PackerFactory, state: State, *, width: int, dtype: npt.DTypeLike
+        self,
+        config: RunConfig,
+        packers: PackerFactory,
+        state: State,
+        *,
+        width: int,
+        dtype: npt.DTypeLike,
+        switches: Sequence[Switch] = (),
     ) -> None:
-        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type."""
-        self._config = config
+        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type. ``switches``, in order,
+        lie behind the state."""
         self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
-        self._mixer = Mixer(config, state.nodes)
-        self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
-        self._origin = [source.samples for source in state.sources]
+        self._switches = deque(switches)
+        self._begin(config, packers, state)
         self._index = state.sample_index
         self._tokens = state.total_tokens
         self._digest = state.digest
-        self._began = state
         steps = repeat(DIGEST_MULTIPLIER, _DIGESTED_AT_ONCE)
         self._powers = tuple(accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1))
         #: Why the data ended; None while they go on.
@@ -308,19 +333,23 @@ class Pipeline:
         #: Samples of an incomplete last step that were dropped.
         self.dropped_samples = 0
 
+    def _begin(self, config: RunConfig, packers: PackerFactory, state: State) -> None:
+        self._segment = Segment(config, Mixer(config, state.nodes), state)
+        self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
+
+    def switch(self, switches: Sequence[Switch]) -> None:
+        """From now on these, in order, are the switches behind the present sample index."""
+        assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
+        self._switches = deque(switches)
+
     def begin_group(self, plan: BatchPlan) -> Group:
         """An empty group that begins here, at a state boundary of the plan."""
         shape = (plan.world_size, plan.group_steps, plan.batch_size)
         return Group(
-            config=self._config,
-            mixer=self._mixer,
             plan=plan,
             base=self.state(),
             samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
-            places=[[] for _ in self._feeds],
-            given=self._given(),
-            dropped_tokens=[0] * len(self._feeds),
         )
 
     def fill(self, group: Group, steps: int) -> None:
@@ -329,52 +358,79 @@ class Pipeline:
         An incomplete last step is dropped or padded, as configured; then, or when nothing is left,
         ``ended`` says why. Raises ``SourceError`` and ``TokenizerError``; the pipeline is of no use then.
         """
-        plan = group.plan
-        first, size, length = len(group.marks), plan.step_samples, self._config.sequence_length
+        plan, config = group.plan, self._segment.config
+        first, size, length = len(group.marks), plan.step_samples, config.sequence_length
         begin, tokens = self._index, self._tokens
-        picks, changes = self._decide(min(steps, plan.group_steps - first) * size)
-        whole, rest = divmod(len(picks), size)
-        if rest and self._config.last_step == "drop":
-            self.dropped_samples, rest = rest, 0
-        count = whole * size + rest
+        wanted = min(steps, plan.group_steps - first) * size
+        rotations = [slice_rotation(config.seed, begin + at, plan.world_size) for at in range(0, wanted, size)]
+        where = _places_of(plan, rotations, first)
+        # From which sample on which segment and regime are in force.
+        changes: list[tuple[int, Segment, Regime]] = []
+        hashes: list[int] = []
+        done = count = 0
+        while done < wanted and self.ended is None:
+            segment = self._segment
+            asked = min(wanted - done, self._until_switch())
+            picks, changed = self._decide(asked)
+            changes += [(done + at, segment, regime) for at, regime in changed]
+            done += len(picks)
+            count = done
+            if len(picks) < asked and done % size and config.last_step == "drop":
+                self.dropped_samples = done % size
+                count = done - done % size
+            taken = max(0, len(picks) - (done - count))
+            hashes += self._take(group, picks[:taken], where[done - len(picks) :][:taken])
+            ends = self._cross()
+            if ends is not None:
+                # In force behind the sample before it, so that the state at the switch is the other config's.
+                changes.append((done - 1, self._segment, self._segment.mixer.regime))
+                self.ended = ends or None
+        del hashes[count:]
         if not count:
             return
-        ends = [*range(size, whole * size + 1, size), *([count] if rest else [])]
-        group.rotations += [
-            slice_rotation(self._config.seed, begin + at * size, plan.world_size) for at in range(len(ends))
-        ]
-        hashes = self._take(group, picks[:count], _places_of(plan, group.rotations[first:], first)[:count])
-        done = 0
-        for end in ends:
-            self._digest = _digest_behind(self._digest, hashes[done:end], self._powers)
+        ends_at = [*range(size, count + 1, size), *([count] if count % size else [])]
+        group.rotations += rotations[: len(ends_at)]
+        at = 0
+        for end in ends_at:
+            self._digest = _digest_behind(self._digest, hashes[at:end], self._powers)
             # A change found behind the step's last sample is the next decision's; but none follows a padded step.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
-            group.marks.append(Mark(begin + end, tokens + end * length, self._digest, changes[0][1]))
-            done = end
+            group.marks.append(Mark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
+            at = end
 
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
         while samples and self.ended is None:
-            picks, _ = self._decide(min(samples, 4096))
+            picks, _ = self._decide(min(samples, 4096, self._until_switch()))
             samples -= len(picks)
             self._digest = _digest_behind(self._digest, self._take(None, picks, picks), self._powers)
+            self._cross()
 
     def state(self) -> State:
         """The state at the present sample index."""
         places = [(feed.cursor, feed.rows) for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
-        mark = Mark(self._index, self._tokens, self._digest, self._mixer.regime)
-        return _state_at(mark, self._config, self._mixer, samples, self._given(), places, dropped, self._began)
+        mark = Mark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.regime)
+        return _state_at(mark, samples, places, dropped)
 
-    def _given(self) -> tuple[int, ...]:
-        return tuple(feed.picked - was for feed, was in zip(self._feeds, self._origin, strict=True))
+    def _until_switch(self) -> int:
+        return self._switches[0].sample_index - self._index if self._switches else MAX_COUNTER
+
+    def _cross(self) -> str | None:
+        """Goes over to another config where a switch lies here: why batches end, empty where they go on; None where
+        there is no switch."""
+        if self._until_switch():
+            return None
+        switch = self._switches.popleft()
+        self._begin(switch.config, switch.packers, switch.carry(self.state()))
+        return switch.ends or ""
 
     def _decide(self, count: int) -> tuple[Picks, list[tuple[int, Regime]]]:
         """The sources of the next ``count`` samples, fewer where the data end; and from which of them on
         which regime is in force."""
-        mixer = self._mixer
+        config, mixer, _ = self._segment
         changes = [(0, mixer.regime)]
         parts: list[Picks] = []
         left = count
@@ -396,7 +452,7 @@ class Pipeline:
                 self._picked(parts[-1])
                 left -= 1
         self._index += count - left
-        self._tokens += (count - left) * self._config.sequence_length
+        self._tokens += (count - left) * config.sequence_length
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
@@ -431,23 +487,23 @@ class Pipeline:
                 ids += some
                 hashes += hashed
                 if group is not None:
-                    known = group.places[source]
+                    known = group.places_of(source)
                     known += places[1:] if known and known[-1] is places[0] else places
         if group is not None:
             group.source_ids.reshape(-1)[where] = picks
             group.samples[where[order]] = _objects(ids)
-            for source, feed in enumerate(self._feeds):
-                group.dropped_tokens[source] = feed.dropped_tokens
+            group.dropped_tokens = [feed.dropped_tokens for feed in self._feeds]
         in_order = np.empty(len(picks), np.object_)
         in_order[order] = _objects(hashes)
         found: list[int] = in_order.tolist()
         return found
 
     def _reason(self) -> str:
-        out = self._mixer.exhausted(self._mixer.regime)
+        config, mixer, _ = self._segment
+        out = mixer.exhausted(mixer.regime)
         if all(out):
             return "every source is exhausted"
-        names = ", ".join(source.name for source, gone in zip(self._config.sources, out, strict=True) if gone)
+        names = ", ".join(source.name for source, gone in zip(config.sources, out, strict=True) if gone)
         return f"exhausted, and its node stops: {names}"
 
 
