@@ -413,7 +413,8 @@ def fingerprint(order: Order) -> dict[str, Any]:
         for sample in step.samples:
             hashed.update(f"{sample.source} {sample.ids.hex()} {sample.starts}\n".encode())
         if number % 5 == 0:
-            hashed.update(json.dumps(dataclasses.astuple(step.state)).encode())
+            # Without what only orders have that began from an older data loader's checkpoint.
+            hashed.update(json.dumps(dataclasses.astuple(step.state)[:5]).encode())
     assert step is not None
     return {
         "samples": step.state.sample_index,
