@@ -69,7 +69,11 @@ BAD = [
     ("mixture.children.0.source", 7, "valid string"),
     ("mixture.children.2.children.0.source", CODE, "mixture.children.0"),
     ("mixture.children.1.alias", "code", "mixture.children.0"),
-    ("mixture.policy", "fewest", "'least_consumed', 'weighted', 'round_robin' or 'sequential'"),
+    (
+        "mixture.policy",
+        "fewest",
+        "'round_robin', 'sequential', 'soft_sequential', 'balance_remaining' or 'schedule'",
+    ),
     ("mixture.on_exhausted", "repeat", "'drop' or 'stop'"),
     ("mixture.children", [], "at least 1"),
     ("mixture.children", "a.txt", "valid list"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -43,7 +45,55 @@ def _not_bool(value: object) -> object:
     return value
 
 
-Weight = Annotated[float, Field(gt=0, strict=False), BeforeValidator(_not_bool)]
+def _whole(value: object) -> object:
+    # As above: 1e9 is text in YAML, and 1.0e9 a float.
+    if isinstance(value, str | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if math.isfinite(number) and number.is_integer():
+            return int(number)
+    return value
+
+
+def _not_nan(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
+        raise ValueError(f"epochs is a number above 0 or .inf, but this is {value!r}")
+    return math.inf if value == "inf" else value
+
+
+def _ascending(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    for (before, _), (tokens, _) in pairwise(points):
+        if tokens <= before:
+            raise ValueError(f"the point at {tokens} tokens stands behind the one at {before}; expected them ascending")
+    if not any(weight for _, weight in points):
+        raise ValueError("every point has the weight 0, and the child would never get anything; leave the child out")
+    return points
+
+
+def _pair(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _weight_kind(value: object) -> str:
+    return "points" if isinstance(value, list) else "number"
+
+
+_Tokens = Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(_whole)]
+_Point = Annotated[
+    tuple[_Tokens, Annotated[float, Field(ge=0, strict=False), BeforeValidator(_not_bool)]], BeforeValidator(_pair)
+]
+
+Points = Annotated[list[_Point], Field(min_length=1), AfterValidator(_ascending)]
+"""Of a ``schedule``: ``[total tokens of the run, weight]``, ascending."""
+Weight = Annotated[
+    Annotated[float, Field(gt=0, strict=False), BeforeValidator(_not_bool), Tag("number")]
+    | Annotated[Points, Tag("points")],
+    Discriminator(_weight_kind),
+]
+Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(_not_nan)]
+MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(_whole)]
 
 
 Presence = Literal["live", "paused", "dropped"]
@@ -61,9 +111,13 @@ class SourceConfig(_Model):
     alias: str | None = None
     """A short name for pages and logs; the spec where there is none."""
     weight: Weight = 1.0
-    """Share within the parent node, relative to its siblings."""
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False)] = 1.0
+    """Share within the parent node, relative to its siblings; below a ``schedule``, a number or points."""
+    epochs: Epochs = 1.0
     """How often the source is read; fractions and ``.inf`` are allowed."""
+    max_tokens: MaxTokens | None = None
+    """Gives at most so many tokens, in whole samples, since the run began; what would be beyond is its end."""
+    on_exhausted: Literal["drop", "stop"] | None = None
+    """What its end does to its node; None: what the node says."""
     add_bos: bool | None = None
     """Overrides the run's ``add_bos``."""
     add_eot: Literal[True, False, "auto"] | None = None
@@ -76,13 +130,6 @@ class SourceConfig(_Model):
             return str(Spec.parse(value))
         except ConfigError as error:
             raise ValueError(str(error)) from None
-
-    @field_validator("epochs", mode="before")
-    @classmethod
-    def _not_nan(cls, value: object) -> object:
-        if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
-            raise ValueError(f"epochs is a number above 0 or .inf, but this is {value!r}")
-        return math.inf if value == "inf" else value
 
     @property
     def spec(self) -> Spec:
@@ -99,28 +146,88 @@ class NodeConfig(_Model):
     id: int = -1
     """The node id: given once, by ``RunConfig`` or a revision."""
     presence: Presence = "live"
-    policy: Literal["least_consumed", "weighted", "round_robin", "sequential"]
+    policy: Literal[
+        "least_consumed",
+        "weighted",
+        "round_robin",
+        "sequential",
+        "soft_sequential",
+        "balance_remaining",
+        "schedule",
+    ]
     """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws. ``round_robin``: a
-    sample of each child in turn. ``sequential``: one child after the other."""
+    sample of each child in turn. ``sequential``: one child after the other. ``soft_sequential``: the same, but each
+    begins while the one before it comes to its end. ``balance_remaining``: all end together. ``schedule``: weights by
+    the run's total tokens."""
     children: Annotated[list[Child], Field(min_length=1)]
     """Sources, or nodes."""
     alias: str | None = None
     """A short name for pages and logs."""
     weight: Weight = 1.0
-    """Share within the parent node, relative to its siblings."""
+    """Share within the parent node, relative to its siblings; below a ``schedule``, a number or points."""
+    epochs: Epochs = 1.0
+    """Multiplies the epochs of every source below."""
+    max_tokens: MaxTokens | None = None
+    """Gives at most so many tokens, in whole samples, since the run began; what would be beyond is its end."""
     on_exhausted: Literal["drop", "stop"] = "drop"
     """When a child runs out: ``drop`` renormalises the rest; ``stop`` ends this node."""
+    unit: Literal["tokens", "samples"] = "tokens"
+    """What the shares of ``weighted`` are counted in. Every sample of a run has the same length, so both give the same
+    order."""
+    interpolate: Literal["linear", "step"] = "linear"
+    """Weights of a ``schedule`` between two points: in a straight line, or as at the one before."""
+
+    @property
+    def name(self) -> str:
+        return self.alias or f"node {self.id}"
+
+    @property
+    def estimates(self) -> bool:
+        """Whether weights follow from what the sources below have left."""
+        return self.policy in ("soft_sequential", "balance_remaining")
 
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Self:
-        if self.policy in ("round_robin", "sequential"):
-            for i, child in enumerate(self.children):
+        for i, child in enumerate(self.children):
+            if self.policy in ("round_robin", "sequential", "soft_sequential", "balance_remaining"):
                 if child.weight != 1.0:
                     raise ValueError(
-                        f"children.{i}.weight: found {child.weight:g}, but the policy {self.policy!r} knows no "
-                        "weights; leave it out, or take the policy 'least_consumed' or 'weighted'"
+                        f"children.{i}.weight: found {_short_weight(child.weight)}, but the policy {self.policy!r} "
+                        "knows no weights; leave it out, or take the policy 'least_consumed' or 'weighted'"
                     )
+            elif self.policy != "schedule" and isinstance(child.weight, list):
+                raise ValueError(
+                    f"children.{i}.weight: found {_short_weight(child.weight)}, but the policy {self.policy!r} takes "
+                    "one number; give one, or take the policy 'schedule'"
+                )
+        if self.policy == "schedule":
+            self._some_weight_at_every_token()
+        for option, policy in (("unit", "weighted"), ("interpolate", "schedule")):
+            if getattr(self, option) != type(self).model_fields[option].default and self.policy != policy:
+                raise ValueError(f"{option}: is for the policy {policy!r}, but this is {self.policy!r}; leave it out")
         return self
+
+    def _some_weight_at_every_token(self) -> None:
+        """Weights are above 0 somewhere between two points of any child if they are at one of them."""
+        points = [child.weight if isinstance(child.weight, list) else [(0, child.weight)] for child in self.children]
+        for tokens in sorted({0, *(at for weights in points for at, _ in weights)}):
+            if not any(_is_above_0(weights, tokens, self.interpolate) for weights in points):
+                raise ValueError(
+                    f"children: at {tokens} tokens every weight is 0, and nothing could be given; let the weight of "
+                    "one child begin earlier or end later"
+                )
+
+
+def _short_weight(weight: float | list[tuple[int, float]]) -> str:
+    return f"{len(weight)} points" if isinstance(weight, list) else f"{weight:g}"
+
+
+def _is_above_0(points: list[tuple[int, float]], tokens: int, interpolate: str) -> bool:
+    before = [weight for at, weight in points if at <= tokens] or [points[0][1]]
+    if before[-1] > 0 or interpolate == "step":
+        return before[-1] > 0
+    behind = [weight for at, weight in points if at > tokens]
+    return points[0][0] <= tokens and tokens not in [at for at, _ in points] and bool(behind) and behind[0] > 0
 
 
 def _child_kind(value: object) -> str:
@@ -189,6 +296,9 @@ class RunConfig(_Model):
                     f"{path}.alias: {source.name!r} names the source at {named[source.name]} already; give each its own"
                 )
             named[source.name] = path
+        if isinstance(self.mixture.weight, list):
+            raise ValueError("mixture.weight: found points, but the root has no siblings; leave it out")
+        self._check_limits(self.mixture, "mixture", False, None)
         if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
             raise ValueError(
                 "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
@@ -199,6 +309,27 @@ class RunConfig(_Model):
             if value is not None and self.vocab_size is not None and value >= self.vocab_size:
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
         return self
+
+    def _check_limits(self, child: Child, path: str, endless: bool, estimated: str | None) -> None:
+        """That ``max_tokens`` hold a sample, and that what a policy estimates has an end. ``estimated``: the policy
+        above that does so, unless a limit lies between."""
+        if child.max_tokens is not None:
+            estimated = None
+            if child.max_tokens < self.sequence_length:
+                raise ValueError(
+                    f"{path}.max_tokens: {child.max_tokens} is less than one sample of {self.sequence_length} tokens; "
+                    "give at least that many, or leave the child out"
+                )
+        endless = endless or math.isinf(child.epochs)
+        if isinstance(child, NodeConfig):
+            for i, below in enumerate(child.children):
+                by = child.policy if child.estimates else estimated
+                self._check_limits(below, f"{path}.children.{i}", endless, by)
+        elif endless and estimated is not None and child.presence != "dropped":
+            raise ValueError(
+                f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; "
+                "give a number, or max_tokens to the source or to a node between"
+            )
 
     def sources_with_paths(self) -> Iterator[tuple[str, SourceConfig]]:
         """Every source with its place in the file, depth first: the order of source ids in a mixture that was never
@@ -217,6 +348,38 @@ class RunConfig(_Model):
         """Every source that the run ever had, the dropped ones, too; the position is the source id."""
         found = [source for _, source in self.sources_with_paths()]
         return tuple(sorted(found, key=lambda source: source.id))
+
+    @cached_property
+    def epochs(self) -> tuple[float, ...]:
+        """How often each source is read, by id: its own epochs times those of the nodes above it."""
+        found: dict[int, float] = {}
+
+        def visit(node: NodeConfig, above: list[float]) -> None:
+            for child in node.children:
+                factors = [*above, child.epochs]
+                if isinstance(child, NodeConfig):
+                    visit(child, factors)
+                elif any(math.isinf(factor) for factor in factors):
+                    found[child.id] = math.inf
+                else:
+                    # As the decimals that they are written as: 3 × 0.1 is not 0.30000000000000004.
+                    found[child.id] = float(math.prod(Fraction(repr(factor)) for factor in factors))
+
+        visit(self.mixture, [self.mixture.epochs])
+        return tuple(found[source] for source in range(len(found)))
+
+    @cached_property
+    def measured_sources(self) -> tuple[int, ...]:
+        """The ids of the sources whose extent decides: those that end of themselves below a policy that estimates."""
+
+        def below(node: NodeConfig, estimated: bool) -> Iterator[int]:
+            for child in node.children:
+                if isinstance(child, NodeConfig):
+                    yield from below(child, estimated or child.estimates)
+                elif estimated and child.presence != "dropped" and not math.isinf(self.epochs[child.id]):
+                    yield child.id
+
+        return tuple(sorted(below(self.mixture, self.mixture.estimates)))
 
     @cached_property
     def nodes(self) -> tuple[NodeConfig, ...]:
@@ -277,10 +440,11 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
     """A child's order-affecting fields: no alias, and no override that says what the run says."""
-    fields: dict[str, Any] = {"weight": _number(child.weight)}
+    fields: dict[str, Any] = {"weight": _order_of_weight(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
+    fields |= {key: getattr(child, key) for key in ("max_tokens", "on_exhausted") if getattr(child, key) is not None}
     for key in ("add_bos", "add_eot"):
         override = getattr(child, key)
         if override is not None and override != getattr(run, key):
@@ -289,11 +453,24 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
 
 
 def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
-    return {
+    fields: dict[str, Any] = {
         "policy": node.policy,
         "on_exhausted": node.on_exhausted,
         "children": [_order_of(child, run) for child in node.children],
     }
+    if node.epochs != 1.0:
+        fields["epochs"] = _number(node.epochs)
+    # Later settings stand here only where they are not as they were before there was one.
+    for key in ("max_tokens", "unit", "interpolate"):
+        if getattr(node, key) != NodeConfig.model_fields[key].default:
+            fields[key] = getattr(node, key)
+    return fields
+
+
+def _order_of_weight(weight: float | list[tuple[int, float]]) -> Any:
+    if isinstance(weight, list):
+        return [[tokens, _number(value)] for tokens, value in weight]
+    return _number(weight)
 
 
 def _number(value: float) -> str:
@@ -347,13 +524,15 @@ def _given_by_the_server(value: object, path: str) -> Iterator[str]:
             yield from _given_by_the_server(below, f"{path}{i}.")
 
 
+def _is_tag(part: str | int, before: str | int) -> bool:
+    if isinstance(before, int):
+        return part in ("source", "node")
+    return before == "weight" and part in ("number", "points")
+
+
 def _field(location: tuple[str | int, ...]) -> str:
     # The tags of the union are pydantic's own; the user's file has no such level.
-    parts = [
-        str(p)
-        for i, p in enumerate(location)
-        if not (p in ("source", "node") and i and isinstance(location[i - 1], int))
-    ]
+    parts = [str(p) for i, p in enumerate(location) if not (i and _is_tag(p, location[i - 1]))]
     return ".".join(parts) + ": " if parts else ""
 
 

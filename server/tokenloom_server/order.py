@@ -258,6 +258,10 @@ class Order:
 
         return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype)
 
+    def encoder(self, source_id: int, reader: Source) -> Encoder:
+        """What makes tokens of a source's rows, for a reader of it."""
+        return self._encoder(source_id, reader, self._load_engine())
+
     def _encoder(self, source_id: int, reader: Source, engine: Engine | None) -> Encoder:
         source = self.config.sources[source_id]
 

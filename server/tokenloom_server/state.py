@@ -61,13 +61,17 @@ class ChildState:
     """What a mixture node knows about one of its children.
 
     ``credit`` (least_consumed) is what the child is owed, in 1/W tokens, where W is the sum of the
-    integer weights of the node's live children; frozen while the child is exhausted.
+    integer weights of the node's live children; frozen while the child is out. (round_robin: turns that went by
+    before it joined.) Where the policy makes the weights itself (soft_sequential, balance_remaining, schedule),
+    ``weight`` is the one in force, and ``total`` the estimate of all that the child will give, in samples.
     """
 
     samples: int = 0
     tokens: int = 0
     credit: int = 0
     exhausted: bool = False
+    weight: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

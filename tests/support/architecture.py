@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ledger", "snapshot", "readahead", "isolated", "suspects"),
         ("careful",),
         ("order", "run"),
-        ("imported",),
+        ("extents", "imported"),
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),

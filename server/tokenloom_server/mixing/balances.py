@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.mixing.round_robin import levelled
 from tokenloom_server.state import MAX_COUNTER, ChildState
 
 
@@ -39,13 +40,15 @@ def carry(config: RunConfig, samples: Sequence[int], known: Sequence[bool]) -> C
         ]
         shape, counts, old = shapes[node.id], [count for count, _ in below], [was for _, was in below]
         tokens = [count * shape.sample_tokens for count in counts]
-        owed = (0,) * len(tokens)
-        if node.policy == "least_consumed":
-            start = _baseline(config.new_source_baseline, shape.weights, tokens, old)
-            balanced = [
-                own if was else int(start * weight) for own, weight, was in zip(tokens, shape.weights, old, strict=True)
-            ]
-            owed = _credits(shape.weights, balanced)
+        live = [child.presence == "live" for child in node.children]
+        owed: tuple[int, ...] = (0,) * len(tokens)
+        if node.policy == "round_robin":
+            # The next round is the first for all of them.
+            owed = levelled(counts, owed, [False] * len(counts), live)
+        elif node.policy == "least_consumed":
+            weights = [weight if there else 0 for weight, there in zip(shape.weights, live, strict=True)]
+            balanced = _begun(config.new_source_baseline, weights, tokens, old)
+            owed = _credits(weights, balanced)
             for child, at, was in zip(node.children, balanced, old, strict=True):
                 if not was:
                     # What an inner node noted goes: the outermost balance is the one that a new source waits for.
@@ -57,19 +60,21 @@ def carry(config: RunConfig, samples: Sequence[int], known: Sequence[bool]) -> C
     return Carried(tuple(nodes[number] for number in sorted(nodes)), tuple(baselines))
 
 
-def _baseline(which: str, weights: Sequence[int], tokens: Sequence[int], old: Sequence[bool]) -> Fraction:
-    """Tokens for each unit of weight that a new child begins at; 0 where all are new."""
-    consumed = [Fraction(own, weight) for own, weight, was in zip(tokens, weights, old, strict=True) if was]
-    if not consumed or which == "zero":
-        return Fraction(0)
-    return min(consumed) if which == "min" else sum(consumed, Fraction(0)) / len(consumed)
+def _begun(which: str, weights: Sequence[int], tokens: Sequence[int], old: Sequence[bool]) -> list[int]:
+    """The tokens that each child's balance begins with: its own, and for a new one as many for each unit of its weight
+    as its siblings have. A weight of 0 takes no part."""
+    siblings = [Fraction(own, weight) for own, weight, was in zip(tokens, weights, old, strict=True) if was and weight]
+    start = Fraction(0)
+    if siblings and which != "zero":
+        start = min(siblings) if which == "min" else sum(siblings, start) / len(siblings)
+    return [own if was else int(start * weight) for own, weight, was in zip(tokens, weights, old, strict=True)]
 
 
 def _credits(weights: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
     """What each child is owed of all tokens, in 1/W tokens, where W is the sum of the weights. A balance that is too
     far off to be counted keeps its proportions within what can be: it lasts as long as anyone will train."""
-    whole, total = sum(weights), sum(tokens)
-    owed = [weight * total - whole * own for weight, own in zip(weights, tokens, strict=True)]
+    whole, total = sum(weights), sum(own for own, weight in zip(tokens, weights, strict=True) if weight)
+    owed = [weight * total - whole * own if weight else 0 for weight, own in zip(weights, tokens, strict=True)]
     most = max(map(abs, owed))
     return tuple(owed if most <= MAX_COUNTER else (credit * MAX_COUNTER // most for credit in owed))
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.hashing import Purpose, draws
+from tokenloom_server.mixing.credits import carried, rescaled
 from tokenloom_server.mixing.policy import Children, Choices, NodeShape
 
 #: Deadlines are kept in 2^-20 tokens.
@@ -36,16 +37,20 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
-    """Credits, tokens and the sum of live weights when the set of live children last changed."""
+    """Credits, tokens and weights (0 for a child that is out) when any of the weights last changed; the totals that
+    they were made from, if any."""
 
     credits: tuple[int, ...]
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
     live_weight: int
+    totals: tuple[int, ...] = ()
 
 
 class LeastConsumed:
     """Implements ``Policy``. Credits are in 1/W tokens, W being the sum of the live children's weights."""
+
+    most_ahead = _AHEAD
 
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
         self._shape = shape
@@ -53,12 +58,13 @@ class LeastConsumed:
         self._ahead = _FIRST_AHEAD
         self._planned: Choices = np.empty(0, np.intp)
         self._at = 0
-        self._rebuild(tuple(owed))
+        self._anchor: _Anchor
+        self._rebuild(tuple(owed), shape.weights)
 
     def upcoming(self, count: int) -> Choices:
         if len(self._planned) - self._at < count:
             self._planned, self._at = self._plan(max(count, self._ahead)), 0
-            self._ahead = min(2 * self._ahead, _AHEAD)
+            self._ahead = min(2 * self._ahead, self.most_ahead)
         return self._planned[self._at : self._at + count]
 
     def choose(self, retry: int) -> int:
@@ -67,36 +73,54 @@ class LeastConsumed:
     def issued(self, count: int) -> None:
         self._at += count
 
-    def exhausted(self, child: int) -> None:
+    def lost(self, child: int) -> None:
         """Leaves the remaining children in their proportions: credits are rescaled to the new sum of
-        weights, and what the exhausted child was owed or had in advance is spread by weight."""
-        anchor = self._anchor
+        weights, and what the child was owed or had in advance is spread by weight."""
+        weights = self._masked(self._anchor.weights)
         before = self.credits(self._anchor, self._children.tokens)
-        live = [i for i, out in enumerate(self._children.exhausted) if not out]
-        total = sum(self._shape.weights[i] for i in live)
-        scaled = [credit * total // anchor.live_weight for credit in before]
-        rest = -sum(scaled[i] for i in live)
-        for i in live:
-            scaled[i] += rest * self._shape.weights[i] // total
-        self._rebuild(tuple(scaled))
+        self._rebuild(rescaled(before, self._anchor.live_weight, weights), weights)
+
+    def reweigh(self, weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
+        """From here on other weights, whatever is owed under the present ones."""
+        weights = self._masked(weights)
+        anchor = self._anchor
+        if weights == anchor.weights:
+            # Nothing is owed anew, and what was worked out ahead holds.
+            self._anchor = replace(anchor, totals=totals)
+            return
+        owed = self.credits(anchor, self._children.tokens)
+        self._rebuild(carried(owed, anchor.weights, weights, self._shape.sample_tokens), weights, totals)
+
+    def weights(self) -> Sequence[int]:
+        return self._anchor.weights
 
     def mark(self) -> _Anchor:
         return self._anchor
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        assert isinstance(mark, _Anchor)
-        given = [now - then for now, then in zip(tokens, mark.tokens, strict=True)]
+        anchor = self._anchor_of(mark)
+        given = [now - then for now, then in zip(tokens, anchor.tokens, strict=True)]
         issued = sum(given)
         return tuple(
-            credit + weight * issued - mark.live_weight * own if weight else credit
-            for credit, weight, own in zip(mark.credits, mark.weights, given, strict=True)
+            credit + weight * issued - anchor.live_weight * own if weight else credit
+            for credit, weight, own in zip(anchor.credits, anchor.weights, given, strict=True)
         )
 
-    def _rebuild(self, owed: tuple[int, ...]) -> None:
-        out = self._children.exhausted
-        # An exhausted child's weight is 0 here, which freezes its credit.
-        weights = tuple(0 if out[i] else weight for i, weight in enumerate(self._shape.weights))
-        self._anchor = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights))
+    def made(self, mark: object) -> Sequence[tuple[int, int]]:
+        return ()
+
+    @staticmethod
+    def _anchor_of(mark: object) -> _Anchor:
+        assert isinstance(mark, _Anchor)
+        return mark
+
+    def _masked(self, weights: Sequence[int]) -> tuple[int, ...]:
+        return tuple(0 if out else weight for weight, out in zip(weights, self._children.out, strict=True))
+
+    def _rebuild(self, owed: tuple[int, ...], weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
+        # A weight of 0 freezes the credit of a child that is out.
+        weights = self._masked(weights)
+        self._anchor = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights), totals)
         self._live = [i for i, weight in enumerate(weights) if weight]
         self._planned, self._at = self._planned[:0], 0
 

@@ -26,16 +26,24 @@ class NodeShape:
 
 @dataclass(slots=True)
 class Children:
-    """A node's counters of its children; the node alone writes them, its policy reads them."""
+    """A node's counters of its children; the node alone writes them, its policy reads them.
+
+    ``out``: which cannot be chosen, because they are exhausted, paused or dropped.
+    """
 
     samples: list[int]
     tokens: list[int]
-    exhausted: list[bool]
+    out: list[bool]
+
+    @property
+    def live(self) -> list[int]:
+        """The positions of those that can be chosen."""
+        return [i for i, out in enumerate(self.out) if not out]
 
 
 class Policy(Protocol):
     """Chooses among a node's live children. Its choices are a function of its shape, the children's
-    counters and its credits alone, so that a policy built anew from a state goes on identically.
+    counters and what a state keeps of it, so that a policy built anew from a state goes on identically.
 
     Choices are asked for by the thousand, because Python spent on each sample is what a fast source waits
     for: a policy works them out ahead, in arrays, and throws them away where a child turns out to be out.
@@ -51,11 +59,31 @@ class Policy(Protocol):
     def issued(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
 
-    def exhausted(self, child: int) -> None:
-        """The child is out. Called after it was marked."""
+    def lost(self, child: int) -> None:
+        """The child is out, another one is live. Called after it was marked."""
+
+    def weights(self) -> Sequence[int]:
+        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
 
     def mark(self) -> object:
-        """An immutable note of the credits, the same until a child is exhausted."""
+        """An immutable note of the credits, the same until a child is out or weights are made anew."""
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
         """The credits under a mark, given the children's tokens."""
+
+    def made(self, mark: object) -> Sequence[tuple[int, int]]:
+        """By child, the weight in force under a mark and the total that it was made from (samples); zeros where
+        the policy makes none."""
+
+
+class NoCredits:
+    """The part of ``Policy`` of those that keep nothing beside the counters."""
+
+    def mark(self) -> object:
+        return None
+
+    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
+        return (0,) * len(tokens)
+
+    def made(self, mark: object) -> Sequence[tuple[int, int]]:
+        return ()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
 
 
-class Sequential:
+class Sequential(NoCredits):
     """Implements ``Policy``. The first live child in the order of the file is next; there is nothing to save."""
 
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
@@ -19,16 +19,16 @@ class Sequential:
         return np.full(count, self.choose(0), np.intp)
 
     def choose(self, retry: int) -> int:
-        return self._children.exhausted.index(False)
+        return self._children.out.index(False)
 
     def issued(self, count: int) -> None:
         """Nothing changes: the child goes on."""
 
-    def exhausted(self, child: int) -> None:
+    def lost(self, child: int) -> None:
         """Nothing is kept."""
 
-    def mark(self) -> None:
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(tokens)
+    def weights(self) -> Sequence[int]:
+        found = [0] * len(self._children.out)
+        if not all(self._children.out):
+            found[self.choose(0)] = 1
+        return found

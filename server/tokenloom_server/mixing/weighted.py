@@ -9,13 +9,13 @@ from itertools import accumulate
 import numpy as np
 
 from tokenloom_server.hashing import Purpose, draw, draws
-from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
 
 #: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.
 _FIRST_AHEAD, _AHEAD = 64, 4096
 
 
-class Weighted:
+class Weighted(NoCredits):
     """Implements ``Policy``. The draw for a node's k-th sample is a hash of (seed, node id, k, retry),
     scaled to the sum of the live children's integer weights: exact proportions, nothing to save."""
 
@@ -48,19 +48,16 @@ class Weighted:
         self._picks += count
         self._at += count
 
-    def exhausted(self, child: int) -> None:
+    def lost(self, child: int) -> None:
         self._rebuild()
 
-    def mark(self) -> None:
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(tokens)
+    def weights(self) -> Sequence[int]:
+        return [0 if out else own for own, out in zip(self._shape.weights, self._children.out, strict=True)]
 
     def _child_at(self, point: int) -> int:
         return self._live[bisect_right(self._cumulative, point)]
 
     def _rebuild(self) -> None:
-        self._live = [i for i, out in enumerate(self._children.exhausted) if not out]
+        self._live = self._children.live
         self._cumulative = list(accumulate(self._shape.weights[i] for i in self._live))
         self._drawn, self._at = self._drawn[:0], 0

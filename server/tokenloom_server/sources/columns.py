@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -151,6 +151,23 @@ def _check_items(array: Any, first_row: int, where: str) -> None:
     for i in range(len(array)):
         if array.slice(i, 1).flatten().null_count:
             raise SourceError(f"{where}: row {first_row + i} has a null among its ids; expected integers only")
+
+
+class Reach(NamedTuple):
+    """So many first rows of an array, with so many bytes of text or ids."""
+
+    rows: int
+    bytes: int
+
+
+def reach(array: Any, size: int) -> Reach:
+    """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
+    offsets = _offsets(array)
+    is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+    item = 1 if is_text else array.type.value_type.bit_width // 8
+    ends = (offsets[1:].astype(np.int64) - offsets[0]) * item
+    rows = min(int(np.searchsorted(ends, size)) + 1, len(array))
+    return Reach(rows, int(ends[rows - 1]) if rows else 0)
 
 
 def _pieces(array: Any, first_row: int) -> Iterator[Rows]:

@@ -1,0 +1,141 @@
+"""Policies whose weights follow the run: ``soft_sequential``, ``balance_remaining``, ``schedule``.
+
+Choices are those of ``least_consumed``. Weights are integers, made anew at every sample index of the run that is a
+multiple of ``UPDATE_SAMPLES``, from the counters at exactly that index, and constant between; the state keeps those
+in force. Where a child goes out, they are made anew from the same totals, so that its share is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tokenloom_server.mixing.credits import rescaled
+from tokenloom_server.mixing.least_consumed import LeastConsumed
+from tokenloom_server.mixing.policy import Children, NodeShape
+from tokenloom_server.mixing.schedule import Schedule
+from tokenloom_server.mixing.weights import MAX_SUM, reduced
+
+#: Samples of the run between two updates of weights. A part of the order's rules.
+UPDATE_SAMPLES = 256
+
+
+class Left(NamedTuple):
+    """What a live child has to give: of ``total`` samples the ``remaining`` ones, from 1 to all of them."""
+
+    remaining: int
+    total: int
+
+
+def soft_sequential(children: Sequence[Left]) -> list[int]:
+    """With left = 1, each child in order gets left × remaining/total, and left is multiplied by 1 − remaining/total.
+    Integers in the proportion of what they get."""
+    # Shares are in 2^-60, each rounded down, and what they leave is exact: they and the rest are 2^60.
+    left, shares = 1 << 60, []
+    for child in children:
+        share = left * child.remaining // child.total
+        shares.append(share)
+        left -= share
+    total = sum(shares)
+    return [share * MAX_SUM // total for share in shares]
+
+
+def balance_remaining(children: Sequence[Left]) -> list[int]:
+    """Each child's weight is what it has to give, so that all end together."""
+    return [child.remaining for child in children]
+
+
+class _Varying(LeastConsumed):
+    """``LeastConsumed`` under weights that a state keeps, and that an update may replace."""
+
+    #: Less than an update lies ahead, and a nested node gives a part of that.
+    most_ahead = 64
+
+    def __init__(
+        self,
+        shape: NodeShape,
+        children: Children,
+        owed: Sequence[int],
+        weights: Sequence[int],
+        totals: Sequence[int],
+    ) -> None:
+        super().__init__(shape, children, owed)
+        self._rebuild(tuple(owed), weights, tuple(totals))
+
+    def made(self, mark: object) -> Sequence[tuple[int, int]]:
+        anchor = self._anchor_of(mark)
+        return list(zip(anchor.weights, anchor.totals, strict=True))
+
+
+class Estimated(_Varying):
+    """Implements ``Policy``: weights from what the children have left."""
+
+    def __init__(
+        self,
+        shape: NodeShape,
+        children: Children,
+        owed: Sequence[int],
+        weights: Sequence[int],
+        totals: Sequence[int],
+        rule: Callable[[Sequence[Left]], Sequence[int]],
+    ) -> None:
+        super().__init__(shape, children, owed, weights, totals)
+        self._rule = rule
+
+    def update(self, totals: Sequence[int]) -> None:
+        """Makes weights anew from estimates in samples, by child."""
+        self.reweigh(self._made(totals), tuple(totals))
+
+    def lost(self, child: int) -> None:
+        anchor = self._anchor
+        totals = [
+            given if i == child else total
+            for i, (given, total) in enumerate(zip(self._children.samples, anchor.totals, strict=True))
+        ]
+        weights = self._made(totals)
+        before = self.credits(anchor, self._children.tokens)
+        self._rebuild(rescaled(before, anchor.live_weight, weights), weights, tuple(totals))
+
+    def _made(self, totals: Sequence[int]) -> tuple[int, ...]:
+        live, samples = self._children.live, self._children.samples
+        rests = [max(1, totals[i] - samples[i]) for i in live]
+        found = self._rule([Left(rest, max(rest, totals[i])) for i, rest in zip(live, rests, strict=True)])
+        return _spread_over(live, found, len(samples))
+
+
+class Scheduled(_Varying):
+    """Implements ``Policy``: weights from the run's total tokens. Where every child that is left has the weight 0,
+    they share equally rather than end the node."""
+
+    def __init__(
+        self,
+        shape: NodeShape,
+        children: Children,
+        owed: Sequence[int],
+        weights: Sequence[int],
+        schedule: Schedule,
+    ) -> None:
+        super().__init__(shape, children, owed, weights, (0,) * len(owed))
+        self._schedule = schedule
+
+    def update(self, run_tokens: int) -> None:
+        """Makes weights anew for the run's total tokens."""
+        self.reweigh(self._of_live(self._schedule.weights(run_tokens)), self._anchor.totals)
+
+    def lost(self, child: int) -> None:
+        anchor = self._anchor
+        weights = self._of_live(anchor.weights)
+        before = self.credits(anchor, self._children.tokens)
+        self._rebuild(rescaled(before, anchor.live_weight, weights), weights, anchor.totals)
+
+    def _of_live(self, weights: Sequence[int]) -> tuple[int, ...]:
+        live = self._children.live
+        found = [weights[i] for i in live]
+        return _spread_over(live, found if any(found) else [1] * len(live), len(weights))
+
+
+def _spread_over(live: Sequence[int], weights: Sequence[int], children: int) -> tuple[int, ...]:
+    found = [0] * children
+    for child, weight in zip(live, reduced(weights), strict=True):
+        found[child] = weight
+    return tuple(found)

@@ -1,0 +1,110 @@
+"""How much a source has, against counting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import corpora
+from tokenloom_server import extents
+from tokenloom_server.extents import Extent
+from tokenloom_server.order import Order
+from tokenloom_server.packing.documents import Documents
+from tokenloom_server.sources.lines import LinesSource
+from tokenloom_server.state import Cursor
+
+
+def counted(order: Order, source_id: int) -> tuple[int, int]:
+    """Rows and tokens of one epoch, by reading it whole."""
+    reader = order.open(source_id)
+    documents = Documents("", reader, order.encoder(source_id, reader), 1)
+    pieces = list(documents.read(Cursor()))
+    return sum(len(piece.ends) for piece in pieces), sum(len(piece.ids) for piece in pieces)
+
+
+def order_over(folder: Path, *specs: str) -> Order:
+    return corpora.order_of(folder, corpora.flat(specs))
+
+
+def long_rows(count: int, salt: int, low: int, high: int) -> list[str]:
+    return ["x" * length for length in corpora.numbers(count, salt, low, high)]
+
+
+def test_a_source_that_is_read_whole_is_counted_exactly(tmp_path: Path) -> None:
+    order = corpora.order_of(corpora.write_corpus(tmp_path))
+    for source_id in range(len(order.specs)):
+        rows, tokens = counted(order, source_id)
+        assert extents.measure(order, source_id) == Extent(rows, round(1000 * tokens / rows))
+
+
+def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path: Path) -> None:
+    corpora.write_parquet(tmp_path / "a.parquet", [[1, 2, 3], [], [4, 257], None])
+    fields = {"begin_of_text_id": 256, "end_of_text_id": 257}
+    spec = "parquet:a.parquet:ids"
+    for add_bos, add_eot, tokens in ((False, False, 5), (False, True, 7), (True, True, 9), (True, "auto", 8)):
+        order = corpora.order_of(tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields))
+        assert extents.measure(order, 0) == Extent(4, 250 * tokens)
+        assert extents.measure(order, 0).tokens == tokens
+
+
+def test_rows_are_exact_and_tokens_near_where_a_sample_stands_for_many_shards(tmp_path: Path) -> None:
+    # Twelve shards of unequal length, whose rows become longer from one to the next.
+    for shard in range(12):
+        lengths = corpora.numbers(900 + 50 * shard, shard, 100 * shard, 400 + 100 * shard)
+        corpora.write_parquet(tmp_path / f"{shard:02}.parquet", [[7] * length for length in lengths], group=64)
+    order = order_over(tmp_path, "parquet:*.parquet:ids")
+    rows, tokens = counted(order, 0)
+    found = extents.measure(order, 0)
+    assert found.rows == rows
+    assert found.tokens == pytest.approx(tokens, rel=0.05)
+    assert extents.measure(order_over(tmp_path, "parquet:*.parquet:ids"), 0) == found
+
+
+def test_the_rows_of_one_long_shard_are_taken_from_all_over_it(tmp_path: Path) -> None:
+    # Sorted by length: its head alone would say a tenth of the truth.
+    rows = ["x" * (1 + row // 10) for row in range(20_000)]
+    corpora.write_txt(tmp_path / "sorted.txt", rows)
+    order = order_over(tmp_path, "txt:sorted.txt:text")
+    count, tokens = counted(order, 0)
+    found = extents.measure(order, 0)
+    assert found.rows == count
+    assert found.tokens == pytest.approx(tokens, rel=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["txt", "jsonl"])
+def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setattr(extents, "COUNTED_BYTES", 1 << 20)
+    for shard in range(10):
+        rows = long_rows(500, shard, 1, 2000)
+        if scheme == "txt":
+            corpora.write_txt(tmp_path / f"{shard}.txt", rows)
+        else:
+            corpora.write_jsonl(tmp_path / f"{shard}.jsonl", rows)
+    index = tmp_path / "index"
+    config = corpora.parsed(corpora.flat([f"{scheme}:*.{scheme}:text"]))
+    order = Order.create(config, tmp_path, index)
+    before = {path.name for path in index.glob("lines-*")}
+    found = extents.measure(order, 0)
+    assert {path.name for path in index.glob("lines-*")} == before
+    rows_read, tokens = counted(order, 0)
+    # Eight heads of 500 KB each of ten shards of that size: nearly all of it.
+    assert found.rows == pytest.approx(rows_read, rel=0.03)
+    assert found.tokens == pytest.approx(tokens, rel=0.03)
+
+
+def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A place has room for a fraction of these: without the row that crosses its end there would be none, or only
+    # the short ones.
+    monkeypatch.setattr(extents, "PLACE_BYTES", 3_000)
+    corpora.write_txt(tmp_path / "a.txt", long_rows(4_000, 5, 1, 8_000))
+    order = order_over(tmp_path, "txt:a.txt:text")
+    _, tokens = counted(order, 0)
+    # Eight places of one or two rows each: their mean is right within its own error, and never far below.
+    assert extents.measure(order, 0).tokens == pytest.approx(tokens, rel=0.6)
+
+
+def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\nthree")
+    reader = order_over(tmp_path, "txt:a.txt:text").open(0)
+    assert isinstance(reader, LinesSource)
+    assert [reader.head_bytes(0, rows) for rows in (1, 2, 3)] == [5, 9, 14]
