@@ -17,7 +17,7 @@ from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import MAX_COUNTER, Cursor, State
 
-SPECS = (CODE, DOCS, PROSE, WIKI)
+SPECS = [CODE, DOCS, PROSE, WIKI]
 SHARDS = {CODE: "data/code-1.parquet", DOCS: "data/docs.jsonl", PROSE: "data/prose/0.txt"}
 END = 257
 
@@ -109,7 +109,12 @@ def test_a_source_goes_on_with_the_row_behind_its_cursor(order: Order) -> None:
     assert first_ids(order.pipeline(state), 0) == rows[:8]
 
 
-def test_every_state_behind_an_import_leads_to_the_same_rest(order: Order) -> None:
+POLICIES = ("least_consumed", "weighted", "round_robin", "sequential", "soft_sequential", "balance_remaining")
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+def test_every_state_behind_an_import_leads_to_the_same_rest(folder: Path, policy: str | None) -> None:
+    order = order_of(folder, flat(SPECS, policy) if policy else None)
     state = state_of(import_into(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z")))
     whole = order.pipeline(state)
     whole.advance(10_000)
@@ -123,6 +128,12 @@ def test_every_state_behind_an_import_leads_to_the_same_rest(order: Order) -> No
         second = order.pipeline(between)
         second.advance(10_000)
         assert second.state() == whole.state()
+
+
+def test_a_round_is_the_first_for_all_whatever_they_were_given(folder: Path) -> None:
+    order = order_of(folder, flat([CODE, DOCS, PROSE], policy="round_robin"))
+    state = state_of(import_into(order, entry(CODE, 3, 80), entry(DOCS, 1, 8)))
+    assert [picks(order, state, count) for count in (1, 2, 3, 6)] == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 2, 2]]
 
 
 def test_the_old_balance_goes_on(folder: Path) -> None:
@@ -204,7 +215,7 @@ def test_what_the_mixture_lacks_is_written_back_as_it_was(order: Order) -> None:
     state = state_of(import_into(order, entry(CODE, 3, 80), old))
     datasets = json.loads(order.encode(state))["datasets"]
     assert datasets[-1] == {**old, "unknown": True}
-    assert [found["spec"] for found in datasets[:-1]] == list(SPECS)
+    assert [found["spec"] for found in datasets[:-1]] == SPECS
 
 
 # --- Paths -------------------------------------------------------------------------------------------------------
