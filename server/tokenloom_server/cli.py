@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -17,6 +17,7 @@ from tokenloom_server.errors import TokenloomError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tokenloom_server.checkpoint.content import Content
     from tokenloom_server.viewer import View
 
 app = typer.Typer(
@@ -27,6 +28,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_checkpoint = typer.Typer(
+    help="Look into a checkpoint's file: where its data stand. No server is needed, and nothing in the file is run.",
+    no_args_is_help=True,
+)
+app.add_typer(_checkpoint, name="checkpoint")
+_Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="A snapshot, a JSON file with a state of data in it (an older data loader's, too), a torch checkpoint, or "
+        "a folder of torch.distributed.checkpoint.",
+        show_default=False,
+    ),
+]
+_Inside = Annotated[
+    str | None, typer.Option(help="Where in the file the state lies, if it holds several.", show_default=False)
+]
+_OfMixture = Annotated[
+    Path | None,
+    typer.Option(
+        "--mixture", help="The mixture file, for a checkpoint that does not say its mixture.", show_default=False
+    ),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 _MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
 # What those who only look may show a server.
 _TokenFile = Annotated[
@@ -384,6 +408,58 @@ def _print_texts(view: View) -> None:
         out.print(as_lines(seen.text(view.decode)), highlight=False, soft_wrap=True)
 
 
+@_checkpoint.command("show")
+def show_checkpoint(
+    file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
+) -> None:
+    """Show where a checkpoint's data stand: run, sources, counters of every node, and what is suspicious."""
+    from tokenloom_server.checkpoint import report
+
+    content = _content(file, mixture, inside)
+    _print_json(report.shown(content)) if as_json else report.show(content, _console())
+
+
+@_checkpoint.command("diff")
+def diff_checkpoints(
+    a: _Checkpoint, b: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
+) -> None:
+    """Show what was consumed between two checkpoints, by source, and whether they are of one run."""
+    from dataclasses import asdict
+
+    from tokenloom_server.checkpoint import report
+    from tokenloom_server.checkpoint.difference import difference
+
+    before, after = _content(a, mixture, inside), _content(b, mixture, inside)
+    found = difference(before, after)
+    _print_json(asdict(found)) if as_json else report.show_difference(found, before, after, _console())
+
+
+@_checkpoint.command("probabilities")
+def checkpoint_probabilities(
+    file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
+) -> None:
+    """Show with which probability each child of a node is next: with the saved counters, and as if they were lost."""
+    from tokenloom_server.checkpoint import report
+
+    content = _content(file, mixture, inside)
+    _print_json(report.probabilities(content)) if as_json else report.show_probabilities(content, _console())
+
+
+def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
+    from tokenloom_server import config
+    from tokenloom_server.checkpoint.content import read
+    from tokenloom_server.checkpoint.file import find
+
+    try:
+        return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)
+    except TokenloomError as error:
+        _fail(error)
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, ensure_ascii=False))
+
+
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
@@ -414,7 +490,7 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(markup=False, emoji=False, stderr=stderr)
 
 
-def _fail(error: TokenloomError) -> None:
+def _fail(error: TokenloomError) -> NoReturn:
     err = _console(stderr=True)
     err.print(f"{error.name}: ", style="bold red", end="")
     err.print(str(error), highlight=False, soft_wrap=True)

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
-        ("server", "remote", "demo"),
+        ("server", "remote", "demo", "checkpoint"),
         ("viewer",),
         ("cli",),
         ("__main__",),
@@ -71,6 +71,8 @@ ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__ma
 
 #: Client and server in one process: the demonstration is a user of both.
 USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
+#: A trainer's checkpoint may be a file that only torch reads; where there is no torch, this says so.
+READS_WITH_TORCH = f"{SERVER}.checkpoint"
 
 #: What lies at the edge stays there: these names may be imported by the units beside them only.
 EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
@@ -132,7 +134,7 @@ IMPORT_TIME_CALLS = frozenset(
     {
         *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
         *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
-        *("partial", "fromkeys", "version", "cast"),
+        *("partial", "fromkeys", "version", "cast", "add_typer"),
     }
 )
 IMPORT_TIME_BANNED = re.compile(
@@ -209,7 +211,7 @@ def torch_in_server(tree: Tree) -> Iterator[str]:
     """The server runs without torch; its image has none."""
     for module in tree.of(SERVER):
         for target, line in module.imports:
-            if module.qualified_unit != USES_CLIENT_AND_TORCH and _is(target, ("torch",)):
+            if module.qualified_unit not in (USES_CLIENT_AND_TORCH, READS_WITH_TORCH) and _is(target, ("torch",)):
                 yield f"{module.at(line)}: the server imports {target}; its image has no torch"
 
 
