@@ -248,9 +248,11 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
     table = Table(title=f"run {found.run}: sequence length {found.sequence_length}, {found.packing}, seed {found.seed}")
     for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
-    for i, (source, shards, share) in enumerate(zip(found.sources, order.shards, target_shares(found), strict=True)):
+    for i, (source, shards, share) in enumerate(
+        zip(found.sources, order.shards, target_shares(found, order.extents), strict=True)
+    ):
         size = sum(shard.size for shard in shards) / 1e6
-        table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{source.epochs:g}")
+        table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")
     out.print(table)
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
     out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from tokenloom_server.order import Order
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
@@ -43,6 +42,14 @@ class Extent:
         return self.rows * self.tokens_per_1000_rows // 1000
 
 
+class Readable(Protocol):
+    """What has sources, and makes tokens of their rows: an order."""
+
+    def open(self, source_id: int) -> Source: ...
+
+    def encoder(self, source_id: int, reader: Source) -> Encoder: ...
+
+
 class _Stratum(NamedTuple):
     """Consecutive rows of a shard, of which the first are read and stand for the others."""
 
@@ -56,7 +63,7 @@ class _Sample(NamedTuple):
     tokens: int
 
 
-def measure(order: Order, source_id: int) -> Extent:
+def measure(order: Readable, source_id: int) -> Extent:
     """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
 
     Reads ``PLACES`` × ``PLACE_BYTES`` and as many row groups at most, beside footers, headers and ``COUNTED_BYTES`` of

@@ -25,7 +25,7 @@ class Figures:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._shares = target_shares(host.order.config)
+        self._shares = target_shares(host.order.config, host.order.extents)
         # Row counts of shards that were asked for, by (source, shard); None where unknown.
         self._rows: dict[tuple[int, int], int | None] = {}
         self._rows_lock = threading.Lock()
@@ -99,15 +99,15 @@ class Figures:
 
     def _source(self, source: int, state: SourceState, committed: Commit, earlier: Commit, over: bool) -> SourceStats:
         order = self._host.order
-        config = order.config.sources[source]
+        config, epochs = order.config.sources[source], order.config.epochs[source]
         spec = order.specs[source]
         counters, total = committed.counters[spec], committed.total_tokens
         before, total_before = _NOTHING, 0
         if earlier.total_tokens < total:
             before, total_before = earlier.counters[spec], earlier.total_tokens
         rows, done = self._extent(source, state)
-        remaining = 0 if over else self._remaining(config.epochs, state, counters, rows)
-        unlimited = math.isinf(config.epochs)
+        remaining = 0 if over else self._remaining(epochs, state, counters, rows)
+        unlimited = math.isinf(epochs)
         return SourceStats(
             id=source,
             spec=spec,
@@ -118,8 +118,8 @@ class Figures:
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
-            epoch=config.epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
-            epochs=None if unlimited else config.epochs,
+            epoch=epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
             remaining_samples=remaining,

@@ -157,10 +157,10 @@ class History:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: row_offset is {cursor.row}, but {path} has {rows} rows"
                 )
-            if cursor.epoch >= config.epochs:
+            if cursor.epoch >= order.config.epochs[i]:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
-                    f"{config.epochs} epochs, counted from 0"
+                    f"{order.config.epochs[i]} epochs, counted from 0"
                 )
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
 from tokenloom_server.config import RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
-from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
+from tokenloom_server.errors import ConfigError, LedgerError, SourceError, TokenizerError
+from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer
@@ -34,6 +35,7 @@ from tokenloom_server.pipeline import Pipeline, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
+from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.sources.manifest import Manifest, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
@@ -102,6 +104,8 @@ class Order:
         adds_bos = any(_adds_bos(config, source) for source in config.sources)
         self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
+        self.extents: Mapping[int, Extent] = {}
 
     @classmethod
     def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
@@ -121,8 +125,10 @@ class Order:
             for source, reader in zip(config.sources, opened, strict=True)
             if reader.content is Content.TEXT
         ]
+        for source, reader in zip(config.sources, opened, strict=True):
+            _check_not_empty(source.source, reader)
         if not texts:
-            return cls(config, base_dir, index_dir, manifest, definition, None)
+            return cls(config, base_dir, index_dir, manifest, definition, None)._measured()
         if definition is None:
             raise ConfigError(
                 f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
@@ -136,7 +142,7 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record)
+        return cls(config, base_dir, index_dir, manifest, definition, choice.record)._measured()
 
     @classmethod
     def load(
@@ -179,6 +185,7 @@ class Order:
                 f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
                 "put the tokeniser or vocab_size back, or begin a new run"
             )
+        order.extents = {int(source): Extent(*one) for source, one in found.get("extents", {}).items()}
         if engine is not None:
             order._load_engine()
         elif order._tokenizer_record() != recorded:
@@ -187,6 +194,10 @@ class Order:
                 f"the run began with {recorded['digest'] or 'none'}; put the old files back, or begin a new run"
             )
         return order
+
+    def _measured(self) -> Order:
+        self.extents = {source: measure(self, source) for source in self.config.measured_sources}
+        return self
 
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
@@ -197,16 +208,17 @@ class Order:
 
     def record(self) -> str:
         """Canonical JSON: what a restarted server, and a snapshot, compare themselves with."""
-        return canonical(
-            {
-                "format": RECORD_FORMAT,
-                "order_version": ORDER_VERSION,
-                "config": self.config.order_fields(),
-                "tokenizer": self._tokenizer_record(),
-                "vocab_size": self.vocab_size,
-                "manifest": json.loads(self.manifest.to_json()),
-            }
-        )
+        record = {
+            "format": RECORD_FORMAT,
+            "order_version": ORDER_VERSION,
+            "config": self.config.order_fields(),
+            "tokenizer": self._tokenizer_record(),
+            "vocab_size": self.vocab_size,
+            "manifest": json.loads(self.manifest.to_json()),
+        }
+        if self.extents:
+            record["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in self.extents.items()}
+        return canonical(record)
 
     def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
@@ -247,7 +259,9 @@ class Order:
         def packer(source_id: int, source_state: SourceState) -> Packer:
             source, reader = self.config.sources[source_id], self.open(source_id)
             packed = ConcatPacker(
-                Documents(source.source, reader, self._encoder(source_id, reader, engine), source.epochs),
+                Documents(
+                    source.source, reader, self._encoder(source_id, reader, engine), self.config.epochs[source_id]
+                ),
                 source_state,
                 source_id=source_id,
                 length=self.config.sequence_length,
@@ -256,7 +270,7 @@ class Order:
             # Ids are read so fast that a second thread would only cost memory.
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
-        return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype)
+        return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype, extents=self.extents)
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -399,6 +413,19 @@ def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
     return config.add_bos if source.add_bos is None else source.add_bos
 
 
+def _check_not_empty(spec: str, source: Source) -> None:
+    """Reads no further than the first row, or a footer."""
+    if isinstance(source, LinesSource):
+        empty = not len(_first_rows(source))
+    else:
+        empty = not any(source.row_count(shard) for shard in range(len(source.shards)))
+    if empty:
+        raise SourceError(
+            f"{spec}: has no rows in any of its {len(source.shards)} files; take it out of the mixture, or check that "
+            "its files are complete"
+        )
+
+
 def _first_rows(source: Source) -> pa.Array:
     for shard in range(len(source.shards)):
         for rows in source.read(shard, 0):
@@ -428,7 +455,7 @@ def _default_of(path: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list) and isinstance(value[0], dict):
         # Children, of which one list has more: their names tell which.
         return f"{len(value)}: " + ", ".join(child.get("source", child.get("policy", "?")) for child in value)
     text = json.dumps(value, ensure_ascii=False)

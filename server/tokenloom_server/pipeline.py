@@ -7,10 +7,11 @@ No clock, thread, socket or ledger is known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
 from operator import mul
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from tokenloom_server.config import RunConfig
 from tokenloom_server.errors import CounterOverflow, TokenloomError
 from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, initial_nodes
+from tokenloom_server.mixing.totals import Extent
 from tokenloom_server.packing.base import Packer, PackerFactory, Places
 from tokenloom_server.state import (
     DIGEST_MODULUS,
@@ -58,6 +60,8 @@ class Switch(NamedTuple):
     carry: Callable[[State], State]
     #: Why batches end here, because those behind have another shape; None where they go on.
     ends: str | None
+    #: Of the other config's ``measured_sources``, by id.
+    extents: Mapping[int, Extent] = MappingProxyType({})
 
 
 class Segment(NamedTuple):
@@ -290,6 +294,14 @@ class _Feed:
             raise self._error
         return False
 
+    def rows_picked(self) -> tuple[int, int]:
+        """The rows counter, and the offset of the cursor, behind the last picked sample."""
+        if self.picked == self._taken:
+            return self.rows, self.cursor.offset
+        last = self.picked - 1
+        cursor, rows = next(held for held in reversed(self._held) if held.first_sample <= last).cursor_behind(last)
+        return rows, cursor.offset
+
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[Places]]:
         """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
         behind them."""
@@ -316,13 +328,14 @@ class Pipeline:
         *,
         width: int,
         dtype: npt.DTypeLike,
+        extents: Mapping[int, Extent] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type. ``switches``, in order,
-        lie behind the state."""
+        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type. ``extents`` of the
+        ``RunConfig.measured_sources``, by id. ``switches``, in order, lie behind the state."""
         self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
         self._switches = deque(switches)
-        self._begin(config, packers, state)
+        self._begin(config, packers, state, extents or {})
         self._index = state.sample_index
         self._tokens = state.total_tokens
         self._digest = state.digest
@@ -333,8 +346,8 @@ class Pipeline:
         #: Samples of an incomplete last step that were dropped.
         self.dropped_samples = 0
 
-    def _begin(self, config: RunConfig, packers: PackerFactory, state: State) -> None:
-        self._segment = Segment(config, Mixer(config, state.nodes), state)
+    def _begin(self, config: RunConfig, packers: PackerFactory, state: State, extents: Mapping[int, Extent]) -> None:
+        self._segment = Segment(config, Mixer(config, state.nodes, extents), state)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
     def switch(self, switches: Sequence[Switch]) -> None:
@@ -424,7 +437,7 @@ class Pipeline:
         if self._until_switch():
             return None
         switch = self._switches.popleft()
-        self._begin(switch.config, switch.packers, switch.carry(self.state()))
+        self._begin(switch.config, switch.packers, switch.carry(self.state()), switch.extents)
         return switch.ends or ""
 
     def _decide(self, count: int) -> tuple[Picks, list[tuple[int, Regime]]]:
@@ -435,7 +448,12 @@ class Pipeline:
         parts: list[Picks] = []
         left = count
         while left and self.ended is None:
-            plan = mixer.plan(left)
+            index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
+            # What follows the counters is made anew from those at this index, and holds for the next samples only.
+            some = min(left, mixer.begin(index, tokens, lambda source: self._feeds[source].rows_picked()))
+            if mixer.regime is not changes[-1][1]:
+                changes.append((count - left, mixer.regime))
+            plan = mixer.plan(some)
             ready = self._ready(plan)
             if ready:
                 mixer.issue(ready)
@@ -446,7 +464,7 @@ class Pipeline:
                 source = mixer.pick(lambda source: self._feeds[source].has_sample())
                 changes.append((count - left, mixer.regime))
                 if source == NOTHING:
-                    self.ended = self._reason()
+                    self.ended = mixer.why_over()
                     break
                 parts.append(np.array([source], np.int32))
                 self._picked(parts[-1])
@@ -497,14 +515,6 @@ class Pipeline:
         in_order[order] = _objects(hashes)
         found: list[int] = in_order.tolist()
         return found
-
-    def _reason(self) -> str:
-        config, mixer, _ = self._segment
-        out = mixer.exhausted(mixer.regime)
-        if all(out):
-            return "every source is exhausted"
-        names = ", ".join(source.name for source, gone in zip(config.sources, out, strict=True) if gone)
-        return f"exhausted, and its node stops: {names}"
 
 
 def _places_of(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:

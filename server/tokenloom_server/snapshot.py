@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from tokenloom_proto.seal import canonical, seal_texts, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
@@ -39,8 +40,22 @@ _Digest = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 _Natural = Annotated[int, _Count]
-#: Samples, tokens, credit, exhausted.
-_Child = tuple[_Natural, _Natural, int, Annotated[int, Field(ge=0, le=1)]]
+_Flag = Annotated[int, Field(ge=0, le=1)]
+#: Samples, tokens, credit, exhausted; and where the node's policy makes the weights itself: weight, total.
+_Child = tuple[_Natural, _Natural, int, _Flag]
+_WeighedChild = tuple[_Natural, _Natural, int, _Flag, Annotated[int, Field(ge=0, le=MAX_SUM)], _Natural]
+
+
+_KINDS = ("plain", "weighed")
+
+
+def _child_kind(child: object) -> str:
+    return _KINDS[isinstance(child, list | tuple) and len(child) == 6]
+
+
+_AnyChild = Annotated[
+    Annotated[_Child, Tag("plain")] | Annotated[_WeighedChild, Tag("weighed")], Discriminator(_child_kind)
+]
 
 
 class _Strict(BaseModel):
@@ -78,9 +93,10 @@ class _Preserved(_Strict):
     unknown: Literal[True]
 
 
+_DATASETS = ("of the mixture", "preserved")
 _AnyDataset = Annotated[
-    Annotated[_Dataset, Tag("known")] | Annotated[_Preserved, Tag("unknown")],
-    Discriminator(lambda entry: "unknown" if isinstance(entry, dict) and "unknown" in entry else "known"),
+    Annotated[_Dataset, Tag("of the mixture")] | Annotated[_Preserved, Tag("preserved")],
+    Discriminator(lambda entry: _DATASETS[isinstance(entry, dict) and "unknown" in entry]),
 ]
 
 
@@ -90,8 +106,8 @@ class _ResumeState(_Strict):
     total_tokens: int = _Count
     datasets: list[_AnyDataset]
     imported: _Imported | None = None
-    #: By node id, by child: [samples, tokens, credit, exhausted (0 or 1)].
-    nodes: list[list[_Child]]
+    #: By node id, by child.
+    nodes: list[list[_AnyChild]]
 
 
 class _Snapshot(_Strict):
@@ -169,16 +185,20 @@ def encode_state(state: State, shape: Shape) -> str:
             "digest": digest_hex(state.digest),
             "total_tokens": state.total_tokens,
             "datasets": datasets,
-            "nodes": [
-                [[child.samples, child.tokens, child.credit, int(child.exhausted)] for child in children]
-                for children in state.nodes
-            ],
+            "nodes": [_encode_node(children) for children in state.nodes],
         }
     )
 
 
 def _position(place: Imported) -> dict[str, Any]:
     return {"sample_index": place.sample_index, "digest": digest_hex(place.digest)}
+
+
+def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
+    rows = [[child.samples, child.tokens, child.credit, int(child.exhausted)] for child in children]
+    if any(child.weight or child.total for child in children):
+        rows = [[*row, child.weight, child.total] for row, child in zip(rows, children, strict=True)]
+    return rows
 
 
 def decode_state(resume_state: str, shape: Shape) -> State:
@@ -273,7 +293,7 @@ def _state(resume: _ResumeState, shape: Shape) -> State:
     preserved = [entry for entry in resume.datasets if isinstance(entry, _Preserved)]
     sources = _sources(datasets, shape)
     nodes = tuple(
-        tuple(ChildState(samples, tokens, credit, bool(out)) for samples, tokens, credit, out in children)
+        tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
         for children in resume.nodes
     )
     _check_nodes(nodes, sources, resume.sample_index, shape)
@@ -365,7 +385,7 @@ def _check_nodes(
 
 def _explain(error: ValidationError) -> str:
     fault = error.errors()[0]
-    # The tags of the union are pydantic's own; the document has no such level.
-    parts = [str(part) for part in fault["loc"] if part not in ("known", "unknown") or part == fault["loc"][-1]]
+    # The tags of unions are pydantic's own; the document has no such level.
+    parts = (str(part) for part in fault["loc"] if part not in (*_KINDS, *_DATASETS))
     field = re.sub(r"\.(?=\.)", "", ".".join(parts))
     return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"

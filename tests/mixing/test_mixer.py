@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import flat, parsed, random_tree
+from support.corpora import flat, parsed, random_presences, random_tree
 from tokenloom_server.config import RunConfig
+from tokenloom_server.extents import Extent
 from tokenloom_server.mixing.mixer import (
     NOTHING,
     Mixer,
@@ -18,6 +20,7 @@ from tokenloom_server.mixing.mixer import (
     node_shapes,
     target_shares,
 )
+from tokenloom_server.mixing.varying import UPDATE_SAMPLES
 from tokenloom_server.state import ChildState
 
 LENGTH = 8
@@ -26,20 +29,38 @@ Nodes = tuple[tuple[ChildState, ...], ...]
 
 def tree(rng: random.Random) -> RunConfig:
     specs = (f"txt:{i}:text" for i in range(1000))
-    return parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
+    found = parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
+    return random_presences(rng, found) if rng.random() < 0.3 else found
 
 
 class Walk:
-    """Picks from a mixer whose sources hold so many samples each."""
+    """Picks from a mixer whose sources hold so many samples each, in rows of 13 tokens.
 
-    def __init__(self, config: RunConfig, capacity: list[int]) -> None:
+    ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_SAMPLES``); the mixer is
+    told of so many times as many samples as there were.
+    """
+
+    def __init__(self, config: RunConfig, capacity: list[int], updates: int = 8) -> None:
         self.config = config
         self.capacity = capacity
         self.given = [0] * len(capacity)
-        self.mixer = Mixer(config, initial_nodes(config))
+        self._pretended = UPDATE_SAMPLES // updates
+        epochs = config.epochs
+        self.extents = {
+            i: Extent(max(1, round(capacity[i] * LENGTH / 13 / epochs[i])), 13_000) for i in config.measured_sources
+        }
+        self.mixer = Mixer(config, initial_nodes(config), self.extents)
         self.before = list(self.given)
 
+    def rows_picked(self, source: int) -> tuple[int, int]:
+        return divmod(self.given[source] * LENGTH, 13)
+
+    def begin(self) -> int:
+        done = sum(self.given)
+        return self.mixer.begin(done * self._pretended, done * LENGTH, self.rows_picked) // self._pretended
+
     def step(self) -> int:
+        self.begin()
         source = self.mixer.pick(lambda s: self.given[s] < self.capacity[s])
         if source != NOTHING:
             self.given[source] += 1
@@ -49,8 +70,9 @@ class Walk:
         """The next ``count`` picks, planned as far as the sources last, as the pipeline does it."""
         found: list[int] = []
         while len(found) < count:
-            plan = self.mixer.plan(count - len(found)).tolist()
-            assert len(plan) == count - len(found)
+            some = min(count - len(found), self.begin())
+            plan = self.mixer.plan(some).tolist()
+            assert len(plan) == some
             ready = 0
             while ready < len(plan) and plan[ready] != NOTHING and self.given[plan[ready]] < self.capacity[plan[ready]]:
                 self.given[plan[ready]] += 1
@@ -70,19 +92,23 @@ class Walk:
 
     def restore(self) -> None:
         """Builds the mixer anew from its state, as a restart does."""
-        self.mixer, self.before = Mixer(self.config, self.present()), list(self.given)
+        self.mixer, self.before = Mixer(self.config, self.present(), self.extents), list(self.given)
+
+
+def capacities(rng: random.Random, config: RunConfig) -> list[int]:
+    return [rng.choice([0, 1, 2, 5, 9, 40, 40, 300]) for _ in config.sources]
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> None:
     rng = random.Random(seed)
     config = tree(rng)
-    capacity = [rng.choice([0, 1, 2, 5, 9, 40, 1000]) for _ in config.sources]
-    whole, broken = Walk(config, capacity), Walk(config, capacity)
+    capacity, updates = capacities(rng, config), rng.choice([1, 4, 8])
+    whole, broken = Walk(config, capacity, updates), Walk(config, capacity, updates)
     often = rng.choice([0.02, 0.2, 1.0])
     known: tuple[bool, ...] = (False,) * len(capacity)
-    for _ in range(160):
+    for _ in range(100):
         expected, found = whole.step(), broken.step()
         assert found == expected
         assert broken.present() == whole.present()
@@ -96,6 +122,23 @@ def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> No
             assert broken.step() == whole.step() == NOTHING
             assert broken.present() == whole.present()
             break
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=1800, deadline=None)
+def test_an_interrupted_run_gives_what_the_uninterrupted_one_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    capacity, updates = capacities(rng, config), rng.choice([8, 32])
+    whole, broken = Walk(config, capacity, updates), Walk(config, capacity, updates)
+    expected = whole.leap(rng.randint(1, 300))
+    found: list[int] = []
+    while len(found) < len(expected):
+        found += broken.leap(min(rng.choice([1, 7, 30, 90]), len(expected) - len(found)))
+        if rng.random() < 0.7:
+            broken.restore()
+    assert found == expected
+    assert broken.present() == whole.present()
 
 
 @given(st.integers(0, 2**32))
@@ -165,6 +208,7 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
     rng = random.Random(seed)
     config = tree(rng)
     text = config.model_dump_json().replace('"on_exhausted":"stop"', '"on_exhausted":"drop"')
+    text = re.sub(r'"(max_tokens|presence)":("paused"|"dropped"|[0-9]+),', "", text)
     config = RunConfig.model_validate_json(text)
     capacity = [rng.randint(0, 12) for _ in config.sources]
     walk = Walk(config, capacity)

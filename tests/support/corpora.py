@@ -127,20 +127,63 @@ def order_of(folder: Path, document: dict[str, Any] | None = None) -> Order:
     return Order.create(parsed(document or mixture()), folder, None)
 
 
+#: Those whose children have weights that count.
+_WEIGHED = ("least_consumed", "weighted", "schedule")
+_POLICIES = (*_WEIGHED, "round_robin", "sequential", "soft_sequential", "balance_remaining")
+
+
 def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[str, Any]:
-    """A random node: up to ``depth`` levels, random policies, weights and ``on_exhausted``."""
-    policy = rng.choice(["least_consumed", "weighted", "round_robin", "sequential"])
+    """A random node: up to ``depth`` levels, every policy and option; limits hold samples of 8 tokens."""
+    policy = rng.choice(_POLICIES)
     children: list[dict[str, Any]] = []
     for _ in range(rng.randint(1, 4)):
-        weight = rng.choice([1, 1, 2, 0.5, round(rng.uniform(0.01, 9), 3)])
-        if policy in ("round_robin", "sequential"):
-            weight = 1
-        if depth > 1 and rng.random() < 0.35:
-            children.append(random_tree(rng, depth - 1, specs) | {"weight": weight})
-        else:
-            children.append({"source": next(specs), "weight": weight})
-    return {
+        child = random_tree(rng, depth - 1, specs) if depth > 1 and rng.random() < 0.35 else _random_source(rng, specs)
+        if policy in _WEIGHED:
+            child["weight"] = rng.choice([1, 1, 2, 0.5, round(rng.uniform(0.01, 9), 3)])
+        if policy == "schedule" and children and rng.random() < 0.7:
+            child["weight"] = _random_points(rng)
+        if rng.random() < 0.1:
+            child["max_tokens"] = rng.randint(8, 400)
+        if rng.random() < 0.1:
+            child["epochs"] = rng.choice([0.5, 2, 3])
+        children.append(child)
+    node: dict[str, Any] = {
         "policy": policy,
         "on_exhausted": "stop" if rng.random() < 0.15 else "drop",
         "children": children,
     }
+    if policy == "schedule" and rng.random() < 0.5:
+        node["interpolate"] = "step"
+    if policy == "weighted" and rng.random() < 0.5:
+        node["unit"] = "samples"
+    return node
+
+
+def _random_source(rng: random.Random, specs: Iterator[str]) -> dict[str, Any]:
+    source: dict[str, Any] = {"source": next(specs)}
+    if rng.random() < 0.15:
+        source["on_exhausted"] = rng.choice(["drop", "stop"])
+    return source
+
+
+def _random_points(rng: random.Random) -> list[list[float]]:
+    """Ascending in tokens, some of weight 0."""
+    at = sorted(rng.sample(range(2000), rng.randint(1, 4)))
+    points: list[list[float]] = [[tokens, rng.choice([0, 0, 1, round(rng.uniform(0.01, 9), 2)])] for tokens in at]
+    points[rng.randrange(len(points))][1] = 1.5
+    return points
+
+
+def random_presences(rng: random.Random, run: RunConfig, share: float = 0.12) -> RunConfig:
+    """The same mixture with some children paused or dropped, as revisions leave it."""
+
+    def visit(node: dict[str, Any]) -> None:
+        for child in node["children"]:
+            if rng.random() < share:
+                child["presence"] = rng.choice(["paused", "dropped"])
+            if "children" in child:
+                visit(child)
+
+    document = run.model_dump()
+    visit(document["mixture"])
+    return RunConfig.model_validate(document)

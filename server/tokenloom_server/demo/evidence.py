@@ -117,7 +117,10 @@ class Evidence:
         exhausted = [source.alias for source in self.stats.sources if source.exhausted]
         if exhausted:
             return f"not checked, because {', '.join(exhausted)} ran out"
-        weights = {source_id: source.weight for source_id, source in enumerate(self.config.sources)}
+        weights = {}
+        for source_id, source in enumerate(self.config.sources):
+            assert isinstance(source.weight, float), "the demonstration's mixture has no schedule"
+            weights[source_id] = source.weight
         return proof.shares_hold(self.path, weights)
 
     def rates_hold(self) -> str:

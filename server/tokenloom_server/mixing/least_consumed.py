@@ -29,6 +29,9 @@ from tokenloom_server.mixing.policy import Children, Choices, NodeShape
 _DEADLINE_BITS = 20
 #: Choices that are worked out ahead; fewer at first, so that a new mixer answers at once.
 _FIRST_AHEAD, _AHEAD = 64, 4096
+#: Weights that follow the run stay in force while every share is within 1/1024 of what it would be: what was worked
+#: out ahead then holds. A part of the order's rules.
+CLOSE = 1024
 #: Jobs so many tokens from now are never reached, and all as far: within 64 bits with whatever is added.
 _FAR = 2**62
 
@@ -50,8 +53,6 @@ class _Anchor:
 class LeastConsumed:
     """Implements ``Policy``. Credits are in 1/W tokens, W being the sum of the live children's weights."""
 
-    most_ahead = _AHEAD
-
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
         self._shape = shape
         self._children = children
@@ -64,7 +65,7 @@ class LeastConsumed:
     def upcoming(self, count: int) -> Choices:
         if len(self._planned) - self._at < count:
             self._planned, self._at = self._plan(max(count, self._ahead)), 0
-            self._ahead = min(2 * self._ahead, self.most_ahead)
+            self._ahead = min(2 * self._ahead, _AHEAD)
         return self._planned[self._at : self._at + count]
 
     def choose(self, retry: int) -> int:
@@ -77,14 +78,16 @@ class LeastConsumed:
         """Leaves the remaining children in their proportions: credits are rescaled to the new sum of
         weights, and what the child was owed or had in advance is spread by weight."""
         weights = self._masked(self._anchor.weights)
+        if not any(weights):
+            return
         before = self.credits(self._anchor, self._children.tokens)
         self._rebuild(rescaled(before, self._anchor.live_weight, weights), weights)
 
     def reweigh(self, weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
-        """From here on other weights, whatever is owed under the present ones."""
+        """From here on other weights, unless the present ones are close; what is owed under those is carried over."""
         weights = self._masked(weights)
         anchor = self._anchor
-        if weights == anchor.weights:
+        if _are_close(anchor.weights, weights):
             # Nothing is owed anew, and what was worked out ahead holds.
             self._anchor = replace(anchor, totals=totals)
             return
@@ -122,7 +125,7 @@ class LeastConsumed:
         weights = self._masked(weights)
         self._anchor = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights), totals)
         self._live = [i for i, weight in enumerate(weights) if weight]
-        self._planned, self._at = self._planned[:0], 0
+        self._planned, self._at, self._ahead = self._planned[:0], 0, _FIRST_AHEAD
 
     def _plan(self, count: int) -> Choices:
         """The next ``count`` choices from the present counters."""
@@ -148,6 +151,15 @@ class LeastConsumed:
             chosen.append(first[soonest])
             del slots[at + soonest], ranks[at + soonest]
         return live[jobs.child_of_rank[chosen]]
+
+
+def _are_close(present: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether no share changes by more than 1/``CLOSE`` of what it would be."""
+    total, other_total = sum(present), sum(others)
+    return total > 0 and all(
+        CLOSE * abs(weight * other_total - other * total) <= other * total
+        for weight, other in zip(present, others, strict=True)
+    )
 
 
 class _Jobs:

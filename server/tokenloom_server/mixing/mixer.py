@@ -19,7 +19,7 @@ from tokenloom_server.mixing.policy import Children, NodeShape, Policy
 from tokenloom_server.mixing.round_robin import RoundRobin
 from tokenloom_server.mixing.schedule import Points, Schedule
 from tokenloom_server.mixing.sequential import Sequential
-from tokenloom_server.mixing.totals import Extent, Picked, SourceTotal, rows_of
+from tokenloom_server.mixing.totals import Extent, SourceTotal, rows_of
 from tokenloom_server.mixing.varying import (
     UPDATE_SAMPLES,
     Estimated,
@@ -171,8 +171,7 @@ class _Node:
                 self._stopped = self._stopped or self._ends[position]
             self._live -= 1
             retry += 1
-            if self._live:
-                self.policy.lost(position)
+            self.policy.lost(position)
         return NOTHING
 
     def regime(self) -> NodeRegime:
@@ -351,42 +350,40 @@ class Mixer:
         """Of each node from which an estimate is made, its children's totals in samples."""
         found: dict[_Node, list[int]] = {}
         for node in self._estimated:
-            found[node] = [self._total_of(node, i, child, found, rows_picked) for i, child in enumerate(node.children)]
+            samples, tokens = node.counters.samples, node.counters.tokens
+            # What is out gives no more than it gave.
+            totals = list(samples)
+            for i in node.counters.live:
+                child = node.children[i]
+                if isinstance(child, _Node):
+                    rest = sum(found[child]) - sum(child.counters.samples)
+                    totals[i] += max(1, min(rest, child.room()))
+                else:
+                    totals[i] = self._source_total(child).at(samples[i], tokens[i], *rows_picked(child))
+            found[node] = totals
         return found
 
-    def _total_of(
-        self, node: _Node, position: int, child: int | _Node, below: Mapping[_Node, Sequence[int]], rows: RowsPicked
-    ) -> int:
-        samples, tokens = node.counters.samples[position], node.counters.tokens[position]
-        if node.counters.out[position]:
-            return samples
-        if isinstance(child, _Node):
-            rest = sum(below[child]) - sum(child.counters.samples)
-            return samples + max(1, min(rest, child.room()))
-        return self._source_total(child).at(Picked(samples, tokens, *rows(child)))
-
     def _source_total(self, source: int) -> SourceTotal:
-        if source not in self._source_totals:
+        known = self._source_totals.get(source)
+        if known is None:
             of = self._config.sources[source]
             extent = self._extents[source] if source in self._config.measured_sources else None
-            self._source_totals[source] = SourceTotal(
+            known = self._source_totals[source] = SourceTotal(
                 rows=rows_of(extent, self._config.epochs[source]) if extent is not None else None,
                 tokens_per_1000_rows=extent.tokens_per_1000_rows if extent is not None else 0,
                 max_tokens=of.max_tokens,
                 sample_tokens=self._config.sequence_length,
             )
-        return self._source_totals[source]
+        return known
 
 
 def _policy_of(shape: NodeShape, config: NodeConfig, counters: Children, states: Sequence[ChildState]) -> Policy:
-    owed = [child.credit for child in states]
-    weights, totals = [child.weight for child in states], [child.total for child in states]
     if config.policy == "schedule":
         points = [_points(child) for child in config.children]
-        return Scheduled(shape, counters, owed, weights, Schedule(points, linear=config.interpolate == "linear"))
+        return Scheduled(shape, counters, states, Schedule(points, linear=config.interpolate == "linear"))
     if config.policy in _RULES:
-        return Estimated(shape, counters, owed, weights, totals, _RULES[config.policy])
-    return _FIXED[config.policy](shape, counters, owed)
+        return Estimated(shape, counters, states, _RULES[config.policy])
+    return _FIXED[config.policy](shape, counters, [child.credit for child in states])
 
 
 def _points(child: Child) -> Points:

@@ -60,7 +60,7 @@ class Policy(Protocol):
         """The next ``count`` choices succeeded. Called after the counters moved."""
 
     def lost(self, child: int) -> None:
-        """The child is out, another one is live. Called after it was marked."""
+        """The child is out, and maybe none is live any more. Called after it was marked."""
 
     def weights(self) -> Sequence[int]:
         """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""

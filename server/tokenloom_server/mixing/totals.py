@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tokenloom_server.state import MAX_COUNTER
 
@@ -21,16 +21,6 @@ class Extent(Protocol):
         """With begin- and end-of-text ids; decides until the first row was picked to its end."""
 
 
-class Picked(NamedTuple):
-    """What was picked of a source since the run began, and the tokens of that which belong to a row not yet at its
-    end (the cursor's offset)."""
-
-    samples: int
-    tokens: int
-    rows: int
-    offset: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTotal:
     """A source's total. ``rows``: those of all its epochs, None where they have no end; ``max_tokens``: its own."""
@@ -40,19 +30,19 @@ class SourceTotal:
     max_tokens: int | None
     sample_tokens: int
 
-    def at(self, picked: Picked) -> int:
-        """In samples; at least one more than were picked."""
-        rests = []
+    def at(self, samples: int, tokens: int, rows: int, offset: int) -> int:
+        """In samples, at least one more than were picked; from what was picked since the run began, of which the
+        last ``offset`` tokens belong to a row that is not at its end."""
+        rest = MAX_COUNTER
         if self.rows is not None:
-            done = picked.tokens - picked.offset
-            if picked.rows and done > 0:
-                tokens = self.rows * done // picked.rows
+            done = tokens - offset
+            if rows and done > 0:
+                rest = self.rows * done // rows - tokens
             else:
-                tokens = self.rows * self.tokens_per_1000_rows // 1000
-            rests.append(tokens - picked.tokens)
+                rest = self.rows * self.tokens_per_1000_rows // 1000 - tokens
         if self.max_tokens is not None:
-            rests.append(self.max_tokens - picked.tokens)
-        return picked.samples + max(1, min(rests, default=MAX_COUNTER) // self.sample_tokens)
+            rest = min(rest, self.max_tokens - tokens)
+        return samples + max(1, rest // self.sample_tokens)
 
 
 def rows_of(extent: Extent, epochs: float) -> int:

@@ -7,6 +7,7 @@ in force. Where a child goes out, they are made anew from the same totals, so th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.schedule import Schedule
 from tokenloom_server.mixing.weights import MAX_SUM, reduced
+from tokenloom_server.state import ChildState
 
 #: Samples of the run between two updates of weights. A part of the order's rules.
 UPDATE_SAMPLES = 256
@@ -31,6 +33,8 @@ def soft_sequential(children: Sequence[Left]) -> list[int]:
     """With left = 1, each child in order gets left × remaining/total, and left is multiplied by 1 − remaining/total.
     Integers in the proportion of what they get."""
     # Shares are in 2^-60, each rounded down, and what they leave is exact: they and the rest are 2^60.
+    if not children:
+        return []
     left, shares = 1 << 60, []
     for child in children:
         share = left * child.remaining // child.total
@@ -45,26 +49,37 @@ def balance_remaining(children: Sequence[Left]) -> list[int]:
     return [child.remaining for child in children]
 
 
-class _Varying(LeastConsumed):
+class _Varying(LeastConsumed, ABC):
     """``LeastConsumed`` under weights that a state keeps, and that an update may replace."""
 
-    #: Less than an update lies ahead, and a nested node gives a part of that.
-    most_ahead = 64
-
-    def __init__(
-        self,
-        shape: NodeShape,
-        children: Children,
-        owed: Sequence[int],
-        weights: Sequence[int],
-        totals: Sequence[int],
-    ) -> None:
+    def __init__(self, shape: NodeShape, children: Children, states: Sequence[ChildState]) -> None:
+        owed = [child.credit for child in states]
         super().__init__(shape, children, owed)
-        self._rebuild(tuple(owed), weights, tuple(totals))
+        self._rebuild(tuple(owed), [child.weight for child in states], tuple(child.total for child in states))
+
+    def lost(self, child: int) -> None:
+        anchor = self._anchor
+        owed = self.credits(anchor, self._children.tokens)
+        weights, totals = self._without(child)
+        if any(weights):
+            owed = rescaled(owed, anchor.live_weight, weights)
+        self._rebuild(owed, weights, totals)
 
     def made(self, mark: object) -> Sequence[tuple[int, int]]:
         anchor = self._anchor_of(mark)
         return list(zip(anchor.weights, anchor.totals, strict=True))
+
+    @abstractmethod
+    def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The weights and totals once a child is out."""
+
+    def _of_live(self, weights: Sequence[int]) -> tuple[int, ...]:
+        """Weights of the live children as weights of all."""
+        found = [0] * len(self._children.out)
+        if weights:
+            for child, weight in zip(self._children.live, reduced(weights), strict=True):
+                found[child] = weight
+        return tuple(found)
 
 
 class Estimated(_Varying):
@@ -74,68 +89,44 @@ class Estimated(_Varying):
         self,
         shape: NodeShape,
         children: Children,
-        owed: Sequence[int],
-        weights: Sequence[int],
-        totals: Sequence[int],
+        states: Sequence[ChildState],
         rule: Callable[[Sequence[Left]], Sequence[int]],
     ) -> None:
-        super().__init__(shape, children, owed, weights, totals)
+        super().__init__(shape, children, states)
         self._rule = rule
 
     def update(self, totals: Sequence[int]) -> None:
         """Makes weights anew from estimates in samples, by child."""
         self.reweigh(self._made(totals), tuple(totals))
 
-    def lost(self, child: int) -> None:
-        anchor = self._anchor
-        totals = [
-            given if i == child else total
-            for i, (given, total) in enumerate(zip(self._children.samples, anchor.totals, strict=True))
-        ]
-        weights = self._made(totals)
-        before = self.credits(anchor, self._children.tokens)
-        self._rebuild(rescaled(before, anchor.live_weight, weights), weights, tuple(totals))
+    def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        totals = list(self._anchor.totals)
+        totals[child] = self._children.samples[child]
+        return self._made(totals), tuple(totals)
 
     def _made(self, totals: Sequence[int]) -> tuple[int, ...]:
         live, samples = self._children.live, self._children.samples
         rests = [max(1, totals[i] - samples[i]) for i in live]
-        found = self._rule([Left(rest, max(rest, totals[i])) for i, rest in zip(live, rests, strict=True)])
-        return _spread_over(live, found, len(samples))
+        return self._of_live(
+            self._rule([Left(rest, max(rest, totals[i])) for i, rest in zip(live, rests, strict=True)])
+        )
 
 
 class Scheduled(_Varying):
     """Implements ``Policy``: weights from the run's total tokens. Where every child that is left has the weight 0,
     they share equally rather than end the node."""
 
-    def __init__(
-        self,
-        shape: NodeShape,
-        children: Children,
-        owed: Sequence[int],
-        weights: Sequence[int],
-        schedule: Schedule,
-    ) -> None:
-        super().__init__(shape, children, owed, weights, (0,) * len(owed))
+    def __init__(self, shape: NodeShape, children: Children, states: Sequence[ChildState], schedule: Schedule) -> None:
+        super().__init__(shape, children, states)
         self._schedule = schedule
 
     def update(self, run_tokens: int) -> None:
         """Makes weights anew for the run's total tokens."""
-        self.reweigh(self._of_live(self._schedule.weights(run_tokens)), self._anchor.totals)
+        self.reweigh(self._made(self._schedule.weights(run_tokens)), self._anchor.totals)
 
-    def lost(self, child: int) -> None:
-        anchor = self._anchor
-        weights = self._of_live(anchor.weights)
-        before = self.credits(anchor, self._children.tokens)
-        self._rebuild(rescaled(before, anchor.live_weight, weights), weights, anchor.totals)
+    def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._made(self._anchor.weights), self._anchor.totals
 
-    def _of_live(self, weights: Sequence[int]) -> tuple[int, ...]:
-        live = self._children.live
-        found = [weights[i] for i in live]
-        return _spread_over(live, found if any(found) else [1] * len(live), len(weights))
-
-
-def _spread_over(live: Sequence[int], weights: Sequence[int], children: int) -> tuple[int, ...]:
-    found = [0] * children
-    for child, weight in zip(live, reduced(weights), strict=True):
-        found[child] = weight
-    return tuple(found)
+    def _made(self, weights: Sequence[int]) -> tuple[int, ...]:
+        found = [weights[i] for i in self._children.live]
+        return self._of_live(found if any(found) else [1] * len(found))
