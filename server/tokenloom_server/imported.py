@@ -202,7 +202,7 @@ def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
     path, rows = order.shard_paths[source][shard], order.open(source).row_count(shard)
     if entry.row_offset > rows:
         raise SnapshotInvalid(f"{where}: row_offset is {entry.row_offset}, but {path} has {rows} rows")
-    epochs = order.config.sources[source].epochs
+    epochs = order.config.epochs[source]
     if entry.epoch >= epochs:
         raise SnapshotInvalid(
             f"{where}: epoch is {entry.epoch}, but the mixture file reads the source for {epochs:g} epochs, counted "
