@@ -31,10 +31,10 @@ from typer.testing import CliRunner
 
 UID = "0123456789abcdef0123456789abcdef"
 #: Of ``support.corpora.mixture``, as snapshots write it.
-MIXTURE = {
-    "0": {"policy": "least_consumed", "children": [[0, "2"], [2, "1"], [3, "1.5"]]},
-    "1": {"policy": "weighted", "alias": "rest", "children": [[4, "0.3"], [6, "0.7"]]},
-}
+MIXTURE = [
+    {"id": 0, "policy": "least_consumed", "children": [[0, "2"], [2, "1"], [3, "1.5"]]},
+    {"id": 1, "policy": "weighted", "alias": "rest", "children": [[4, "0.3"], [6, "0.7"]]},
+]
 OLDER = {
     "resume_state": {
         "datasets": [
@@ -285,7 +285,7 @@ def set_dataset(i: int, field: str, value: Any) -> Callable[[dict[str, Any]], No
         (lambda d: d.pop("resume_state"), "resume_state: is missing, though sample_index is 63"),
         (lambda d: d.update(version=9), "version: found 9, expected 1"),
         (lambda d: d.update(sample_index=59), "resume_state.sample_index: 60 lies behind sample_index 59"),
-        (lambda d: d["resume_state"]["mixture"]["0"]["children"][0].__setitem__(1, "a lot"), "weight: found 'a lot'"),
+        (lambda d: d["resume_state"]["mixture"][0]["children"][0].__setitem__(1, "a lot"), "weight: found 'a lot'"),
     ],
 )
 def test_what_is_missing_or_does_not_fit_is_named(
@@ -417,10 +417,10 @@ def test_other_runs_other_data_and_a_changed_mixture_are_told(text: str, tmp_pat
     def change(document: dict[str, Any]) -> None:
         document["run_uid"], document["digest"] = "f" * 32, "1" * 32
         document["resume_state"]["mixture"] = copy.deepcopy(MIXTURE)
-        document["resume_state"]["mixture"]["0"]["children"][0][1] = "3"
-        document["resume_state"]["mixture"]["1"]["policy"] = "round_robin"
-        document["resume_state"]["mixture"]["1"]["children"][1].append("paused")
-        document["resume_state"]["mixture"]["0"]["children"].append([8, "1"])
+        document["resume_state"]["mixture"][0]["children"][0][1] = "3"
+        document["resume_state"]["mixture"][1]["policy"] = "round_robin"
+        document["resume_state"]["mixture"][1]["children"][1].append("paused")
+        document["resume_state"]["mixture"][0]["children"].append([8, "1"])
 
     (tmp_path / "a").mkdir()
     found = difference(content_of(text, tmp_path / "a"), content_of(changed(text, change), tmp_path))

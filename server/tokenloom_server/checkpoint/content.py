@@ -175,7 +175,7 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
 
 def _tree(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[dict[int, dict[str, Any]], str | None]:
     """The mixture as a snapshot writes it, by node id, and where it is from."""
-    written = {int(key): node for key, node in _mapping(resume.get("mixture")).items() if _is_node(key, node)}
+    written = {node["id"]: node for node in _list(resume.get("mixture")) if _is_node(node)}
     if written:
         return written, "checkpoint"
     if mixture is not None:
@@ -183,9 +183,14 @@ def _tree(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[dict[in
     return {}, None
 
 
-def _is_node(key: str, node: Any) -> bool:
-    children = _mapping(node).get("children")
-    return key.isdecimal() and isinstance(children, list) and all(isinstance(c, list) and len(c) > 1 for c in children)
+def _is_node(node: Any) -> bool:
+    said = _mapping(node)
+    children = said.get("children")
+    return (
+        _count(said.get("id")) is not None
+        and isinstance(children, list)
+        and all(isinstance(child, list) and len(child) > 1 for child in children)
+    )
 
 
 def _written(node: NodeConfig) -> dict[str, Any]:
