@@ -284,6 +284,9 @@ OTHER_ORDER: dict[str, Change] = {
     "on_exhausted": put("mixture.on_exhausted", "stop"),
     "nested on_exhausted": put("mixture.children.2.on_exhausted", "stop"),
     "the order of children": lambda d: d["mixture"]["children"].reverse(),
+    "phases": put(
+        "phases", [{"until_tokens": 1000}, {"mixture": {"policy": "weighted", "children": [{"source": "txt:a:text"}]}}]
+    ),
     "a spec": put("mixture.children.0.source", "parquet:data/code-*.parquet:other"),
     "a source less": lambda d: d["mixture"]["children"].pop(0),
     "a level less": lambda d: d["mixture"]["children"].extend(d["mixture"]["children"].pop()["children"]),

@@ -701,13 +701,13 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
 def going_forward_from(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills with the sample index of each state that a pipeline is made from."""
     found: list[int] = []
-    make = served.host.order.pipeline
+    make = served.host.course.pipeline
 
-    def pipeline(state: State) -> Pipeline:
+    def pipeline(state: State, *, ahead: bool = False) -> Pipeline:
         found.append(state.sample_index)
-        return make(state)
+        return make(state, ahead=ahead)
 
-    monkeypatch.setattr(served.host.order, "pipeline", pipeline)
+    monkeypatch.setattr(served.host.course, "pipeline", pipeline)
     return found
 
 
@@ -1032,7 +1032,7 @@ def test_a_loss_is_told_until_the_ledger_has_caught_up_perhaps_by_another_server
         opening=replace(stored.opening, generation=generation) if generation else None,
         committed=replace(stored.committed, sample_index=index) if generation else None,
     )
-    host.lead(host.epoch, found, host.clock(), host.clock() + 15)
+    host.lead(host.epoch, found, host.course, host.clock(), host.clock() + 15)
     assert isinstance(host.error, LedgerRolledBack) == told
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal
 from tokenloom_server import imported
+from tokenloom_server.course import Course
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.balances import carry
 from tokenloom_server.order import Order
@@ -45,7 +46,13 @@ def wiki(order: Order, **more: Any) -> dict[str, Any]:
 def import_into(order: Order, *entries: dict[str, Any]) -> ResumePoint:
     payload = imported.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
     assert payload is not None
-    return imported.resume_point(payload, order)
+    return imported.resume_point(payload, Course(order))
+
+
+def decoded(order: Order, state: State) -> State:
+    """A state through its text."""
+    course = Course(order)
+    return course.decode(course.encode(state))
 
 
 def state_of(point: ResumePoint) -> State:
@@ -86,7 +93,7 @@ def test_cursors_and_counters_are_what_the_payload_says(order: Order) -> None:
     assert (point.sample_index, point.total_tokens, point.run_uid, point.generation) == (17, 136, None, 0)
     assert [(child.samples, child.tokens) for child in state.nodes[0]] == [(10, 80), (5, 40), (2, 16)]
     assert [(child.samples, child.tokens) for child in state.nodes[1]] == [(2, 16), (0, 0)]
-    assert order.decode(order.encode(state)) == state
+    assert decoded(order, state) == state
 
 
 def test_each_spec_is_told_in_one_line(order: Order) -> None:
@@ -122,7 +129,7 @@ def test_every_state_behind_an_import_leads_to_the_same_rest(folder: Path, polic
     for stop in range(1, whole.state().sample_index - state.sample_index, 7):
         first = order.pipeline(state)
         first.advance(stop)
-        between = order.decode(order.encode(first.state()))
+        between = decoded(order, first.state())
         assert between.preserved == state.preserved != ()
         assert between.imported == state.imported
         second = order.pipeline(between)
@@ -161,7 +168,7 @@ def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: Order) ->
 def test_a_sample_index_alone_skips_so_many_samples(order: Order) -> None:
     payload = imported.read('{"sample_index": 37}')
     assert payload is not None
-    point = imported.resume_point(payload, order)
+    point = imported.resume_point(payload, Course(order))
     assert (point.sample_index, point.total_tokens, point.base, point.digest) == (37, 296, None, None)
     assert "sample_index=37" in point.notes[0]
     assert imported.read('{"resume_state": {"sample_index": 37}}') == payload
@@ -213,7 +220,7 @@ def test_without_balances_a_new_source_just_begins(folder: Path) -> None:
 def test_what_the_mixture_lacks_is_written_back_as_it_was(order: Order) -> None:
     old = entry("hf:old/set@main:train:text", 9, 1000, shard="part-7", extra={"b": [1, None]})
     state = state_of(import_into(order, entry(CODE, 3, 80), old))
-    datasets = json.loads(order.encode(state))["datasets"]
+    datasets = json.loads(Course(order).encode(state))["datasets"]
     assert datasets[-1] == {**old, "unknown": True}
     assert [found["spec"] for found in datasets[:-1]] == SPECS
 

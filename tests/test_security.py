@@ -40,6 +40,7 @@ from tokenloom_server.grpc_service.entry import FIGURE_THREADS, PEEK_THREADS
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.rest_api.app import create_app
 from tokenloom_server.rest_api.server import RestServer
@@ -199,10 +200,12 @@ def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
 def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     http: httpx.Client, service: MemoryService, method: str, path: str
 ) -> None:
-    url = path.format(run=RUN, snapshot_id="s0-4096")
-    body = {"content": b'{"sample_index": 12}'} if method == "POST" else {}
+    url = path.format(run=RUN, snapshot_id="s0-4096", number=1)
+    bodies = {"POST": b'{"sample_index": 12}', "PATCH": b'{"reason": "because"}'}
+    body = {"content": bodies[method]} if method in bodies else {}
     needed = ROUTES[method, path]
     for what, (header, scope) in BROUGHT.items():
+        service.revise(RUN, MixtureChange(reason="to be dropped"))
         service.calls = 0
         headers = {"content-type": "application/json"} | ({"authorization": header} if header is not None else {})
         answer = http.request(method, url, headers=headers, **body)
@@ -553,7 +556,7 @@ def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch
     monkeypatch.setattr("tokenloom_server.snapshot.unseal", lambda text: pytest.fail("it was parsed"))
     shape = snapshot.Shape(specs=(), shards=(), nodes=(), sample_tokens=1)
     with pytest.raises(SnapshotInvalid, match=f"has {snapshot.MAX_BYTES + 1} bytes; expected at most"):
-        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, shape)
+        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, lambda _: shape)
 
 
 def test_the_bounds_fit_together() -> None:

@@ -242,6 +242,17 @@ Child = Annotated[
 ]
 
 
+class PhaseConfig(_Model):
+    """A part of the run, by its tokens: annealing, longer contexts."""
+
+    until_tokens: Annotated[int, Field(gt=0)] | None = None
+    """The run's total tokens at which the phase ends, to the next whole sample; only the last may leave it out."""
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    """Tokens per sample from here on; what was in force if not given."""
+    mixture: NodeConfig | None = None
+    """The mixture from here on; what was in force if not given."""
+
+
 class RunConfig(_Model):
     """One run: what is read, how it is cut into samples, and in which proportions."""
 
@@ -278,27 +289,37 @@ class RunConfig(_Model):
     checkpoint does not have: the minimum or the mean of its siblings, or 0."""
     mixture: NodeConfig
     """The root of the mixture."""
+    phases: list[PhaseConfig] = Field(default_factory=list)
+    """Parts of the run, one after the other; the run's own mixture and sequence length are those of the first where it
+    gives none."""
+
+    @model_validator(mode="after")
+    def _phases_follow_each_other(self) -> Self:
+        before = 0
+        for i, phase in enumerate(self.phases):
+            last = i == len(self.phases) - 1
+            if phase.until_tokens is None and not last:
+                raise ValueError(f"phases.{i}.until_tokens: is missing; only the last phase may go on to the end")
+            if phase.until_tokens is not None and phase.until_tokens <= before:
+                raise ValueError(
+                    f"phases.{i}.until_tokens: {phase.until_tokens} is not above the {before} at which it begins"
+                )
+            before = phase.until_tokens or before
+        lengths = {phase.sequence_length for phase in self.phases} - {None, self.sequence_length}
+        if lengths and self.last_step == "drop":
+            raise ValueError(
+                "phases: the sequence length changes, and steps end where it does: an incomplete step there would be "
+                "lost with last_step: drop; set last_step: pad"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sources_are_distinct(self) -> Self:
-        seen: dict[str, str] = {}
-        for path, source in self.sources_with_paths():
-            if source.source in seen:
-                raise ValueError(
-                    f"{path}.source: {source.source!r} is there already, at {seen[source.source]}; "
-                    "counters are keyed by the spec, so name each spec once and give it the sum of the weights"
-                )
-            seen[source.source] = path
-        named: dict[str, str] = {}
-        for path, source in self.sources_with_paths():
-            if source.name in named:
-                raise ValueError(
-                    f"{path}.alias: {source.name!r} names the source at {named[source.name]} already; give each its own"
-                )
-            named[source.name] = path
-        if isinstance(self.mixture.weight, list):
-            raise ValueError("mixture.weight: found points, but the root has no siblings; leave it out")
-        self._check_limits(self.mixture, "mixture", False, None)
+        for mixture, at in self._mixtures():
+            _check_distinct(mixture, at)
+            if isinstance(mixture.weight, list):
+                raise ValueError(f"{at}.weight: found points, but the root has no siblings; leave it out")
+            self._check_limits(mixture, at, False, None)
         if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
             raise ValueError(
                 "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
@@ -309,6 +330,22 @@ class RunConfig(_Model):
             if value is not None and self.vocab_size is not None and value >= self.vocab_size:
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
         return self
+
+    def _mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
+        """Every mixture in the file, with its place."""
+        yield self.mixture, "mixture"
+        yield from (
+            (phase.mixture, f"phases.{i}.mixture") for i, phase in enumerate(self.phases) if phase.mixture is not None
+        )
+
+    def named_sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        """Every source of every phase with its place in the file; each spec once."""
+        seen: set[str] = set()
+        for mixture, at in self._mixtures():
+            for path, source in _walk(mixture, at):
+                if source.source not in seen:
+                    seen.add(source.source)
+                    yield path, source
 
     def _check_limits(self, child: Child, path: str, endless: bool, estimated: str | None) -> None:
         """That ``max_tokens`` hold a sample, and that what a policy estimates has an end. ``estimated``: the policy
@@ -406,12 +443,32 @@ class RunConfig(_Model):
         fields["sequence_length"] = self.sequence_length
         # The root has no siblings, so its weight decides nothing.
         fields["mixture"] = _order_of_node(self.mixture, self)
+        for phase, given in zip(self.phases, fields.get("phases", []), strict=True):
+            if phase.mixture is not None:
+                given["mixture"] = _order_of_node(phase.mixture, self)
         return fields
 
     @property
     def digest(self) -> str:
         """SHA-256 of the order-affecting fields."""
         return hashlib.sha256(canonical(self.order_fields()).encode()).hexdigest()
+
+
+def _check_distinct(mixture: NodeConfig, at: str) -> None:
+    seen: dict[str, str] = {}
+    named: dict[str, str] = {}
+    for path, source in _walk(mixture, at):
+        if source.source in seen:
+            raise ValueError(
+                f"{path}.source: {source.source!r} is there already, at {seen[source.source]}; "
+                "counters are keyed by the spec, so name each spec once and give it the sum of the weights"
+            )
+        seen[source.source] = path
+        if source.name in named:
+            raise ValueError(
+                f"{path}.alias: {source.name!r} names the source at {named[source.name]} already; give each its own"
+            )
+        named[source.name] = path
 
 
 def _walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
@@ -505,12 +562,17 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
-        lines = [f"{where}: {_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError(explain(error, where)) from None
     found = list(_given_by_the_server(document, ""))
     if found:
         raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
     return config
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """A line for each fault; ``where`` begins it."""
+    begin = f"{where}: " if where else ""
+    return "\n".join(f"{begin}{_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors())
 
 
 def _given_by_the_server(value: object, path: str) -> Iterator[str]:

@@ -6,6 +6,8 @@ that travels in ``tokenloom-error`` metadata and in REST bodies.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class TokenloomError(Exception):
     """Root of all errors that Tokenloom raises on purpose."""
@@ -70,6 +72,12 @@ class LedgerUnsafe(LedgerError):
 
 class LedgerRolledBack(LedgerError):
     """The ledger is behind a commit that it has acknowledged: it lost data."""
+
+    #: What to do about it, whoever finds it; a sentence without its full stop.
+    remedy: ClassVar[str] = (
+        "Bring its data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger "
+        "right again"
+    )
 
     grpc_status = "DATA_LOSS"
     http_status = 409

@@ -9,6 +9,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.order import Order
 from tokenloom_server.state import SourceState
 from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
 
@@ -25,7 +26,6 @@ class Figures:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._shares = target_shares(host.order.config, host.order.extents)
         # Row counts of shards that were asked for, by (source, shard); None where unknown.
         self._rows: dict[tuple[int, int], int | None] = {}
         self._rows_lock = threading.Lock()
@@ -36,7 +36,7 @@ class Figures:
             now = host.clock()
             live, state = host.live, host.committed_state
             # Before the first generation: nothing, of every source.
-            committed = host.committed or host.commit_of(host.order.initial(), "")
+            committed = host.committed or host.commit_of(host.course.initial(), "")
             error, ledger_error = host.error, host.ledger_error
             leads, epoch = host.leads(), host.epoch
             committed_at, waiting_for = host.committed_at, host.waiting_for()
@@ -59,7 +59,8 @@ class Figures:
                     )
                     for slot, position in zip(generation.slots, positions, strict=True)
                 ]
-        order = host.order
+        order = host.course.at(state.sample_index)
+        shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
         engine = order.engine
@@ -84,7 +85,10 @@ class Figures:
             ended=ended,
             error=f"{error.name}: {error}" if error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
-            sources=[self._source(i, source, committed, earlier, over) for i, source in enumerate(state.sources)],
+            sources=[
+                self._source(order, i, source, committed, earlier, over, shares[i])
+                for i, source in enumerate(state.sources)
+            ],
             ranks=ranks,
             ledger=LedgerStats(
                 backend=host.ledger.description,
@@ -97,22 +101,30 @@ class Figures:
             ),
         )
 
-    def _source(self, source: int, state: SourceState, committed: Commit, earlier: Commit, over: bool) -> SourceStats:
-        order = self._host.order
+    def _source(
+        self,
+        order: Order,
+        source: int,
+        state: SourceState,
+        committed: Commit,
+        earlier: Commit,
+        over: bool,
+        share: float,
+    ) -> SourceStats:
         config, epochs = order.config.sources[source], order.config.epochs[source]
         spec = order.specs[source]
         counters, total = committed.counters[spec], committed.total_tokens
         before, total_before = _NOTHING, 0
         if earlier.total_tokens < total:
-            before, total_before = earlier.counters[spec], earlier.total_tokens
-        rows, done = self._extent(source, state)
-        remaining = 0 if over else self._remaining(epochs, state, counters, rows)
+            before, total_before = earlier.counters.get(spec, _NOTHING), earlier.total_tokens
+        rows, done = self._extent(order, source, state)
+        remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
         return SourceStats(
             id=source,
             spec=spec,
             alias=config.name,
-            target_share=self._shares[source],
+            target_share=share,
             actual_share=counters.tokens / total if total else 0.0,
             window_share=(counters.tokens - before.tokens) / (total - total_before) if total > total_before else 0.0,
             samples=counters.samples,
@@ -125,32 +137,33 @@ class Figures:
             remaining_samples=remaining,
         )
 
-    def _remaining(self, epochs: float, state: SourceState, counters: Counters, rows: float | None) -> int | None:
+    def _remaining(
+        self, sequence_length: int, epochs: float, state: SourceState, counters: Counters, rows: float | None
+    ) -> int | None:
         if state.exhausted:
             return 0
         if rows is None or not counters.rows or math.isinf(epochs):
             return None
         per_row = counters.tokens / counters.rows
-        return max(0, round((epochs * rows - counters.rows) * per_row / self._host.order.config.sequence_length))
+        return max(0, round((epochs * rows - counters.rows) * per_row / sequence_length))
 
-    def _extent(self, source: int, state: SourceState) -> tuple[float | None, float]:
+    def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
-        shards = self._host.order.shards[source]
+        shards = order.shards[source]
         at = state.cursor.shard
         total = sum(shard.size for shard in shards) or 1
         before = sum(shard.size for shard in shards[:at])
-        rows = self._row_count(source, at)
+        rows = self._row_count(order, source, at)
         if not rows:
             return None, before / total
         part = min(1.0, state.cursor.row / rows)
         return rows * total / (shards[at].size or 1), (before + part * shards[at].size) / total
 
-    def _row_count(self, source: int, shard: int) -> int | None:
+    def _row_count(self, order: Order, source: int, shard: int) -> int | None:
         with self._rows_lock:
             key = (source, shard)
             if key not in self._rows:
                 self._rows[key] = None
-                order = self._host.order
                 scheme = order.config.sources[source].spec.scheme
                 if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:

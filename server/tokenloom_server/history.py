@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenloom_server import imported, snapshot
+from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
@@ -35,18 +36,18 @@ class History:
         self._host = host
         self._forward = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
-        self._imported: tuple[imported.Payload, ResumePoint] | None = None
+        self._imported: tuple[imported.Payload, Course, ResumePoint] | None = None
 
     def parse(self, text: str | bytes) -> ResumePoint:
         """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
-        order = self._host.order
+        host = self._host
         payload = imported.read(text)
         if payload is not None:
-            known = self._imported
-            if known is None or known[0] != payload:
-                known = self._imported = payload, imported.resume_point(payload, order)
-            return known[1]
-        return snapshot.parse(text, order.template("", self._host.stream, 0), order.shape)
+            known, course = self._imported, host.course
+            if known is None or known[:2] != (payload, course):
+                known = self._imported = payload, course, imported.resume_point(payload, course)
+            return known[2]
+        return snapshot.parse(text, host.order.template("", host.stream, 0), host.course.shape_at)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -67,7 +68,7 @@ class History:
             sample_index=stored.committed.sample_index,
             digest=stored.committed.digest,
             total_tokens=stored.committed.total_tokens,
-            base=self._host.order.decode(stored.committed.state),
+            base=self._host.course.decode(stored.committed.state),
             run_uid=stored.uid,
             generation=stored.opening.generation if stored.opening else 0,
         )
@@ -103,7 +104,7 @@ class History:
         host = self._host
         openings = self.openings()
         opening = _covering(openings, index)
-        begin = host.order.decode(openings[-1].start_state).imported if openings else None
+        begin = host.course.decode(openings[-1].start_state).imported if openings else None
         origin = begin.digest if begin is not None else 0
         if opening is None:
             if begin is not None:
@@ -112,11 +113,11 @@ class History:
                     f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
                     "not of its order"
                 )
-            return Known(host.order.initial(), 0, 0)
+            return Known(host.course.initial(), 0, 0)
         state, committed = self._journalled(opening, index), host.committed
         if committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
-            state = host.order.decode(committed.state)
+            state = host.course.decode(committed.state)
         return Known(state, opening.generation, origin)
 
     def openings(self) -> Sequence[Opening]:
@@ -127,8 +128,7 @@ class History:
 
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
-        order = self._host.order
-        base = point.base or order.initial()
+        base = point.base or self._host.course.initial()
         self._check_cursors(base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
@@ -146,7 +146,7 @@ class History:
 
     def _check_cursors(self, state: State) -> None:
         """Whether each source has what its cursor points behind: what is read first only shows there."""
-        order = self._host.order
+        order = self._host.course.at(state.sample_index)
         for i, (source, config) in enumerate(zip(state.sources, order.config.sources, strict=True)):
             cursor = source.cursor
             if cursor == Cursor():
@@ -203,7 +203,7 @@ class History:
             raise BeyondHorizon(f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet")
         host = self._host
         template = host.order.template(host.uid, host.stream, 0)
-        return snapshot.compose(template, host.order.encode(host.order.initial()), 0, digest_hex(0), 0), 0
+        return snapshot.compose(template, host.course.encode(host.course.initial()), 0, digest_hex(0), 0), 0
 
     def _held(self, generation: Generation, index: int) -> tuple[Group, str, int] | None:
         """(group of the boundary before it, digest, tokens) at a sample index that is held in memory; None where it is
@@ -228,28 +228,30 @@ class History:
         opening = _covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        boundary = host.plan(opening).boundary(index)
+        plan = host.plan(opening)
+        boundary = plan.boundary(index)
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
-        return opening.generation, host.order.encode(base), digest_hex(state.digest), state.total_tokens
+        through = boundary + plan.group_samples
+        return opening.generation, host.course.encode(base, through), digest_hex(state.digest), state.total_tokens
 
     def _journalled(self, opening: Opening, index: int) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
         host = self._host
-        start = host.order.decode(opening.start_state)
+        start = host.course.decode(opening.start_state)
         entry = host.ledger.journal(host.uid, host.stream, opening.generation, index)
         if entry is None:
             return start
-        journalled = host.order.decode(entry.state)
+        journalled = host.course.decode(entry.state)
         return journalled if start.sample_index < journalled.sample_index <= index else start
 
     def _advance(self, state: State, sample_index: int) -> State:
         if state.sample_index == sample_index:
             return state
         with self._forward:
-            pipeline = self._host.order.pipeline(state)
+            pipeline = self._host.course.pipeline(state)
             pipeline.advance(sample_index - state.sample_index)
             return pipeline.state()
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tokenloom_server.course import Course
 from tokenloom_server.errors import (
     Fenced,
     LedgerError,
@@ -31,7 +32,7 @@ from tokenloom_server.errors import (
     ServerStopping,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun
+from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Group
 from tokenloom_server.run import Delivery, EndOfData, Generation
@@ -56,10 +57,6 @@ WINDOW_GROUPS = (4, 64)
 RANK_WARNING_S = 30.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
-_REMEDY = (
-    "Bring its data back, or restart the training job from its last checkpoint: load_state_dict() makes the ledger "
-    "right again"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,11 @@ class Host:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        #: The order that the run's record gives, and that under its phases and revisions.
         self.order = order
+        self.course = Course(order)
+        #: Production waits before this sample index: a revision from there on is being written.
+        self.revising_at: int | None = None
         self.ledger = ledger
         self.uid = uid
         self.terms = terms
@@ -137,7 +138,7 @@ class Host:
         self.committed: Commit | None = None
         self.committed_at: float | None = None
         #: The state at the committed index (after a restart: at the boundary before it), for the figures.
-        self.committed_state: State = order.initial()
+        self.committed_state: State = self.course.initial()
         self.error: TokenloomError | None = None
         #: What the ledger lost last: generation and sample index that it is behind, and when that was found, Unix time.
         self.lost: tuple[int, float, float] = (0, 0, 0.0)
@@ -184,19 +185,20 @@ class Host:
 
     # --- the lease (``leadership`` keeps it) ---------------------------------------------------------
 
-    def lead(self, epoch: int, stored: StoredRun, since: float, until: float) -> None:
-        """This server leads from now on, at a new epoch; takes up what the ledger has."""
+    def lead(self, epoch: int, stored: StoredRun, course: Course, since: float, until: float) -> None:
+        """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
         with self.lock:
+            self.course, self.revising_at = course, None
             self.epoch, self.epoch_held, self.leads_until, self.in_doubt = epoch, True, until, False
             self.uid = stored.uid
             self.wake_all()
             self.live = self.committed = self.committed_at = self.ledger_error = None
-            self.committed_state = self.order.initial()
+            self.committed_state = course.initial()
             # What was lost is told to whoever still trains, until a trainer's state makes the ledger right again,
             # perhaps by another server.
-            if self._made_right(stored):
-                self.error = None
+            lost = None if self._made_right(stored) else self.error
             self.recover(stored)
+            self.error = lost
             self._up_since = since if self._up_since is None else min(since, self._up_since)
             self.wake_all()
         if stored.opening is not None and stored.committed is not None:
@@ -283,12 +285,11 @@ class Host:
             over = generation.end is not None and generation.committed == generation.produced
             if heard is None or over or self.clock() - heard >= self.terms.liveness_s:
                 return None
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(live.opened_at))
             process = f", rank 0 in process {live.process}" if live.process else ""
             return (
                 f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
-                f"{process}) trains on it since {since}, and each rank of it was heard {self.clock() - heard:.1f} s "
-                "ago or later"
+                f"{process}) trains on it since {date_of(live.opened_at)}, and each rank of it was heard "
+                f"{self.clock() - heard:.1f} s ago or later"
             )
 
     # --- generations -------------------------------------------------------------------------------
@@ -303,31 +304,29 @@ class Host:
 
     def message_steps(self, batch_size: int) -> int:
         """Steps of a full message to a rank."""
-        return max(1, min(MESSAGE_BYTES // (batch_size * self.order.sample_bytes), MESSAGE_STEPS))
+        return max(1, min(MESSAGE_BYTES // (batch_size * self.course.sample_bytes), MESSAGE_STEPS))
 
     def group_steps(self, world_size: int, batch_size: int) -> int:
         """Steps between two state boundaries: full messages for each rank, or less than one where many ranks
         would make that too large."""
         message = self.message_steps(batch_size)
-        most = GROUP_BYTES // (batch_size * self.order.sample_bytes * world_size)
-        messages = min(1 + len(self.order.specs) // SOURCES_PER_MESSAGE, most // message)
+        most = GROUP_BYTES // (batch_size * self.course.sample_bytes * world_size)
+        messages = min(1 + len(self.course.stretches[-1].order.specs) // SOURCES_PER_MESSAGE, most // message)
         return messages * message if messages else max(1, most)
 
     def window_steps(self, plan: BatchPlan) -> int:
         """Steps that are produced ahead of the committed one where the mixture file says nothing."""
         fewest, most = WINDOW_GROUPS
-        groups = WINDOW_BYTES // (plan.group_samples * self.order.sample_bytes)
+        groups = WINDOW_BYTES // (plan.group_samples * self.course.sample_bytes)
         return min(max(groups, fewest), most) * plan.group_steps
 
     def recover(self, stored: StoredRun) -> None:
         """Takes up the generation that the ledger has (the caller holds the lock)."""
         if stored.opening is None or stored.committed is None:
             return
-        base = self.order.decode(stored.committed.state)
+        base = self.course.decode(stored.committed.state)
         self.committed_state, self.committed_at = base, stored.committed_at
-        lost = self.error if isinstance(self.error, LedgerRolledBack) else None
         self.install(stored.opening, base, stored.committed, resumed=True)
-        self.error = lost
         if stored.lease is not None and stored.lease.heard_at is not None and self.live is not None:
             heard = self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at)
             for slot in self.live.generation.slots:
@@ -426,7 +425,7 @@ class Host:
             # Only for this client, as in ``_live_of``.
             raise LedgerRolledBack(
                 f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {found}: it "
-                f"lost data. {_REMEDY}"
+                f"lost data. {LedgerRolledBack.remedy}"
             )
 
     def _wait_for_renewal(self, own: int, rank: int, epoch: int) -> None:
@@ -528,7 +527,7 @@ class Host:
     def resume_state(self, group: Group) -> str:
         """``resume_state`` at a group's begin; made once per group (twice at worst, and equal)."""
         if group.resume_state is None:
-            group.resume_state = self.order.encode(group.base)
+            group.resume_state = self.course.encode(group.base, group.begin + group.plan.group_samples)
         return group.resume_state
 
     def waiting_for(self) -> str:
@@ -579,7 +578,30 @@ class Host:
         """How many steps to produce now; 0 to wait."""
         if self.live is None or self.error is not None:
             return 0
-        return self.live.generation.steps_wanted()
+        generation = self.live.generation
+        steps = generation.steps_wanted()
+        if steps and self.revising_at is not None:
+            room = self.revising_at - generation.index_of(generation.produced)
+            return min(steps, max(0, room // generation.plan.step_samples))
+        return steps
+
+    def first_revisable(self) -> int:
+        """The first sample index from which on a revision may hold: the first state boundary behind all that may have
+        been produced (the caller holds the lock)."""
+        if self.live is None or self.committed is None:
+            return 0
+        generation = self.live.generation
+        plan = generation.plan
+        produced = generation.index_of(generation.produced)
+        horizon = max(produced, self.committed.sample_index + generation.window_steps * plan.step_samples)
+        groups = (horizon - plan.start_index) // plan.group_samples + 1
+        return plan.start_index + groups * plan.group_samples
+
+    def revise(self, course: Course) -> None:
+        """What the ledger has is in force."""
+        with self.lock:
+            self.course, self.revising_at = course, None
+            self.wake_all()
 
     def publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
         """The group got steps, or the data ended; ``fresh``: they are its first."""
@@ -633,7 +655,7 @@ class Host:
             state=resume_state,
             counters={
                 spec: Counters(samples=source.samples, rows=source.rows, tokens=source.tokens)
-                for spec, source in zip(self.order.specs, state.sources, strict=True)
+                for spec, source in zip(self.course.at(state.sample_index).specs, state.sources, strict=True)
             },
         )
 
@@ -666,7 +688,8 @@ class Host:
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. {_REMEDY}"
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. "
+                f"{LedgerRolledBack.remedy}"
             )
         if live is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")

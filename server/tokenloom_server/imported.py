@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenloom_proto.seal import CHECKSUM, canonical
 
+from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing.balances import Carried, carry
 from tokenloom_server.order import Order
@@ -88,8 +89,8 @@ def read(text: str | bytes) -> Payload | None:
     return Payload((), found)
 
 
-def resume_point(payload: Payload, order: Order) -> ResumePoint:
-    """Where a run under ``order`` goes on from an older checkpoint.
+def resume_point(payload: Payload, course: Course) -> ResumePoint:
+    """Where a run goes on from an older checkpoint.
 
     Raises ``SnapshotInvalid`` naming spec, field, what was found and what was expected.
     """
@@ -101,13 +102,13 @@ def resume_point(payload: Payload, order: Order) -> ResumePoint:
         return ResumePoint(
             sample_index=payload.sample_index,
             digest=None,
-            total_tokens=payload.sample_index * order.config.sequence_length,
+            total_tokens=course.tokens_at(payload.sample_index),
             base=None,
             run_uid=None,
             generation=0,
             notes=(note,),
         )
-    state, notes = _state(payload.datasets, order)
+    state, notes = _state(payload.datasets, _order_in_force(payload.datasets, course))
     return ResumePoint(
         sample_index=state.sample_index,
         digest=digest_hex(state.digest),
@@ -116,6 +117,21 @@ def resume_point(payload: Payload, order: Order) -> ResumePoint:
         run_uid=None,
         generation=0,
         notes=notes,
+    )
+
+
+def _order_in_force(entries: Sequence[_Entry], course: Course) -> Order:
+    """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
+    for stretch, behind in zip(course.stretches, [*course.stretches[1:], None], strict=True):
+        order, length = stretch.order, stretch.order.config.sequence_length
+        samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec) in order.specs)
+        reached = stretch.begin <= samples and (behind is None or samples < behind.begin)
+        if reached and course.tokens_at(samples) == samples * length:
+            return order
+    raise SnapshotInvalid(
+        "resume_state.datasets: token_offset adds up to a place behind which the mixture file's phases change the "
+        "sequence length, but an older checkpoint's samples count as of one length: give the mixture file the "
+        "sequence length of that place alone"
     )
 
 

@@ -121,7 +121,8 @@ class Leadership(threading.Thread):
             raise LedgerRolledBack(
                 f"run {host.name!r} is gone from {host.ledger.description}, right after its lease was taken"
             )
-        host.lead(epoch, stored, began, began + self._lease_s)
+        course = host.course.with_revisions(host.ledger.revisions(stored.uid, host.stream))
+        host.lead(epoch, stored, course, began, began + self._lease_s)
         self._away_since = None
 
     def _ask(self) -> float:
@@ -141,8 +142,9 @@ class Leadership(threading.Thread):
         began = host.clock()
         generation, known, heard_at = host.standing()
         try:
-            host.ledger.renew(host.uid, host.stream, host.epoch, self._lease_s, heard_at, generation, known)
-            self._look_at_holder()
+            host.ledger.renew(
+                host.uid, host.stream, host.epoch, self._holder, self._lease_s, heard_at, generation, known
+            )
         except (NotLeader, LedgerRolledBack) as error:
             host.lose(error)
             return 0.0 if isinstance(error, LedgerRolledBack) else self._lease_s / _ASK_PART
@@ -151,15 +153,6 @@ class Leadership(threading.Thread):
             _log.info("%s: the lease is renewed after %.1f s", host.name, host.clock() - self._away_since)
             self._away_since = None
         return self._lease_s / RENEWALS
-
-    def _look_at_holder(self) -> None:
-        """A ledger that went back may have given another server the epoch that this one has. Raises ``NotLeader``."""
-        stored = self._host.ledger.read_run(self._host.name, self._host.stream)
-        if stored is not None and stored.lease is not None and stored.lease.holder != self._holder:
-            raise NotLeader(
-                f"{stored.lease.holder} has the lease of run {self._host.name!r}, at this server's own epoch "
-                f"{self._host.epoch}: the ledger lost data, and gave it out twice"
-            )
 
     def _note_failure(self, error: Exception) -> float:
         """How long to wait before the next try, seconds."""

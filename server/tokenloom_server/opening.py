@@ -105,7 +105,7 @@ class Opener:
 
     def try_join(self, call: JoinCall) -> Joined | None:
         """``join`` without waiting: None where rank 0 has to join first."""
-        _check(call, self._host.order.sample_bytes)
+        _check(call, self._host.course.sample_bytes)
         self._host.require_lead()
         if call.rank == 0:
             try:
@@ -125,7 +125,7 @@ class Opener:
         host = self._host
         host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
         host.heard(opening.generation, call.rank)
-        return Joined(uid=host.uid, opening=opening, start=host.order.decode(opening.start_state))
+        return Joined(uid=host.uid, opening=opening, start=host.course.decode(opening.start_state))
 
     def no_rank_0(self, call: JoinCall) -> JoinRefused:
         """Why a rank stops waiting for rank 0, after ``RANK_0_WAIT_S``."""
@@ -153,14 +153,16 @@ class Opener:
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
             number = max(stored.opening.generation if stored.opening else 0, point.generation) + 1
-            text = host.order.encode(start)
+            group_steps = host.group_steps(call.world_size, call.batch_size)
+            through = start.sample_index + group_steps * call.world_size * call.batch_size
+            text = host.course.encode(start, through)
             opening = Opening(
                 generation=number,
                 parent=point.generation,
                 attempt=call.attempt,
                 world_size=call.world_size,
                 batch_size=call.batch_size,
-                group_steps=host.group_steps(call.world_size, call.batch_size),
+                group_steps=group_steps,
                 start_index=start.sample_index,
                 start_state=text,
                 opened_at=host.wall_clock(),
@@ -223,7 +225,7 @@ class Opener:
         if opening is None:
             raise LedgerRolledBack(
                 f"attempt {call.attempt!r} opened a generation of run {host.name!r}, but {host.ledger.description} has "
-                "none: it lost data; restore the ledger, or restart the training job from its checkpoint"
+                f"none: it lost data. {LedgerRolledBack.remedy}"
             )
         if opening.attempt != call.attempt:
             raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
@@ -245,7 +247,7 @@ class Opener:
             asked = self._asked[1]
         elif call.state:
             # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
-            start = self._host.order.decode(opening.start_state)
+            start = self._host.course.decode(opening.start_state)
             known = self._history.parse(call.state).digest is not None
             asked = "state", _position(start.sample_index, digest_hex(start.digest) if known else None)
         else:
@@ -324,11 +326,18 @@ class Opener:
             host.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
+        for revision in host.course.revisions:
+            if revision.sample_index > start.sample_index:
+                _log.info(
+                    "%s: revision %d applies at sample %d (%s)",
+                    host.name, revision.number, revision.sample_index, revision.reason,
+                )  # fmt: skip
         for note in notes:
             _log.info(note)
         if notes:
             return
-        for spec, source, shards in zip(host.order.specs, start.sources, host.order.shard_paths, strict=True):
+        order = host.course.at(start.sample_index)
+        for spec, source, shards in zip(order.specs, start.sources, order.shard_paths, strict=True):
             cursor = source.cursor
             _log.info(
                 "resume: spec=%s sample_row=%d shard=%s offset=%d", spec, source.rows, shards[cursor.shard], cursor.row

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -22,16 +23,17 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import RunConfig, SourceConfig
+from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, SourceError, TokenizerError
+from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.packing.base import Packer
+from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
-from tokenloom_server.pipeline import Pipeline, initial_state
+from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
@@ -72,9 +74,15 @@ class Order:
         manifest: Manifest,
         definition: TokenizerDefinition | None,
         engine: EngineRecord | None,
+        *,
+        excluded: Exclusions = NOTHING_EXCLUDED,
+        first: Order | None = None,
     ) -> None:
-        """``engine`` is None where every source holds ids. See ``create`` and ``load``."""
+        """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
+        another one. See ``create``, ``load`` and ``under``."""
         self.config = config
+        self.excluded = excluded
+        self._first = first
         self.base_dir = base_dir
         self.index_dir = index_dir
         self.manifest = manifest
@@ -94,6 +102,8 @@ class Order:
             shards=self.shard_paths,
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
+            names=tuple(source.alias for source in config.sources),
+            mixture=tuple(_described(node) for node in config.nodes),
         )
         self.vocab_size = _vocab_size(config, definition)
         self.dtype = id_dtype(self.vocab_size)
@@ -114,18 +124,15 @@ class Order:
         Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
         """
         _check_named(config, base_dir, roots)
-        manifest = build([source.spec for source in config.sources], base_dir)
+        named = [source for _, source in config.named_sources()]
+        manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-        opened = [
-            open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in config.sources
-        ]
+        opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
         texts = [
-            (source, reader)
-            for source, reader in zip(config.sources, opened, strict=True)
-            if reader.content is Content.TEXT
+            (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
-        for source, reader in zip(config.sources, opened, strict=True):
+        for source, reader in zip(named, opened, strict=True):
             _check_not_empty(source.source, reader)
         if not texts:
             return cls(config, base_dir, index_dir, manifest, definition, None)._measured()
@@ -195,6 +202,37 @@ class Order:
             )
         return order
 
+    def under(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        excluded: Exclusions,
+        extents: Mapping[int, Extent] = MappingProxyType({}),
+    ) -> Order:
+        """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
+        given are those of before, or measured."""
+        order = Order(
+            config,
+            self.base_dir,
+            self.index_dir,
+            manifest,
+            self.tokenizer,
+            self.engine,
+            excluded=excluded,
+            first=self._first or self,
+        )
+        for i, source in enumerate(config.sources):
+            if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
+                raise ConfigError(
+                    f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
+                    "chosen for it: prepare the source's ids, or begin a new run"
+                )
+            if source.source not in self.specs:
+                _check_not_empty(source.source, order.open(i))
+        known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
+        order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
+        return order
+
     def _measured(self) -> Order:
         self.extents = {source: measure(self, source) for source in self.config.measured_sources}
         return self
@@ -227,6 +265,8 @@ class Order:
     @cached_property
     def _same_in_every_snapshot(self) -> dict[str, Any]:
         # Digests of the whole mixture and of every file's name: not to be made again for each snapshot.
+        if self._first is not None:
+            return self._first._same_in_every_snapshot
         return {
             "format": snapshot.FORMAT,
             "version": snapshot.VERSION,
@@ -243,15 +283,29 @@ class Order:
         return initial_state(self.config)
 
     def encode(self, state: State) -> str:
-        """``resume_state``: the canonical JSON of a state."""
+        """``resume_state``: the canonical JSON of a state of a run without revisions (see ``Course``)."""
         return snapshot.encode_state(state, self.shape)
 
     def decode(self, resume_state: str) -> State:
-        return snapshot.decode_state(resume_state, self.shape)
+        """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
+        return snapshot.decode_state(resume_state, lambda _: self.shape)
 
-    def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
+    def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
         """A new pipeline that goes on from a state. Opens files only as they are read. ``ahead``: blocks of text
         are made in the background before they are asked for, so that sources are tokenised side by side."""
+        packers = self.packers(ahead=ahead)
+        return Pipeline(
+            self.config,
+            packers,
+            state,
+            width=self.width,
+            dtype=self.dtype,
+            switches=switches,
+            extents=self.extents,
+        )
+
+    def packers(self, *, ahead: bool = False) -> PackerFactory:
+        """What makes the packers of one pipeline."""
         engine = self._load_engine()
         # One for each pipeline, and gone with it.
         pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
@@ -260,7 +314,11 @@ class Order:
             source, reader = self.config.sources[source_id], self.open(source_id)
             packed = ConcatPacker(
                 Documents(
-                    source.source, reader, self._encoder(source_id, reader, engine), self.config.epochs[source_id]
+                    source.source,
+                    reader,
+                    self._encoder(source_id, reader, engine),
+                    self.config.epochs[source_id],
+                    self.excluded.of(source.source),
                 ),
                 source_state,
                 source_id=source_id,
@@ -270,7 +328,7 @@ class Order:
             # Ids are read so fast that a second thread would only cost memory.
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
-        return Pipeline(self.config, packer, state, width=self.width, dtype=self.dtype, extents=self.extents)
+        return packer
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -321,6 +379,8 @@ class Order:
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
+        if self._first is not None:
+            return self._first._load_engine()
         if self.engine is None or self.tokenizer is None:
             return None
         with self._engine_lock:
@@ -332,6 +392,8 @@ class Order:
 
     def _load_suspects(self) -> Suspects | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""
+        if self._first is not None:
+            return self._first._load_suspects()
         if self.engine is None or self.engine.engine == "bytes" or self.index_dir is None:
             return None
         with self._engine_lock:
@@ -382,7 +444,7 @@ class _Engines:
 
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
     """That whatever the mixture file names lies below a data root; before anything of it is looked at."""
-    for path, source in config.sources_with_paths():
+    for path, source in config.named_sources():
         roots.check_pattern(f"{path}.source", base_dir, source.spec.location)
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
@@ -392,6 +454,22 @@ def _check_files(manifest: Manifest, base_dir: Path, roots: DataRoots) -> None:
     """That every file of the run lies below a data root: a pattern may meet links that lead elsewhere."""
     for source in manifest.sources:
         roots.check_paths(f"source {source.spec!r}", base_dir, [shard.path for shard in source.shards])
+
+
+def _described(node: NodeConfig) -> dict[str, Any]:
+    """A node for readers of a snapshot who have no mixture file."""
+    alias = {} if node.alias is None else {"alias": node.alias}
+    children = [
+        [2 * child.id + isinstance(child, NodeConfig), _weight(child.weight)]
+        + ([] if child.presence == "live" else [child.presence])
+        for child in node.children
+    ]
+    return {"id": node.id, "policy": node.policy, **alias, "children": children}
+
+
+def _weight(weight: Any) -> Any:
+    """The shortest text of a number; points of a schedule as they are."""
+    return repr(float(weight)).removesuffix(".0") if isinstance(weight, int | float) else weight
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

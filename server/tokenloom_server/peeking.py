@@ -191,7 +191,7 @@ class Peeks:
         self._check_batch_size(call.batch_size)
 
     def _check_batch_size(self, batch_size: int) -> None:
-        step_bytes = batch_size * self._host.order.sample_bytes
+        step_bytes = batch_size * self._host.course.sample_bytes
         if batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
                 f"a peek's step of {batch_size} samples has {step_bytes} bytes; expected 1 sample to {MAX_STEP_BYTES} "
@@ -250,9 +250,9 @@ class _Way:
     """A pipeline on its way to a sample index."""
 
     def __init__(self, host: Host, state: State) -> None:
-        self.pipeline: Pipeline = host.order.pipeline(state)
+        self.pipeline: Pipeline = host.course.pipeline(state)
         self.index = state.sample_index
-        self._turn_samples = max(1, _TURN_TOKENS // host.order.config.sequence_length)
+        self._turn_samples = max(1, _TURN_TOKENS // host.course.at(state.sample_index).config.sequence_length)
 
     @property
     def over(self) -> bool:

@@ -115,7 +115,8 @@ class Group:
     ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
     and place in the batch ([world_size, group_steps, batch_size], as ``source_ids``, int32); empty once released.
     ``marks[g]`` is the mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
-    the blocks that the samples came from, and ``dropped_tokens`` the tails, by source.
+    the blocks that the samples came from, and
+    ``dropped_tokens`` the tails, by source and by where the segment began.
     """
 
     plan: BatchPlan
@@ -123,7 +124,7 @@ class Group:
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
     places: list[list[Places]] = field(default_factory=list)
-    dropped_tokens: list[int] = field(default_factory=list)
+    dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
     #: The base as canonical JSON, and steps as the wire has them, once somebody made them.
@@ -197,7 +198,7 @@ class Group:
             self._places(i, samples[i] - 1).cursor_behind(samples[i] - 1) if count else (was.cursor, was.rows)
             for i, (count, was) in enumerate(zip(counts, known, strict=True))
         ]
-        return _state_at(mark, samples, places, self.dropped_tokens[: len(counts)])
+        return _state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
 
     def places_of(self, source: int) -> list[Places]:
         """Those of a source's samples, to be added to."""
@@ -350,6 +351,11 @@ class Pipeline:
         self._segment = Segment(config, Mixer(config, state.nodes, extents), state)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
+    @property
+    def sample_index(self) -> int:
+        """Of the sample that is next."""
+        return self._index
+
     def switch(self, switches: Sequence[Switch]) -> None:
         """From now on these, in order, are the switches behind the present sample index."""
         assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
@@ -397,6 +403,7 @@ class Pipeline:
             if ends is not None:
                 # In force behind the sample before it, so that the state at the switch is the other config's.
                 changes.append((done - 1, self._segment, self._segment.mixer.regime))
+                self._note_tails(group)
                 self.ended = ends or None
         del hashes[count:]
         if not count:
@@ -510,11 +517,14 @@ class Pipeline:
         if group is not None:
             group.source_ids.reshape(-1)[where] = picks
             group.samples[where[order]] = _objects(ids)
-            group.dropped_tokens = [feed.dropped_tokens for feed in self._feeds]
+            self._note_tails(group)
         in_order = np.empty(len(picks), np.object_)
         in_order[order] = _objects(hashes)
         found: list[int] = in_order.tolist()
         return found
+
+    def _note_tails(self, group: Group) -> None:
+        group.dropped_tokens[self._segment.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
 
 
 def _places_of(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:

@@ -21,6 +21,8 @@ class Producer(threading.Thread):
         self._live: Live | None = None
         self._pipeline: Pipeline | None = None
         self._group: Group | None = None
+        # What the pipeline was made by.
+        self._course = host.course
         # Behind a fault: one step at a time, so that all good ones before it go out.
         self._careful = False
 
@@ -70,7 +72,11 @@ class Producer(threading.Thread):
 
     def _fill(self, live: Live, steps: int, fresh: bool) -> None:
         if self._pipeline is None:
-            self._pipeline = self._host.order.pipeline(live.base, ahead=True)
+            self._course = self._host.course
+            self._pipeline = self._course.pipeline(live.base, ahead=True)
+        elif self._course is not self._host.course:
+            self._course = self._host.course
+            self._pipeline.switch(self._course.switches(self._pipeline.sample_index, ahead=True))
         if fresh:
             self._group = None
         if self._group is None:
@@ -88,7 +94,8 @@ class Producer(threading.Thread):
         group.forget_behind(published)
         state = group.state_behind(published - 1) if published else group.base
         try:
-            self._pipeline = self._host.order.pipeline(state)
+            self._course = self._host.course
+            self._pipeline = self._course.pipeline(state)
         except TokenloomError as error:
             self._give_up(live, error)
 

@@ -173,7 +173,7 @@ class Generation:
         if committed_through > committed_index:
             raise LedgerRolledBack(
                 f"rank {rank} saw a commit at sample {committed_through}, but the ledger is at {committed_index}: it "
-                "lost data; restore the ledger, or restart the training job from its checkpoint"
+                f"lost data. {LedgerRolledBack.remedy}"
             )
         step = self.step_at(received_through, f"rank {rank}'s received_through")
         if step < max(self.committed, self.released):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 import uuid
@@ -11,19 +12,24 @@ from pathlib import Path
 
 from tokenloom_server import config
 from tokenloom_server.committer import Committer
+from tokenloom_server.config import NodeConfig, SourceConfig
+from tokenloom_server.course import Course
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
-from tokenloom_server.ledger.base import Ledger, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger, StoredRevision, StoredSnapshot
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
+from tokenloom_server.revising import Revising
+from tokenloom_server.revision import as_file
 from tokenloom_server.state import digest_hex
-from tokenloom_server.stats import ResumePoint, RunStats, SnapshotInfo
+from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class ServedRun:
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.revising = Revising(host)
 
 
 class Runs:
@@ -205,6 +212,45 @@ class Runs:
         _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
         return ResumePoint(sample_index=point.sample_index, digest=digest_hex(start.digest))
 
+    def mixture(self, run: str) -> MixtureInfo:
+        host = self.get(run).host
+        with host.lock:
+            course, least = host.course, host.first_revisable()
+            index = host.committed.sample_index if host.committed is not None else 0
+        config = course.at(index).config
+        children: list[SourceConfig | NodeConfig] = [*config.sources, *config.nodes]
+        return MixtureInfo(
+            run=run,
+            sample_index=index,
+            sequence_length=config.sequence_length,
+            mixture=as_file(config),
+            paused=[child.name for child in children if child.presence == "paused"],
+            dropped=[child.name for child in children if child.presence == "dropped"],
+            phases=[
+                PhaseInfo(
+                    number=stretch.phase,
+                    sample_index=stretch.begin,
+                    total_tokens=stretch.tokens,
+                    sequence_length=stretch.order.config.sequence_length,
+                )
+                for stretch in course.stretches
+                if stretch.phase is not None
+            ],
+            revisions=[_described(course, revision, index) for revision in course.revisions],
+            first_revisable=least,
+        )
+
+    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
+        served = self.get(run)
+        revision = served.revising.revise(change)
+        host = served.host
+        return _described(host.course, revision, host.committed.sample_index if host.committed is not None else 0)
+
+    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
+        served = self.get(run)
+        course = served.host.course
+        return [_described(course, revision, 0) for revision in served.revising.drop(number)]
+
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
             if not served.host.leads():
@@ -217,3 +263,16 @@ class Runs:
             if served.host.ledger_error is not None:
                 return f"run {run}: the ledger is away: {served.host.ledger_error}"
         return None if self._runs else "no run is served yet"
+
+
+def _described(course: Course, revision: StoredRevision, committed: int) -> RevisionInfo:
+    return RevisionInfo(
+        number=revision.number,
+        sample_index=revision.sample_index,
+        total_tokens=course.tokens_at(revision.sample_index),
+        made_at=revision.made_at,
+        author=revision.author,
+        reason=revision.reason,
+        changes=json.loads(revision.content)["changes"],
+        in_force=revision.sample_index <= committed,
+    )

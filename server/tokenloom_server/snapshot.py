@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -67,6 +68,7 @@ class _Dataset(_Strict):
 
     id: int = _Count
     spec: str
+    alias: str | None = None
     shard: str
     shard_index: int = _Count
     epoch: int = _Count
@@ -100,14 +102,32 @@ _AnyDataset = Annotated[
 ]
 
 
+class _Node(_Strict):
+    """A node of the mixture; of each child 2 × source id (or 2 × node id + 1), its weight, "paused" or "dropped"."""
+
+    id: int = _Count
+    policy: str
+    alias: str | None = None
+    children: list[list[Any]]
+
+
+class _Revision(_Strict):
+    sample_index: int = _Count
+    content: dict[str, Any]
+
+
 class _ResumeState(_Strict):
     sample_index: int = _Count
     digest: str = _Digest
     total_tokens: int = _Count
     datasets: list[_AnyDataset]
     imported: _Imported | None = None
-    #: By node id, by child.
+    #: By node, as in ``mixture``, by child.
     nodes: list[list[_AnyChild]]
+    #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
+    mixture: list[_Node] | None = None
+    #: The revision in force, and those before the next state boundary.
+    revisions: list[_Revision] | None = None
 
 
 class _Snapshot(_Strict):
@@ -139,6 +159,26 @@ class Shape:
     nodes: Mapping[int, tuple[int, ...]]
     """By node id, ascending, the children's stable ids: 2 × source id, or 2 × node id + 1."""
     sample_tokens: int
+    """Of a sample that begins here."""
+    names: tuple[str | None, ...] = ()
+    """The sources' aliases."""
+    mixture: tuple[Mapping[str, Any], ...] = ()
+    """The nodes as ``resume_state`` describes them."""
+    total_tokens: Callable[[int], int] | None = None
+    """The run's total tokens at a sample index, where samples were not always of one length."""
+
+    def tokens_at(self, sample_index: int) -> int:
+        """The run's total tokens at a sample index."""
+        return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
+
+
+def with_tokens(shape: Shape, total_tokens: Callable[[int], int]) -> Shape:
+    """The shape of a run whose samples are not all of one length."""
+    return replace(shape, total_tokens=total_tokens)
+
+
+#: The shape that the states of a run have at a sample index.
+ShapeAt = Callable[[int], Shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +197,8 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
 
-def encode_state(state: State, shape: Shape) -> str:
-    """``resume_state``: the canonical JSON of a state."""
+def encode_state(state: State, shape: Shape, revisions: Sequence[Mapping[str, Any]] = ()) -> str:
+    """``resume_state``: the canonical JSON of a state. ``revisions``: what changed the mixture file's own rules."""
     datasets = []
     for i, (source, spec) in enumerate(zip(state.sources, shape.specs, strict=True)):
         entry: dict[str, Any] = {
@@ -175,12 +215,16 @@ def encode_state(state: State, shape: Shape) -> str:
         }
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
+        if shape.names and shape.names[i] is not None:
+            entry["alias"] = shape.names[i]
         datasets.append(entry)
     datasets += [{**json.loads(entry), "unknown": True} for entry in state.preserved]
     origin = {} if state.imported is None else {"imported": _position(state.imported)}
     return canonical(
         {
             **origin,
+            **({"mixture": shape.mixture} if shape.mixture else {}),
+            **({"revisions": list(revisions)} if revisions else {}),
             "sample_index": state.sample_index,
             "digest": digest_hex(state.digest),
             "total_tokens": state.total_tokens,
@@ -201,10 +245,10 @@ def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
     return rows
 
 
-def decode_state(resume_state: str, shape: Shape) -> State:
+def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
     try:
-        return _state(_ResumeState.model_validate_json(resume_state), shape)
+        return _state(_ResumeState.model_validate_json(resume_state), shape_at)
     except ValidationError as error:
         raise SnapshotInvalid(_explain(error)) from None
 
@@ -217,7 +261,7 @@ def compose(template: Mapping[str, Any], resume_state: str, index: int, digest: 
     return seal_texts(texts | {"resume_state": resume_state})
 
 
-def parse(text: str | bytes, template: Mapping[str, Any], shape: Shape) -> ResumePoint:
+def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> ResumePoint:
     """Reads and checks a snapshot against the run that it is to resume.
 
     ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
@@ -255,12 +299,14 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape: Shape) -> Resum
         missing = [field for field in needed if getattr(snapshot, field) is None]
         if missing:
             raise SnapshotInvalid(f"{', '.join(missing)} missing: they must be there beside resume_state")
-        base = _state(snapshot.resume_state, shape)
+        base = _state(snapshot.resume_state, shape_at)
         if base.sample_index > snapshot.sample_index:
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, behind sample_index {snapshot.sample_index}"
             )
-        _check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
+        _check_position(
+            "", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape_at(snapshot.sample_index)
+        )
     return ResumePoint(
         sample_index=snapshot.sample_index,
         digest=snapshot.digest,
@@ -282,7 +328,22 @@ _REMEDIES = {
 }
 
 
-def _state(resume: _ResumeState, shape: Shape) -> State:
+def revisions_of(text: str | bytes) -> list[tuple[int, dict[str, Any]]]:
+    """(sample index, content) of the revisions that a snapshot carries. Raises ``SnapshotInvalid``."""
+    try:
+        resume = _Snapshot.model_validate_json(canonical(unseal(text))).resume_state
+    except ValidationError as error:
+        raise SnapshotInvalid(_explain(error)) from None
+    except ValueError as error:
+        raise SnapshotInvalid(str(error)) from None
+    if resume is None or resume.revisions is None:
+        return []
+    return [(revision.sample_index, revision.content) for revision in resume.revisions]
+
+
+def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
+    shape = shape_at(resume.sample_index)
+    _check_mixture(resume, shape)
     _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
     datasets = [entry for entry in resume.datasets if isinstance(entry, _Dataset)]
     origin = resume.imported
@@ -308,14 +369,32 @@ def _state(resume: _ResumeState, shape: Shape) -> State:
     )
 
 
+def _check_mixture(resume: _ResumeState, shape: Shape) -> None:
+    """Whether the state was made under the mixture that is in force there."""
+    if resume.mixture is None or not shape.mixture:
+        return
+    theirs = [node.model_dump(exclude_none=True) for node in resume.mixture]
+    for found, expected in zip_longest(theirs, shape.mixture):
+        if found != expected:
+            raise SnapshotInvalid(
+                f"resume_state.mixture at sample {resume.sample_index} has {_short(found)}, but in force there is "
+                f"{_short(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "
+                "one with the same mixture file, or fork a new run from this state"
+            )
+
+
+def _short(value: Any) -> str:
+    text = canonical(value)
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
 def _check_position(where: str, sample_index: int, total_tokens: int, digest: str, shape: Shape) -> None:
     if int(digest, 16) >= DIGEST_MODULUS:
         raise SnapshotInvalid(f"{where}digest {digest!r} is not below 2^127 − 1")
-    if total_tokens != sample_index * shape.sample_tokens:
-        raise SnapshotInvalid(
-            f"{where}total_tokens is {total_tokens}, but {sample_index} samples of {shape.sample_tokens} tokens have "
-            f"{sample_index * shape.sample_tokens}"
-        )
+    expected = shape.tokens_at(sample_index)
+    if total_tokens != expected:
+        of = "" if shape.total_tokens is not None else f" of {shape.sample_tokens} tokens"
+        raise SnapshotInvalid(f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}")
 
 
 def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, ...]:
@@ -333,7 +412,7 @@ def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, .
                 f"resume_state.datasets.{i}: shard {dataset.shard!r} at {dataset.shard_index} "
                 f"is not in this run's manifest of {dataset.spec!r}"
             )
-        if dataset.token_offset != dataset.samples * shape.sample_tokens:
+        if shape.total_tokens is None and dataset.token_offset != dataset.samples * shape.sample_tokens:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
@@ -363,6 +442,9 @@ def _check_nodes(
     issued = {
         number: sum(child.samples for child in children) for number, children in zip(shape.nodes, nodes, strict=True)
     }
+    tokens = {
+        number: sum(child.tokens for child in children) for number, children in zip(shape.nodes, nodes, strict=True)
+    }
     if issued[0] != sample_index:
         raise SnapshotInvalid(
             f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"
@@ -371,8 +453,11 @@ def _check_nodes(
         for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):
             own, is_node = divmod(child_id, 2)
             samples = issued[own] if is_node else sources[own].samples
+            given = samples * shape.sample_tokens
+            if shape.total_tokens is not None:
+                given = tokens[own] if is_node else sources[own].tokens
             exhausted = child.exhausted if is_node else sources[own].exhausted
-            if (child.samples, child.tokens, child.exhausted) != (samples, samples * shape.sample_tokens, exhausted):
+            if (child.samples, child.tokens, child.exhausted) != (samples, given, exhausted):
                 raise SnapshotInvalid(
                     f"resume_state.nodes.{number}.{i}: {child} is not what {'node' if is_node else 'source'} {own} "
                     f"says itself: {samples} samples, exhausted {exhausted}"

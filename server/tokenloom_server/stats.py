@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
+
+from tokenloom_server.mixture_change import MixtureChange
 
 
 class _Figures(BaseModel):
@@ -118,6 +120,57 @@ class ResumePoint(_Figures):
     digest: str
 
 
+class RevisionInfo(_Figures):
+    """A change of the mixture from a sample index on."""
+
+    number: int
+    """Counts from 1."""
+    sample_index: int
+    """Of the first sample under it."""
+    total_tokens: int
+    """What the run has had before that sample."""
+    made_at: float
+    """Unix time, seconds."""
+    author: str
+    reason: str
+    changes: list[str]
+    """What it changes, a line each."""
+    in_force: bool
+    """Whether samples under it are committed, or next."""
+
+
+class PhaseInfo(_Figures):
+    """A part of the run, as the mixture file plans it."""
+
+    number: int
+    """Counts from 0."""
+    sample_index: int
+    """Of its first sample."""
+    total_tokens: int
+    """What the run has had before that sample."""
+    sequence_length: int
+
+
+class MixtureInfo(_Figures):
+    """The mixture of a run, and how it came about."""
+
+    run: str
+    sample_index: int
+    """Committed."""
+    sequence_length: int
+    mixture: dict[str, Any]
+    """The mixture in force at ``sample_index``, as a mixture file has it, without what was dropped."""
+    paused: list[str]
+    """Sources and nodes that give nothing until they are set to go on."""
+    dropped: list[str]
+    """Sources that left; their cursors and counters stay."""
+    phases: list[PhaseInfo]
+    revisions: list[RevisionInfo]
+    """All that were made, oldest first; those to come, too."""
+    first_revisable: int
+    """The least sample index from which on a new revision can hold."""
+
+
 class RunService(Protocol):
     """What the outer layers (gRPC, REST, metrics) ask of the runs of this server.
 
@@ -144,6 +197,19 @@ class RunService(Protocol):
 
         Raises ``SnapshotInvalid``, ``BeyondHorizon``.
         """
+
+    def mixture(self, run: str) -> MixtureInfo: ...
+
+    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
+        """Changes the mixture from a sample index on; returns once that is durable.
+
+        Raises ``ConfigError`` and ``SourceError`` for what cannot be, ``BeyondHorizon`` for an index that may have been
+        produced already.
+        """
+
+    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
+        """Takes a revision and all after it back, oldest first. Raises ``BeyondHorizon`` where one may have been
+        produced already."""
 
     def not_ready(self) -> str | None:
         """Why requests cannot be served now; ``None`` when they can."""

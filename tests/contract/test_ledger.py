@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from support.ledger_data import SPECS, commit_at, opening_of
+from support.ledger_data import SPECS, commit_at, opening_of, revision_of
 from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
 from tokenloom_server.errors import (
@@ -24,7 +24,7 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Lease, Ledger, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Commit, Counters, Lease, Ledger, StoredRevision, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.state import MAX_COUNTER
 
@@ -68,6 +68,16 @@ class Server:
 
     def claim(self, rank: int, nonce: str, generation: int = 1) -> None:
         self.ledger.claim_slot(UID, STREAM, self.epoch, generation, rank, nonce)
+
+    def revise(self, number: int, sample_index: int, reason: str = "more code") -> None:
+        self.ledger.revise(UID, STREAM, self.epoch, revision_of(number, sample_index, reason))
+
+    def drop(self, number: int) -> None:
+        self.ledger.drop_revisions(UID, STREAM, self.epoch, number)
+
+    @property
+    def revisions(self) -> list[StoredRevision]:
+        return list(self.ledger.revisions(UID, STREAM))
 
     @property
     def run(self) -> StoredRun:
@@ -158,7 +168,7 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
 def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
     calls: list[Callable[[], object]] = [
         lambda: ledger.acquire("nobody", STREAM, "a", 0.0),
-        lambda: ledger.renew("nobody", STREAM, 1, 1.0, None, 0, 0),
+        lambda: ledger.renew("nobody", STREAM, 1, "a", 1.0, None, 0, 0),
         lambda: ledger.release("nobody", STREAM, 1),
         lambda: ledger.adopt("nobody", STREAM, 1, "else"),
         lambda: ledger.open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0)),
@@ -169,6 +179,9 @@ def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
         lambda: ledger.journal_size("nobody", STREAM),
         lambda: ledger.thin_journal("nobody", STREAM, 1),
         lambda: ledger.pin("nobody", STREAM, 1, "{}"),
+        lambda: ledger.revise("nobody", STREAM, 1, revision_of(1, 0)),
+        lambda: ledger.revisions("nobody", STREAM),
+        lambda: ledger.drop_revisions("nobody", STREAM, 1, 1),
         lambda: ledger.save_snapshot("nobody", STREAM, StoredSnapshot(id="s", sample_index=0, saved_at=0, text="")),
         lambda: ledger.snapshots("nobody", STREAM),
         lambda: ledger.snapshot("nobody", STREAM, "s"),
@@ -187,6 +200,7 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
     old = lead(store.open())
     old.open(1, 0)
     old.commit(4)
+    old.revise(1, 8)
     new = lead(store.open())
     assert new.epoch == old.epoch + 1 == new.run.epoch
     writes: list[Callable[[], object]] = [
@@ -196,20 +210,29 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
         lambda: old.claim(0, "n"),
         lambda: old.ledger.pin(UID, STREAM, old.epoch, "{}"),
         lambda: old.ledger.thin_journal(UID, STREAM, old.epoch),
+        lambda: old.revise(1, 8),
+        lambda: old.revise(2, 8),
+        lambda: old.drop(1),
         lambda: old.ledger.adopt(UID, STREAM, old.epoch, "uid-2"),
-        lambda: old.ledger.renew(UID, STREAM, old.epoch, 5.0, None, 1, 4),
+        lambda: old.ledger.renew(UID, STREAM, old.epoch, "one", 5.0, None, 1, 4),
         lambda: old.ledger.release(UID, STREAM, old.epoch),
     ]
     for write in writes:
         with pytest.raises(NotLeader, match=r"epoch 2, this server has 1.*Another server"):
             write()
     assert new.committed == commit_at(4)
+    assert new.revisions == [revision_of(1, 8)]
     assert new.commit(8) == 8
 
 
 def test_an_epoch_that_was_never_given_is_refused(server: Server) -> None:
     with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
         replace(server, epoch=server.epoch + 1).commit(1)
+    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
+        replace(server, epoch=server.epoch + 1).revise(1, 0)
+    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
+        replace(server, epoch=server.epoch + 1).drop(1)
+    assert server.revisions == []
 
 
 def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> None:
@@ -234,9 +257,9 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     one.release(UID, STREAM, epoch + 1)
     assert two.acquire(UID, STREAM, "two", 0.05) == epoch + 2
     with pytest.raises(NotLeader):
-        one.renew(UID, STREAM, epoch + 1, 1000.0, None, 0, 0)
+        one.renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0)
     time.sleep(0.1)
-    two.renew(UID, STREAM, epoch + 2, 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
+    two.renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
     with pytest.raises(LeaseHeld):
         one.acquire(UID, STREAM, "one", 1000.0)
     run = one.read_run(NAME, STREAM)
@@ -245,6 +268,17 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
     assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
     assert run.lease.lasts_s == 1000
+
+
+def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_lease(ledger: Ledger) -> None:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    epoch = ledger.acquire(UID, STREAM, "two", 1000.0)
+    before = ledger.read_run(NAME, STREAM)
+    with pytest.raises(NotLeader, match=f"two has the lease of run '{NAME}', at this server's own epoch {epoch}"):
+        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 0, 0)
+    assert ledger.read_run(NAME, STREAM) == before
+    with pytest.raises(LedgerRolledBack):  # what was lost is told first
+        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 1, 0)
 
 
 def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_hours() -> None:
@@ -283,14 +317,14 @@ def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anythin
     with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
         server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12)
     with pytest.raises(LedgerRolledBack):
-        server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 1, 9)
+        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 9)
     with pytest.raises(LedgerRolledBack):
-        server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 2, 0)
+        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 2, 0)
     with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
         server.commit(16, 2)
     assert server.committed == commit_at(8)
     server.open(2, 0)
-    server.ledger.renew(UID, STREAM, server.epoch, 5.0, None, 1, 8)  # an older generation's: no rollback
+    server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 8)  # an older generation's: no rollback
 
 
 # Opening a generation.
@@ -304,10 +338,23 @@ def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_e
     assert server.committed == commit_at(12)
     assert server.run.committed_at is not None
     assert ledger.openings(UID, STREAM) == [opening]
+    assert (opening.skipped, opening.parent_run) == (0, "")
     entry = ledger.journal(UID, STREAM, 1, 12)
     assert entry is not None
     assert (entry.generation, entry.sample_index, entry.state) == (1, 12, commit_at(12).state)
     assert ledger.journal_size(UID, STREAM) == (1, len(commit_at(12).state.encode()))
+
+
+def test_an_opening_tells_what_it_jumped_over_and_which_run_it_was_forked_from(ledger: Ledger) -> None:
+    server = lead(ledger)
+    opening = replace(opening_of(1, commit_at(12)), skipped=5, parent_run='{"name":"\u00fc"}')
+    for _ in range(2):
+        ledger.open(UID, STREAM, server.epoch, opening, commit_at(12))
+    assert server.run.opening == opening
+    assert list(ledger.openings(UID, STREAM)) == [opening]
+    for other in (replace(opening, skipped=4), replace(opening, parent_run="")):
+        with pytest.raises(AttemptUsed):
+            ledger.open(UID, STREAM, server.epoch, other, commit_at(12))
 
 
 def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server: Server) -> None:
@@ -489,6 +536,8 @@ def test_only_openings_and_commits_write_counters(server: Server) -> None:
     server.claim(0, "n")
     server.ledger.pin(UID, STREAM, server.epoch, "{}")
     server.ledger.thin_journal(UID, STREAM, server.epoch)
+    server.revise(1, 12)
+    server.drop(1)
     server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
     server.ledger.create_run(NAME, STREAM, "uid-9", "{}")
     server.ledger.acquire(UID, STREAM, "one", 0.0)
@@ -502,10 +551,15 @@ def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None
     server.commit(8, journal=True)
     server.ledger.pin(UID, STREAM, server.epoch, '{"pin":1}')
     server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    server.revise(1, 8)
+    server.revise(2, 8)
+    server.revise(3, 12)
+    server.drop(3)
     before = server.run
     store.crash()
     after = replace(server, ledger=store.open())
     assert after.run == before
+    assert after.revisions == [revision_of(1, 8), revision_of(2, 8)]
     assert after.ledger.journal_size(UID, STREAM)[0] == 2
     with pytest.raises(AttemptUsed):
         after.claim(0, "m")
@@ -576,6 +630,97 @@ def test_thinning_removes_every_second_entry_and_never_the_first_of_a_generation
         assert entries() == left
 
 
+# Revisions.
+
+
+def test_revisions_are_kept_oldest_first_and_may_share_a_sample_index(server: Server) -> None:
+    assert server.revisions == []
+    for number, index in ((1, 0), (2, 8), (3, 8), (4, 100)):
+        server.revise(number, index)
+    assert server.revisions == [revision_of(1, 0), revision_of(2, 8), revision_of(3, 8), revision_of(4, 100)]
+
+
+def test_repeating_a_revision_after_an_unknown_outcome_changes_nothing(server: Server) -> None:
+    for number, index in ((1, 4), (1, 4), (2, 8), (2, 8), (1, 4)):
+        server.revise(number, index)
+    assert server.revisions == [revision_of(1, 4), revision_of(2, 8)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4, MAX_COUNTER])
+def test_a_revision_that_is_not_the_next_one_is_refused(server: Server, number: int) -> None:
+    with pytest.raises(LedgerError, match="has no revision yet, the call's is 2; expected 1"):
+        server.revise(2, 8)
+    server.revise(1, 8)
+    server.revise(2, 8)
+    with pytest.raises(LedgerError, match=f"newest revision is 2, the call's is {number}; expected 3"):
+        server.revise(number, 8, reason="another")
+    assert server.revisions == [revision_of(1, 8), revision_of(2, 8)]
+
+
+def test_a_revision_before_the_newest_one_is_refused(server: Server) -> None:
+    server.revise(1, MAX_COUNTER)
+    with pytest.raises(
+        LedgerError, match=f"revision 1 begins at sample index {MAX_COUNTER}, the next one would at {MAX_COUNTER - 1}"
+    ):
+        server.revise(2, MAX_COUNTER - 1)
+    for number, index in ((2, MAX_COUNTER + 1), (2, -1), (MAX_COUNTER + 1, MAX_COUNTER)):
+        with pytest.raises(LedgerError, match="expected 0 to 9007199254740991"):
+            server.revise(number, index)
+    server.revise(2, MAX_COUNTER)
+    assert server.revisions == [revision_of(1, MAX_COUNTER), revision_of(2, MAX_COUNTER)]
+
+
+def test_dropping_a_revision_drops_those_behind_it(server: Server) -> None:
+    for number in range(1, 6):
+        server.revise(number, 10 * number)
+    server.drop(6)
+    server.drop(MAX_COUNTER)
+    assert len(server.revisions) == 5
+    for number in (4, 4, 5):
+        server.drop(number)
+        assert server.revisions == [revision_of(1, 10), revision_of(2, 20), revision_of(3, 30)]
+    server.revise(4, 30)
+    server.drop(2)
+    assert server.revisions == [revision_of(1, 10)]
+    server.drop(1)
+    server.drop(1)
+    assert server.revisions == []
+    server.revise(1, 0, reason="once more")
+    assert server.revisions == [revision_of(1, 0, "once more")]
+
+
+def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(store: LedgerStore) -> None:
+    server = lead(store.open())
+    server.revise(1, 4)  # before the first generation
+    server.open(1, 0)
+    server.revise(2, 8)
+    server.open(2, 0)
+    new = lead(store.open())
+    assert new.revisions == [revision_of(1, 4), revision_of(2, 8)]
+    new.revise(2, 8)
+    new.revise(3, 8)
+    assert len(new.revisions) == 3
+    new.ledger.create_run(NAME, "eval", UID, "{}")
+    assert list(new.ledger.revisions(UID, "eval")) == []
+
+
+def test_of_several_revisions_at_once_one_is_made(store: LedgerStore) -> None:
+    server = lead(store.open())
+    ledgers = [store.open() for _ in range(4)]
+
+    def revise(k: int) -> bool:
+        try:
+            replace(server, ledger=ledgers[k]).revise(1, 8, reason=f"reason {k}")
+        except LedgerError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(revise, range(4)))
+    assert sum(made) == 1
+    assert server.revisions == [revision_of(1, 8, f"reason {made.index(True)}")]
+
+
 # Snapshots.
 
 
@@ -600,6 +745,7 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
     server = lead(store.open())
     other = lead(store.open())  # the leader now; both know the uid of before
     other.ledger.pin(UID, STREAM, other.epoch, "{}")
+    other.revise(1, 8)
     other.ledger.adopt(UID, STREAM, other.epoch, "uid-from-elsewhere")
     other.ledger.adopt(UID, STREAM, other.epoch, "uid-from-elsewhere")  # a repetition
     assert (other.run.uid, other.run.epoch, other.run.pin) == ("uid-from-elsewhere", other.epoch, "{}")
@@ -609,15 +755,19 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
         with pytest.raises(NotLeader):
             ledger.openings(UID, STREAM)
         with pytest.raises(NotLeader):
+            ledger.revisions(UID, STREAM)
+        with pytest.raises(NotLeader):
             ledger.acquire(UID, STREAM, "one", 0.0)
     with pytest.raises(NotLeader):
         server.ledger.adopt(UID, STREAM, server.epoch, "uid-from-elsewhere")
     start = commit_at(20)
+    other.ledger.revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8))
     other.ledger.open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start)
     assert other.ledger.commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True) == 24
     fresh = store.open()
     assert fresh.acquire("uid-from-elsewhere", STREAM, "a", 0.0) == other.epoch + 1
     assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
+    assert list(fresh.revisions("uid-from-elsewhere", STREAM)) == [revision_of(1, 8), revision_of(2, 8)]
     assert other.committed == commit_at(24)
     assert fresh.create_run(NAME, STREAM, "uid-7", "{}").uid == "uid-from-elsewhere"
 

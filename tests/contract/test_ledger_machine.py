@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from support.ledger_data import commit_at, opening_of
+from support.ledger_data import commit_at, opening_of, revision_of
 from support.ledger_stores import LedgerStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
 from tokenloom_server.errors import (
@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Ledger, Opening, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger, Opening, StoredRevision, StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
@@ -45,7 +45,8 @@ class Model:
     """The contract, in memory."""
 
     epoch: int = 0
-    #: The server whose lease has not lapsed.
+    #: The server that acquired last, and the one whose lease has not lapsed.
+    holder: int | None = None
     held_by: int | None = None
     heard_at: float | None = None
     generation: int = 0
@@ -57,19 +58,24 @@ class Model:
     slots: dict[int, str] = field(default_factory=dict)
     journal: dict[int, dict[int, str]] = field(default_factory=dict)
     snapshots: dict[str, StoredSnapshot] = field(default_factory=dict)
+    revisions: list[StoredRevision] = field(default_factory=list)
 
     def acquire(self, who: int, lasts: bool) -> Outcome:
         if self.held_by not in (None, who):
             return LeaseHeld
         self.epoch += 1
-        self.held_by = who if lasts else None
+        self.holder, self.held_by = who, who if lasts else None
         return self.epoch
 
-    def renew(self, who: int, epoch: int, lasts: bool, heard_at: float | None, generation: int, known: int) -> Outcome:
+    def renew(
+        self, who: int, epoch: int, holder: int, lasts: bool, heard_at: float | None, generation: int, known: int
+    ) -> Outcome:
         if epoch != self.epoch:
             return NotLeader
         if self._is_behind(generation, known):
             return LedgerRolledBack
+        if holder != self.holder:
+            return NotLeader
         self.held_by, self.heard_at = who if lasts else None, heard_at
         return None
 
@@ -135,6 +141,24 @@ class Model:
         self.pin = pin
         return None
 
+    def revise(self, epoch: int, revision: StoredRevision) -> Outcome:
+        if epoch != self.epoch:
+            return NotLeader
+        if revision in self.revisions:
+            return None
+        if revision.number != len(self.revisions) + 1:
+            return LedgerError
+        if self.revisions and revision.sample_index < self.revisions[-1].sample_index:
+            return LedgerError
+        self.revisions.append(revision)
+        return None
+
+    def drop_revisions(self, epoch: int, number: int) -> Outcome:
+        if epoch != self.epoch:
+            return NotLeader
+        self.revisions = self.revisions[: number - 1]
+        return None
+
     def save(self, snapshot: StoredSnapshot) -> Outcome:
         found = self.snapshots.setdefault(snapshot.id, snapshot)
         return LedgerError if found.text != snapshot.text else None
@@ -198,15 +222,19 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(found, int):
             self.leader, self.epochs[who] = who, found
 
-    @rule(leads=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 1.5]), lag=LAG, known=STEP)
-    def renew(self, leads: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
+    @rule(leads=LEADS, own=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 1.5]), lag=LAG, known=STEP)
+    def renew(self, leads: bool, own: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
+        """``own``: the epoch was not given out a second time."""
         who, epoch = self._server(leads)
+        holder = who if own else 1 - who
         generation = self.model.generation - lag
         index = max(0, (self.model.committed or (0, "0"))[0] + known)
         lease_s = LONG_S if lasts else 0.0
         self._do(
-            lambda: self.ledgers[who].renew(UID, STREAM, epoch, lease_s, heard_at, generation, index),
-            lambda: self.model.renew(who, epoch, lasts, heard_at, generation, index),
+            lambda: self.ledgers[who].renew(
+                UID, STREAM, epoch, f"server {holder}", lease_s, heard_at, generation, index
+            ),
+            lambda: self.model.renew(who, epoch, holder, lasts, heard_at, generation, index),
         )
 
     @rule(leads=LEADS)
@@ -278,6 +306,23 @@ class LedgerMachine(RuleBasedStateMachine):
         who, epoch = self._server(leads)
         self._do(lambda: self.ledgers[who].pin(UID, STREAM, epoch, pin), lambda: self.model.set_pin(epoch, pin))
 
+    @rule(leads=LEADS, ahead=st.sampled_from([1, 1, 1, 0, 2, -1]), index=st.integers(0, 3), reason=ORDER)
+    def revise(self, leads: bool, ahead: int, index: int, reason: str) -> None:
+        who, epoch = self._server(leads)
+        revision = revision_of(max(1, len(self.model.revisions) + ahead), index, reason)
+        self._do(
+            lambda: self.ledgers[who].revise(UID, STREAM, epoch, revision), lambda: self.model.revise(epoch, revision)
+        )
+
+    @rule(leads=LEADS, back=st.integers(-1, 2))
+    def drop_revisions(self, leads: bool, back: int) -> None:
+        who, epoch = self._server(leads)
+        number = max(1, len(self.model.revisions) - back)
+        self._do(
+            lambda: self.ledgers[who].drop_revisions(UID, STREAM, epoch, number),
+            lambda: self.model.drop_revisions(epoch, number),
+        )
+
     @rule(leads=LEADS, name=st.sampled_from(["s", "t"]), index=st.integers(0, 2))
     def save_snapshot(self, leads: bool, name: str, index: int) -> None:
         who, _ = self._server(leads)
@@ -301,6 +346,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert run.lease.heard_at == model.heard_at
         assert run.opening == (model.openings[-1] if model.openings else None)
         assert run.committed == (commit_at(*model.committed) if model.committed else None)
+        assert list(ledger.revisions(UID, STREAM)) == model.revisions
         sizes = [len(state.encode()) for entries in model.journal.values() for state in entries.values()]
         assert ledger.journal_size(UID, STREAM) == (len(sizes), sum(sizes))
 
@@ -382,8 +428,11 @@ REDIS_MUTANTS = {
         "commit",
         "if had == tonumber(committed) and ARGV[8] ~= digest then return {'order', committed, digest} end",
     ),
+    "holder": ("renew", "if holder ~= ARGV[7] then return {'twice', holder, field('name')} end"),
     "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then"),
     "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
+    "number": ("revise", "if number ~= newest + 1 then return {'revision', newest} end"),
+    "index": ("revise", "if tonumber(ARGV[4]) < last then return {'too_early', newest, string.format('%d', last)} end"),
     "attempts": ("open", "if used then return {'used', used} end"),
 }
 

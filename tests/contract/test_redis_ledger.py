@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import redis
-from support.ledger_data import commit_at, opening_of
+from support.ledger_data import commit_at, opening_of, revision_of
 from support.ports import free_port
 from support.redis_server import RedisServer
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
@@ -91,10 +92,24 @@ def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client
     ledger.claim_slot("uid", "train", 1, 1, 0, "nonce")
     ledger.pin("uid", "train", 1, "{}")
     ledger.save_snapshot("uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    ledger.revise("uid", "train", 1, revision_of(1, 8))
     keys = set(client.keys())
     endings = ["samples", "rows", "tokens", "openings", "attempts", "slots", "journal", "states", "snapshots"]
+    endings.append("revisions")
     assert keys == {"tokenloom:runs", "tokenloom:{uid}:train"} | {f"tokenloom:{{uid}}:train:{each}" for each in endings}
     assert {client.ttl(key) for key in keys} == {-1}
+
+
+def test_an_opening_that_was_stored_before_it_could_tell_what_it_jumped_over_is_read(
+    ledger: Ledger, client: Any
+) -> None:
+    fields = json.loads(client.hget("tokenloom:{uid}:train:openings", "1"))
+    del fields["skipped"], fields["parent_run"]
+    client.hset("tokenloom:{uid}:train:openings", "1", json.dumps(fields))
+    assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(0))]
+    run = ledger.read_run("run", "train")
+    assert run is not None
+    assert run.opening == opening_of(1, commit_at(0))
 
 
 def test_a_write_survives_a_flush_of_the_scripts(ledger: Ledger, client: Any) -> None:
@@ -104,7 +119,7 @@ def test_a_write_survives_a_flush_of_the_scripts(ledger: Ledger, client: Any) ->
 
 def test_no_script_is_longer_known_by_another_name(redis_url: str) -> None:
     scripts = redis_client.load_scripts()
-    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts) == 12
+    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts) == 14
 
 
 def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) -> None:
@@ -122,9 +137,11 @@ def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) 
             ledger.create_run("run", "train", "uid", "{}")
             epoch = ledger.acquire("uid", "train", "a", 0.0)
             ledger.adopt("uid", "train", epoch, "elsewhere")
+            ledger.revise("elsewhere", "train", epoch, revision_of(1, 8))
             ledger.open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
             assert ledger.commit("elsewhere", "train", epoch, 1, commit_at(4), True) == 4
             assert ledger.journal_size("elsewhere", "train")[0] == 2
+            assert list(ledger.revisions("elsewhere", "train")) == [revision_of(1, 8)]
             assert ledger.run_names() == [("run", "train")]
             assert _run_is_at(ledger, 4)
     finally:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.ledger_data import commit_at, opening_of
+from support.ledger_data import commit_at, opening_of, revision_of
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, NotLeader
 from tokenloom_server.ledger import sqlite_file
 from tokenloom_server.ledger.open import open_ledger
@@ -234,17 +235,29 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
             assert ledger.commit("uid", "train", epoch, 1, after, False) == after.sample_index
 
 
-def test_a_file_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", range(1, sqlite_file.SCHEMA_VERSION))
+def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
     path = tmp_path / "ledger.db"
-    ledger = SqliteLedger(path)
-    ledger.create_run("run", "train", "uid", "{}")
-    ledger.close()
+    with closing(SqliteLedger(path)) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        epoch = ledger.acquire("uid", "train", "a", 0.0)
+        ledger.open("uid", "train", epoch, opening_of(1, commit_at(4)), commit_at(4))
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DROP TABLE leases")
-        connection.execute("PRAGMA user_version = 1")
-    ledger = SqliteLedger(path)
-    assert ledger.acquire("uid", "train", "a", 5.0) == 1
-    ledger.close()
+        connection.execute("DROP TABLE revisions")
+        for column in ("skipped", "parent_run"):
+            connection.execute(f"ALTER TABLE openings DROP COLUMN {column}")
+        if version < 2:
+            connection.execute("DROP TABLE leases")
+        connection.execute(f"PRAGMA user_version = {version}")
+    with closing(SqliteLedger(path)) as ledger:
+        assert ledger.acquire("uid", "train", "a", 5.0) == epoch + 1
+        assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4))]
+        ledger.revise("uid", "train", epoch + 1, revision_of(1, 8))
+        later = replace(opening_of(2, commit_at(4)), skipped=3, parent_run="{}")
+        ledger.open("uid", "train", epoch + 1, later, commit_at(4))
+    with closing(SqliteLedger(path)) as ledger:
+        assert list(ledger.revisions("uid", "train")) == [revision_of(1, 8)]
+        assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4)), later]
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
 

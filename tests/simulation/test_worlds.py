@@ -15,13 +15,16 @@ from tests.simulation.world import FAULTS, World
 WORLDS, CHUNK = 1000, 50
 #: Where a mutant was caught last: looked at first, so that this takes seconds. Any of the worlds will do.
 CAUGHT = {
-    "ledger_without_fence": (144, 193),
-    "server_without_fence": (36, 40),
-    "ledger_without_deduplication": (72, 180),
+    "ledger_without_fence": (514, 674),
+    "server_without_fence": (7, 78),
+    "ledger_without_deduplication": (180, 422),
     "ledger_that_ignores_the_epoch": (80, 112),
-    "opening_of_unknown_outcome_forgotten": (475,),
-    "lease_ignored": (62, 168),
+    "opening_of_unknown_outcome_forgotten": (1796, 3501),
+    "lease_ignored": (1208, 1922),
 }
+#: Any change in what servers call changes all worlds. Where the seeds above are out of date so many are searched, since
+#: one world in some hundreds catches the rarest: then write down the new ones.
+SEARCHED = 4 * WORLDS
 
 
 def broken(seed: int) -> str | None:
@@ -48,16 +51,16 @@ def test_a_seed_replays_to_the_event(seed: int) -> None:
     assert len(worlds[0].log) > 10
 
 
-@pytest.mark.timeout(300)  # where the seeds above are out of date
+@pytest.mark.timeout(900)  # where the seeds above are out of date
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = MUTANTS[name](monkeypatch)
-    for seed in [*CAUGHT.get(name, ()), *range(WORLDS)]:
+    for seed in [*CAUGHT.get(name, ()), *range(SEARCHED)]:
         try:
             World(seed, ledger).run()
         except Violation:
             return
-    pytest.fail(f"{name} survived {WORLDS} worlds")
+    pytest.fail(f"{name} survived {SEARCHED} worlds")
 
 
 @pytest.mark.timeout(300)

@@ -1,10 +1,10 @@
-"""Openings and commits for tests of the ledger: small, and each index has one canonical form."""
+"""Openings, commits and revisions for tests of the ledger: small, and each index has one canonical form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenloom_server.ledger.base import Commit, Counters, Opening
+from tokenloom_server.ledger.base import Commit, Counters, Opening, StoredRevision
 
 SPECS = ("parquet:a-*.parquet:text", "jsonl:b c.jsonl:text", "txt:ü/*.txt:text")
 
@@ -34,4 +34,15 @@ def opening_of(generation: int, start: Commit, attempt: str | None = None) -> Op
         start_index=start.sample_index,
         start_state=start.state,
         opened_at=1700000000.25 + generation,
+    )
+
+
+def revision_of(number: int, sample_index: int, reason: str = "more code") -> StoredRevision:
+    return StoredRevision(
+        number=number,
+        sample_index=sample_index,
+        made_at=1700000000.125 + number,
+        author="Zo\u00eb",
+        reason=reason,
+        content=f'{{"weights":{{"a":{number}}},"text":"\u20ac"}}',
     )

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import (
+    Commit,
+    JournalEntry,
+    Lease,
+    Opening,
+    StoredRevision,
+    StoredRun,
+    StoredSnapshot,
+)
 
 
 @dataclass(slots=True)
@@ -36,6 +44,7 @@ class Run:
     #: By generation, by sample index.
     journal: dict[int, dict[int, str]] = field(default_factory=dict)
     snapshots: dict[str, StoredSnapshot] = field(default_factory=dict)
+    revisions: list[StoredRevision] = field(default_factory=list)
 
     @property
     def generation(self) -> int:
@@ -48,6 +57,7 @@ class Run:
             slots=dict(self.slots),
             journal={generation: dict(entries) for generation, entries in self.journal.items()},
             snapshots=dict(self.snapshots),
+            revisions=list(self.revisions),
         )
 
 
@@ -127,15 +137,24 @@ class MemoryLedger:
             return run.epoch
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         with self._store.lock:
             run = self._led(uid, stream, epoch)
             found = run.generation, run.committed.sample_index if run.committed is not None else 0
             if found[0] < generation or (found[0] == generation and found[1] < known):
                 raise refusals.rolled_back(uid, stream, *found, generation, known)
-            if run.lease is not None:
-                run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, lasts_s=lease_s, heard_at=heard_at)
+            if run.lease is None or run.lease.holder != holder:
+                raise refusals.given_out_twice(run.name, epoch, None if run.lease is None else run.lease.holder)
+            run.lease = replace(run.lease, lapses_at=self._clock() + lease_s, lasts_s=lease_s, heard_at=heard_at)
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
         with self._store.lock:
@@ -232,6 +251,28 @@ class MemoryLedger:
     def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
         with self._store.lock:
             self._led(uid, stream, epoch).pin = pin
+
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        refusals.check_revision(uid, stream, revision)
+        with self._store.lock:
+            run = self._led(uid, stream, epoch)
+            if revision in run.revisions:  # a repetition
+                return
+            newest = run.revisions[-1].number if run.revisions else 0
+            if revision.number != newest + 1:
+                raise refusals.revision_number(uid, stream, newest, revision.number)
+            if run.revisions and revision.sample_index < (found := run.revisions[-1].sample_index):
+                raise refusals.revision_too_early(uid, stream, newest, found, revision.sample_index)
+            run.revisions.append(revision)
+
+    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
+        with self._store.lock:
+            return list(self._store.run(uid, stream).revisions)
+
+    def drop_revisions(self, uid: str, stream: str, epoch: int, number: int) -> None:
+        with self._store.lock:
+            run = self._led(uid, stream, epoch)
+            run.revisions = [revision for revision in run.revisions if revision.number < number]
 
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
         with self._store.lock:

@@ -9,11 +9,14 @@ from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
+    MixtureInfo,
     RankStats,
     ResumePoint,
+    RevisionInfo,
     RunStats,
     SnapshotInfo,
     SourceStats,
@@ -90,6 +93,7 @@ class MemoryService:
     runs: dict[str, RunStats] = field(default_factory=dict)
     saved: dict[str, dict[str, str]] = field(default_factory=dict)
     restored: dict[str, ResumePoint] = field(default_factory=dict)
+    revisions: dict[str, list[RevisionInfo]] = field(default_factory=dict)
     reason: str | None = None
     """What ``not_ready`` answers."""
     fault: Exception | None = None
@@ -168,6 +172,50 @@ class MemoryService:
             raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
         self.restored[run] = ResumePoint(sample_index=sample_index, digest=digest_hex(sample_index))
         return self.restored[run]
+
+    def mixture(self, run: str) -> MixtureInfo:
+        stats = self.stats(run)
+        return MixtureInfo(
+            run=run,
+            sample_index=stats.sample_index,
+            sequence_length=stats.sequence_length,
+            mixture={"policy": "weighted", "children": [{"source": source.spec} for source in stats.sources]},
+            paused=[],
+            dropped=[],
+            phases=[],
+            revisions=self.revisions.get(run, []),
+            first_revisable=stats.produced_index,
+        )
+
+    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
+        stats = self.stats(run)
+        index = stats.produced_index if change.sample_index is None else change.sample_index
+        if index < stats.produced_index:
+            raise BeyondHorizon(
+                f"sample {index} may have been produced already; one from {stats.produced_index} on is not"
+            )
+        made = self.revisions.setdefault(run, [])
+        made.append(
+            RevisionInfo(
+                number=len(made) + 1,
+                sample_index=index,
+                total_tokens=index * stats.sequence_length,
+                made_at=0.0,
+                author=change.author,
+                reason=change.reason,
+                changes=[],
+                in_force=False,
+            )
+        )
+        return made[-1]
+
+    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
+        self.stats(run)
+        made = self.revisions.get(run, [])
+        if number > len(made):
+            raise NotFound(f"run {run!r} has no revision {number}")
+        dropped, self.revisions[run] = made[number - 1 :], made[: number - 1]
+        return dropped
 
     def not_ready(self) -> str | None:
         if isinstance(self.fault, TokenloomError):

@@ -215,7 +215,7 @@ class DataLoader:
             served.host,
             found.uid,
             found.state,
-            served.host.order.encode(found.state),
+            served.host.course.encode(found.state),
             generation=0,
             lineage=found.generation,
             group_steps=served.host.message_steps(request.batch_size),
@@ -353,7 +353,7 @@ def _join_response(
     host: Host, uid: str, start: State, start_state: str, *, generation: int, lineage: int, group_steps: int
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
-    order = host.order
+    order = host.course.at(start.sample_index)
     return wire.JoinResponse(
         run_uid=uid,
         generation=generation,

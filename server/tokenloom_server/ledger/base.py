@@ -6,12 +6,18 @@ too; both are checked in the same atomic operation as the write. A run is (uid, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 #: By so much the ledger's clock may go back without a lease being taken for one of before, seconds.
 CLOCK_SLACK_S = 1.0
+
+
+def date_of(unix_s: float) -> str:
+    """A Unix time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,10 @@ class Opening:
     start_state: str
     #: Unix time in seconds, for people.
     opened_at: float
+    #: Samples of the order that were jumped over right before ``start_index``.
+    skipped: int = 0
+    #: Canonical JSON about the run that this one was forked from; empty where it was not.
+    parent_run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +112,20 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRevision:
+    """A change of the run from a sample index on. Revisions count from 1, and never go back in the order."""
+
+    number: int
+    sample_index: int
+    #: Unix time in seconds, for people; so are the author and the reason.
+    made_at: float
+    author: str
+    reason: str
+    #: Canonical JSON of what changes; the ledger does not look into it.
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSnapshot:
     """A snapshot that was saved on request. ``text`` is the sealed JSON."""
 
@@ -150,12 +174,21 @@ class Ledger(Protocol):
         """
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         """Makes the lease last ``lease_s`` seconds from now; ``heard_at`` is kept for a server that takes over.
 
-        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, and
-        ``LedgerRolledBack`` where the ledger is behind either.
+        ``known`` is what the caller knows as committed in ``generation`` (0: none). Raises ``NotLeader``, also where
+        the lease is another holder's (a ledger that went back gave the epoch out twice), and ``LedgerRolledBack``
+        where the ledger is behind what is known.
         """
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
@@ -163,7 +196,7 @@ class Ledger(Protocol):
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
         """Gives a run that never opened a generation another uid, so that a trainer's state from elsewhere
-        fits. Name, epoch, pin and snapshots stay; the uid of before is of no use any more.
+        fits. Name, epoch, pin, revisions and snapshots stay; the uid of before is of no use any more.
 
         Raises ``NotLeader``, or ``LedgerError`` where a generation was opened or another run has the uid.
         """
@@ -211,6 +244,20 @@ class Ledger(Protocol):
 
     def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
         """Sets or removes the pinned resume point. Raises ``NotLeader``."""
+
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        """Appends a revision. The same one again changes nothing, as long as it is there.
+
+        Raises ``NotLeader``; ``LedgerError`` where its number is not the newest one's plus one (1 for the first), or
+        its sample index is below the newest one's.
+        """
+
+    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
+        """All revisions of a run, oldest first. They outlast generations."""
+
+    def drop_revisions(self, uid: str, stream: str, epoch: int, number: int) -> None:
+        """Removes the revision with this number and all after it; none is left out in the middle. Where there is none
+        of them it changes nothing. Raises ``NotLeader``."""
 
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
         """Keeps a snapshot; the same id with the same text may be saved again.

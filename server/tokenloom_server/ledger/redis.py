@@ -22,6 +22,7 @@ key                                 type     holds
 ``tokenloom:{U}:train:journal``     zset     ``generation:sample_index``, 16 digits each, all with score 0
 ``tokenloom:{U}:train:states``      hash     the same → state
 ``tokenloom:{U}:train:snapshots``   hash     id → snapshot, as JSON
+``tokenloom:{U}:train:revisions``   list     revisions, as JSON, oldest first
 ==================================  =======  ==================================================================
 
 The braces are part of the keys: they keep a run's keys in one slot of a cluster. U is the uid that the
@@ -51,6 +52,7 @@ from tokenloom_server.ledger.base import (
     JournalEntry,
     Lease,
     Opening,
+    StoredRevision,
     StoredRun,
     StoredSnapshot,
 )
@@ -62,6 +64,7 @@ UIDS = "tokenloom:uids"
 #: In the order that ``lua/run.lua`` names them.
 KEYS_OF_A_RUN = (
     "", ":samples", ":rows", ":tokens", ":openings", ":attempts", ":slots", ":journal", ":states", ":snapshots",
+    ":revisions",
 )  # fmt: skip
 
 
@@ -145,10 +148,18 @@ class RedisLedger:
         return int(epoch)
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         heard = "" if heard_at is None else heard_at
-        self._write("renew", uid, stream, epoch, generation, known, lease_s, heard)
+        self._write("renew", uid, stream, epoch, generation, known, lease_s, heard, holder)
 
     def release(self, uid: str, stream: str, epoch: int) -> None:
         self._write("release", uid, stream, epoch)
@@ -216,6 +227,17 @@ class RedisLedger:
     def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
         self._write("pin", uid, stream, epoch, *([] if pin is None else [pin]))
 
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        refusals.check_revision(uid, stream, revision)
+        self._write("revise", uid, stream, epoch, revision.number, revision.sample_index, _json(asdict(revision)))
+
+    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
+        (texts,) = self._read(uid, stream, ("LRANGE", ":revisions", 0, -1))
+        return [StoredRevision(**json.loads(text)) for text in texts]
+
+    def drop_revisions(self, uid: str, stream: str, epoch: int, number: int) -> None:
+        self._write("drop_revisions", uid, stream, epoch, number)
+
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
         (found,) = self._write("save_snapshot", uid, stream, "", snapshot.id, _json(asdict(snapshot)))
         if json.loads(found)["text"] != snapshot.text:
@@ -254,6 +276,8 @@ class RedisLedger:
                 raise refusals.renamed(uid, stream, answer[0])
             case "not_leader":
                 raise refusals.not_leader(uid, stream, int(answer[0]), int(epoch))
+            case "twice":
+                raise refusals.given_out_twice(answer[1], int(epoch), answer[0])
             case "fenced":
                 raise refusals.fenced(uid, stream, int(answer[0]), int(arguments[0]))
             case "order":
@@ -264,6 +288,10 @@ class RedisLedger:
                 raise refusals.generation_too_low(uid, stream, int(answer[0]), int(arguments[0]))
             case "slot":
                 raise refusals.slot_taken(uid, stream, int(arguments[0]), int(arguments[1]))
+            case "revision":
+                raise refusals.revision_number(uid, stream, int(answer[0]), int(arguments[0]))
+            case "too_early":
+                raise refusals.revision_too_early(uid, stream, int(answer[0]), int(answer[1]), int(arguments[1]))
             case "opened":
                 raise refusals.opened_already(uid, stream, int(answer[0]), str(arguments[0]))
         raise AssertionError(f"script {script} answered {status!r}")

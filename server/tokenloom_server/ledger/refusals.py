@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from tokenloom_server.errors import (
@@ -17,7 +17,7 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Opening
+from tokenloom_server.ledger.base import Commit, Opening, StoredRevision, date_of
 from tokenloom_server.state import MAX_COUNTER
 
 
@@ -34,10 +34,7 @@ def renamed(uid: str, stream: str, found: str) -> NotLeader:
     )
 
 
-_REMEDY = (
-    "The ledger lost what it had acknowledged, so nothing goes on from it. Bring its data back, or restart the "
-    "training job from its last checkpoint: load_state_dict() makes the ledger right again."
-)
+_REMEDY = f"The ledger lost what it had acknowledged, so nothing goes on from it. {LedgerRolledBack.remedy}."
 
 
 def gone(uid: str, stream: str) -> LedgerRolledBack:
@@ -52,10 +49,10 @@ def rolled_back(uid: str, stream: str, generation: int, index: int, had: int, kn
 
 
 def lease_held(uid: str, stream: str, holder: str, acquired_at: float, left_s: float) -> LeaseHeld:
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(acquired_at))
     return LeaseHeld(
-        f"Run {uid}, stream {stream}, is served by {holder} since {since}; its lease lasts {left_s:.1f} s more unless "
-        f"it is renewed. Stop that server, or start this one with --standby: it takes over when that one goes."
+        f"Run {uid}, stream {stream}, is served by {holder} since {date_of(acquired_at)}; its lease lasts {left_s:.1f} "
+        f"s more unless it is renewed. Stop that server, or start this one with --standby: it takes over when that one "
+        f"goes."
     )
 
 
@@ -67,6 +64,13 @@ def not_leader(uid: str, stream: str, found: int, had: int) -> NotLeader | Ledge
     return NotLeader(
         f"Run {uid}, stream {stream}: the ledger is at server epoch {found}, this server has {had}. Another server has "
         f"taken the run over, and this one must not write to it any more."
+    )
+
+
+def given_out_twice(name: str, epoch: int, holder: str | None) -> NotLeader:
+    return NotLeader(
+        f"{holder or 'nobody'} has the lease of run {name!r}, at this server's own epoch {epoch}: the ledger lost "
+        "data, and gave it out twice"
     )
 
 
@@ -130,11 +134,35 @@ def snapshot_differs(uid: str, stream: str, snapshot_id: str) -> LedgerError:
     )
 
 
+def revision_number(uid: str, stream: str, newest: int, had: int) -> LedgerError:
+    now = f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"
+    return LedgerError(
+        f"Run {uid}, stream {stream}: {now}, the call's is {had}; expected {newest + 1}. Another revision was made or "
+        f"dropped since: read them again."
+    )
+
+
+def revision_too_early(uid: str, stream: str, newest: int, found: int, had: int) -> LedgerError:
+    return LedgerError(
+        f"Run {uid}, stream {stream}: revision {newest} begins at sample index {found}, the next one would at {had}; "
+        f"expected {found} or more. Let it begin there, or drop revision {newest} first."
+    )
+
+
+def check_revision(uid: str, stream: str, revision: StoredRevision) -> None:
+    """Refuses integers that a reader of JSON or Lua cannot hold."""
+    _check_integers(uid, stream, [("revision", revision.number), ("sample_index", revision.sample_index)])
+
+
 def check_commit(uid: str, stream: str, commit: Commit) -> None:
     """Refuses integers that a reader of JSON or Lua cannot hold."""
     named = [("sample_index", commit.sample_index), ("total_tokens", commit.total_tokens)]
     for spec, counters in commit.counters.items():
         named += [(f"{field} of {spec}", getattr(counters, field)) for field in ("samples", "rows", "tokens")]
+    _check_integers(uid, stream, named)
+
+
+def _check_integers(uid: str, stream: str, named: Sequence[tuple[str, int]]) -> None:
     for name, number in named:
         if not 0 <= number <= MAX_COUNTER:
             raise LedgerError(

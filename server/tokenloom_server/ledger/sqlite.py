@@ -13,10 +13,23 @@ from pathlib import Path
 
 from tokenloom_server.errors import LedgerUnsafe, NotFound
 from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import Commit, Counters, JournalEntry, Lease, Opening, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import (
+    Commit,
+    Counters,
+    JournalEntry,
+    Lease,
+    Opening,
+    StoredRevision,
+    StoredRun,
+    StoredSnapshot,
+)
 from tokenloom_server.ledger.sqlite_file import SqliteFile
 
-_OPENING = "generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at"
+_OPENING = (
+    "generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at, skipped, "
+    "parent_run"
+)
+_REVISION = "number, sample_index, made_at, author, reason, content"
 
 # Only changed counters are written, so that a commit costs what it moved.
 _PUT_COUNTERS = """
@@ -99,12 +112,25 @@ class SqliteLedger:
         return int(epoch)
 
     def renew(
-        self, uid: str, stream: str, epoch: int, lease_s: float, heard_at: float | None, generation: int, known: int
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        holder: str,
+        lease_s: float,
+        heard_at: float | None,
+        generation: int,
+        known: int,
     ) -> None:
         with self._file.writing() as connection:
             run, present = self._led_run(connection, uid, stream, epoch)
             found = connection.execute("SELECT sample_index FROM committed WHERE run = ?", (run,)).fetchone()
             self._refuse_rolled_back(uid, stream, (present, found[0] if found else 0), (generation, known))
+            name, leads = connection.execute(
+                "SELECT name, holder FROM runs LEFT JOIN leases ON leases.run = runs.id WHERE runs.id = ?", (run,)
+            ).fetchone()
+            if leads != holder:
+                raise refusals.given_out_twice(name, epoch, leads)
             connection.execute(
                 "UPDATE leases SET lapses_at = ?, lasts_s = ?, heard_at = ? WHERE run = ?",
                 (self._clock() + lease_s, lease_s, heard_at, run),
@@ -160,7 +186,7 @@ class SqliteLedger:
                 (opening.generation, mark, run),
             )
             connection.execute(
-                f"INSERT INTO openings (run, {_OPENING}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO openings (run, {_OPENING}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     run,
                     opening.generation,
@@ -172,6 +198,8 @@ class SqliteLedger:
                     opening.start_index,
                     opening.start_state,
                     opening.opened_at,
+                    opening.skipped,
+                    opening.parent_run,
                 ),
             )
             connection.execute("DELETE FROM slots WHERE run = ?", (run,))
@@ -237,6 +265,40 @@ class SqliteLedger:
         with self._file.writing() as connection:
             run, _ = self._led_run(connection, uid, stream, epoch)
             connection.execute("UPDATE runs SET pin = ? WHERE id = ?", (pin, run))
+
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        refusals.check_revision(uid, stream, revision)
+        with self._file.writing() as connection:
+            run, _ = self._led_run(connection, uid, stream, epoch)
+            there = self._revisions(connection, run)
+            if revision in there:  # a repetition
+                return
+            newest = there[-1].number if there else 0
+            if revision.number != newest + 1:
+                raise refusals.revision_number(uid, stream, newest, revision.number)
+            if there and revision.sample_index < there[-1].sample_index:
+                raise refusals.revision_too_early(uid, stream, newest, there[-1].sample_index, revision.sample_index)
+            connection.execute(
+                f"INSERT INTO revisions (run, {_REVISION}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    run,
+                    revision.number,
+                    revision.sample_index,
+                    revision.made_at,
+                    revision.author,
+                    revision.reason,
+                    revision.content,
+                ),
+            )
+
+    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
+        with self._file.reading() as connection:
+            return self._revisions(connection, self._run(connection, uid, stream))
+
+    def drop_revisions(self, uid: str, stream: str, epoch: int, number: int) -> None:
+        with self._file.writing() as connection:
+            run, _ = self._led_run(connection, uid, stream, epoch)
+            connection.execute("DELETE FROM revisions WHERE run = ? AND number >= ?", (run, number))
 
     def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
         with self._file.writing() as connection:
@@ -340,6 +402,10 @@ class SqliteLedger:
             raise refusals.order_mismatch(uid, stream, index, digest, commit.digest)
         return int(index) if commit.sample_index <= index else None
 
+    def _revisions(self, connection: sqlite3.Connection, run: int) -> list[StoredRevision]:
+        rows = connection.execute(f"SELECT {_REVISION} FROM revisions WHERE run = ? ORDER BY number", (run,))
+        return [_revision(row) for row in rows]
+
     def _put_committed(self, connection: sqlite3.Connection, run: int, commit: Commit) -> None:
         connection.execute(
             "INSERT OR REPLACE INTO committed (run, sample_index, total_tokens, digest, committed_at, state) "
@@ -401,18 +467,25 @@ def _put_journal(connection: sqlite3.Connection, run: int, generation: int, samp
     )
 
 
-def _opening(row: tuple[int, int, str, int, int, int, int, str, float]) -> Opening:
-    generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at = row
+def _opening(row: tuple[int, int, str, int, int, int, int, str, float, int, str]) -> Opening:
     return Opening(
-        generation=generation,
-        parent=parent,
-        attempt=attempt,
-        world_size=world_size,
-        batch_size=batch_size,
-        group_steps=group_steps,
-        start_index=start_index,
-        start_state=start_state,
-        opened_at=opened_at,
+        generation=row[0],
+        parent=row[1],
+        attempt=row[2],
+        world_size=row[3],
+        batch_size=row[4],
+        group_steps=row[5],
+        start_index=row[6],
+        start_state=row[7],
+        opened_at=row[8],
+        skipped=row[9],
+        parent_run=row[10],
+    )
+
+
+def _revision(row: tuple[int, int, float, str, str, str]) -> StoredRevision:
+    return StoredRevision(
+        number=row[0], sample_index=row[1], made_at=row[2], author=row[3], reason=row[4], content=row[5]
     )
 
 

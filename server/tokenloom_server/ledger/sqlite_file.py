@@ -17,7 +17,7 @@ from tokenloom_server.ledger.place import refuse_shared
 BUSY_TIMEOUT_S = 5.0
 
 #: The layout below. A change to it is a new number, with a migration.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: "TKLM": tells a ledger from other SQLite files.
 APPLICATION_ID = 0x544B4C4D
@@ -27,6 +27,13 @@ _LEASES = """
 CREATE TABLE leases (
     run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL,
     lasts_s REAL NOT NULL, heard_at REAL);
+"""
+_REVISIONS = """
+CREATE TABLE revisions (
+    run INTEGER NOT NULL, number INTEGER NOT NULL, sample_index INTEGER NOT NULL, made_at REAL NOT NULL,
+    author TEXT NOT NULL, reason TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (run, number));
+ALTER TABLE openings ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE openings ADD COLUMN parent_run TEXT NOT NULL DEFAULT '';
 """
 _SCHEMA = (
     """
@@ -57,9 +64,10 @@ CREATE TABLE snapshots (
     PRIMARY KEY (run, id));
 """
     + _LEASES
+    + _REVISIONS
 )
 #: By the version that they lead to.
-_MIGRATIONS = {2: _LEASES}
+_MIGRATIONS = {2: _LEASES, 3: _REVISIONS}
 
 
 class SqliteFile:

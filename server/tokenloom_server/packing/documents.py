@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
@@ -44,8 +44,17 @@ KEPT_TOKENS = 2**18
 class Documents:
     """The rows of one source, ``epochs`` times over (a fraction: that part of the last pass's rows)."""
 
-    def __init__(self, name: str, source: Source, encoder: Encoder, epochs: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        encoder: Encoder,
+        epochs: float,
+        excluded: Mapping[int, npt.NDArray[np.int64]] | None = None,
+    ) -> None:
+        """``excluded``: by shard, ascending, the rows that give no tokens."""
         self._name = name
+        self._excluded = excluded or {}
         self._source = source
         self._encoder = encoder
         # As the decimal that it is written as: 2.1 - 2 is 0.10000000000000009 in doubles, and would round up.
@@ -60,6 +69,8 @@ class Documents:
         it would be read for ever, or for nothing.
         """
         epoch, shard, row = start.epoch, start.shard, start.row
+        # A row that a sample has begun is read to its end, even if it was excluded since.
+        begun = (epoch, shard, row) if start.offset else None
         kept: list[Piece] | None = None
         while True:
             limit = self._row_limit(epoch)
@@ -70,13 +81,16 @@ class Documents:
                     yield piece._replace(epoch=epoch)
                 epoch += 1
                 continue
-            found, whole = 0, (shard, row) == (0, 0)
+            # What is kept for the next epochs must be the same in them.
+            found, whole = 0, (shard, row) == (0, 0) and (epoch, shard, row) != begun
             keep: list[Piece] | None = [] if whole and limit is None else None
             size = 0
             before = self._rows_before(shard) if limit is not None else 0
             while shard < len(self._source.shards):
                 left = None if limit is None else limit - before - row
                 for piece in self._shard(epoch, shard, row, left):
+                    if shard in self._excluded:
+                        piece = self._without_excluded(piece, begun)
                     found += len(piece.ids)
                     size += len(piece.ids) + len(piece.ends)
                     if keep is not None:
@@ -105,6 +119,19 @@ class Documents:
                 f"{self._source.shards[piece.shard].path}, but that row has {piece.ends[0]} tokens: the file or the "
                 "tokeniser is not what the run began with; put it back, or begin a new run"
             )
+
+    def _without_excluded(self, piece: Piece, begun: tuple[int, int, int] | None) -> Piece:
+        rows = self._excluded[piece.shard]
+        first, behind = np.searchsorted(rows, (piece.first_row, piece.first_row + len(piece.ends)))
+        out = rows[first:behind] - piece.first_row
+        if begun is not None and (piece.epoch, piece.shard) == begun[:2]:
+            out = out[out != begun[2] - piece.first_row]
+        if not len(out):
+            return piece
+        lengths = np.diff(piece.ends, prepend=0)
+        keep = np.ones(len(lengths), np.bool_)
+        keep[out] = False
+        return piece._replace(ids=piece.ids[np.repeat(keep, lengths)], ends=np.cumsum(lengths * keep))
 
     def _row_limit(self, epoch: int) -> int | None:
         """Rows of this epoch that are read; None for all, 0 behind the last epoch."""

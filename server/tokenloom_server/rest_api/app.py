@@ -18,6 +18,7 @@ from tokenloom_proto.seal import unseal
 
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.metrics import create_registry
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.page import page_routes
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
@@ -31,7 +32,8 @@ from tokenloom_server.rest_api.models import (
 )
 from tokenloom_server.rest_api.problems import add_error_handlers
 from tokenloom_server.security import ROUTES, Access, Scope
-from tokenloom_server.stats import ResumePoint, RunService, RunStats, SnapshotInfo
+from tokenloom_server.state import MAX_COUNTER
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunService, RunStats, SnapshotInfo
 
 RunName = Annotated[
     str,
@@ -227,6 +229,69 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         return service.restore(
             run, snapshot_id=request.snapshot_id, sample_index=request.sample_index, text=request.snapshot
         )
+
+    @app.get(
+        "/v1/runs/{run}/mixture",
+        summary="The mixture in force, and what changes it",
+        tags=["mixture"],
+        responses=_errors(404, 422, 503),
+    )
+    def read_mixture(run: RunName) -> MixtureInfo:
+        return service.mixture(run)
+
+    @app.patch(
+        "/v1/runs/{run}/mixture",
+        summary="Change the mixture while the run trains",
+        description="Holds from the next state boundary behind all that may have been produced, or from a later sample "
+        "index or token count. Journalled before production passes it; snapshots carry it, and a restore applies it "
+        "again at its index.",
+        tags=["mixture"],
+        responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
+    )
+    def revise(
+        run: RunName,
+        change: Annotated[
+            MixtureChange,
+            Body(
+                openapi_examples={
+                    "weight": {
+                        "summary": "Another weight",
+                        "value": {"reason": "more code", "author": "ada", "set": [{"child": "code", "weight": 3}]},
+                    },
+                    "pause": {
+                        "summary": "Pause a source from a token count on",
+                        "value": {
+                            "reason": "loss spikes",
+                            "set": [{"child": "web", "paused": True}],
+                            "total_tokens": 2_000_000_000,
+                        },
+                    },
+                    "new": {
+                        "summary": "A new source, and one that leaves",
+                        "value": {
+                            "reason": "second crawl",
+                            "add": [{"child": {"source": "parquet:data/crawl2-*.parquet:text", "weight": 2}}],
+                            "drop": ["crawl1"],
+                        },
+                    },
+                    "take-down": {
+                        "summary": "Rows to leave out",
+                        "value": {"reason": "ticket 42", "exclude": {"file": "takedown-42.jsonl"}},
+                    },
+                }
+            ),
+        ],
+    ) -> RevisionInfo:
+        return service.revise(run, change)
+
+    @app.delete(
+        "/v1/runs/{run}/mixture/revisions/{number}",
+        summary="Take back a revision, and all after it, before production reaches them",
+        tags=["mixture"],
+        responses=_errors(404, 415, 416, 422, 503),
+    )
+    def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
+        return service.drop_revisions(run, number)
 
 
 def _may_read(access: Access, request: Request) -> bool:

@@ -3,7 +3,7 @@
 -- Integers are compared as doubles (all are below 2^53) and stored as the strings that came.
 local RUN, SAMPLES, ROWS, TOKENS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local OPENINGS, ATTEMPTS, SLOTS = KEYS[5], KEYS[6], KEYS[7]
-local JOURNAL, STATES, SNAPSHOTS = KEYS[8], KEYS[9], KEYS[10]
+local JOURNAL, STATES, SNAPSHOTS, REVISIONS = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 
 local function field(name)
   return redis.call('HGET', RUN, name)

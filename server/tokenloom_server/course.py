@@ -1,0 +1,296 @@
+"""A run's whole order: which mixture is in force from which sample on, by its phases and its revisions."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tokenloom_server import exclusions, snapshot
+from tokenloom_server.config import RunConfig
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
+from tokenloom_server.extents import Extent
+from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.order import Order
+from tokenloom_server.pipeline import Pipeline, Switch
+from tokenloom_server.revision import carry, changed, content_of, differences, merged, with_content
+from tokenloom_server.sources import files, locations
+from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
+from tokenloom_server.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The order from a sample index on, up to the next stretch's."""
+
+    begin: int
+    #: The run's total tokens there.
+    tokens: int
+    order: Order
+    #: Sources that have more files than before.
+    grown: tuple[int, ...] = ()
+    #: The phase that begins here, counted from 0; None where it is a revision that does.
+    phase: int | None = None
+    #: The revision that begins here; None where it is a phase that does.
+    revision: StoredRevision | None = None
+
+
+class Course:
+    """Immutable. A run without phases and revisions has one stretch."""
+
+    def __init__(self, first: Order, revisions: Sequence[StoredRevision] = ()) -> None:
+        """``first`` is the order that the run's record gives. Raises ``ConfigError``, ``SourceError`` and
+        ``SourceChanged`` where a revision cannot be honoured."""
+        self.first = first
+        self.revisions = tuple(revisions)
+        self.name = first.name
+        self._stretches = tuple(self._lay(first, self.revisions))
+        self._begins = [stretch.begin for stretch in self._stretches]
+        lengths = {stretch.order.config.sequence_length for stretch in self._stretches}
+        self._one_length = len(lengths) == 1
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the longest sample of the run, as it travels."""
+        return max(stretch.order.sample_bytes for stretch in self._stretches)
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """In order; the first begins at sample 0."""
+        return self._stretches
+
+    def with_revisions(self, revisions: Sequence[StoredRevision]) -> Course:
+        """The course under other revisions."""
+        return self if tuple(revisions) == self.revisions else Course(self.first, revisions)
+
+    def at(self, sample_index: int) -> Order:
+        """The order that decides the sample at an index."""
+        return self._stretch(sample_index).order
+
+    def tokens_at(self, sample_index: int) -> int:
+        """The run's total tokens before the sample at an index."""
+        stretch = self._stretch(sample_index)
+        return stretch.tokens + (sample_index - stretch.begin) * stretch.order.config.sequence_length
+
+    def index_at(self, total_tokens: int) -> int:
+        """The first sample index at which the run has had so many tokens."""
+        for stretch, behind in zip(self._stretches, [*self._stretches[1:], None], strict=True):
+            index = stretch.begin + max(0, -((stretch.tokens - total_tokens) // stretch.order.config.sequence_length))
+            if behind is None or index < behind.begin:
+                return index
+        raise AssertionError("unreachable: the last stretch has no end")
+
+    def initial(self) -> State:
+        """The state before sample 0."""
+        return self.at(0).initial()
+
+    def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
+        """As ``Order.pipeline``; goes over from stretch to stretch by itself."""
+        return self.at(state.sample_index).pipeline(
+            state, ahead=ahead, switches=self.switches(state.sample_index, ahead=ahead)
+        )
+
+    def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
+        """Those behind a sample index."""
+        found = []
+        before = self._stretch(sample_index).order
+        for stretch in self._stretches[bisect_right(self._begins, sample_index) :]:
+            order = stretch.order
+            longer = order.config.sequence_length != before.config.sequence_length
+            ends = None
+            if longer:
+                ends = (
+                    f"sample {stretch.begin} begins phase {stretch.phase}, with a sequence length of "
+                    f"{order.config.sequence_length} instead of {before.config.sequence_length}: join again from the "
+                    "state here to go on"
+                )
+            carried = partial(carry, old=before.config, new=order.config, grown=stretch.grown)
+            found.append(Switch(stretch.begin, order.config, _Lazily(order, ahead), carried, ends, order.extents))
+            before = order
+        return found
+
+    # --- states as text ------------------------------------------------------------------------------
+
+    def shape_at(self, sample_index: int) -> snapshot.Shape:
+        """What the states at a sample index look like."""
+        shape = self.at(sample_index).shape
+        return shape if self._one_length else snapshot.with_tokens(shape, self.tokens_at)
+
+    def encode(self, state: State, through: int | None = None) -> str:
+        """``resume_state``: the canonical JSON of a state, with the revisions that whoever goes forward from it to
+        before sample ``through`` needs."""
+        index = state.sample_index
+        in_force = [stretch for stretch in self._stretches if stretch.revision is not None and stretch.begin <= index]
+        ahead = [
+            stretch
+            for stretch in self._stretches
+            if stretch.revision is not None and through is not None and index < stretch.begin < through
+        ]
+        revisions = [
+            {"sample_index": stretch.revision.sample_index, "content": json.loads(stretch.revision.content)}
+            for stretch in (*in_force[-1:], *ahead)
+            if stretch.revision is not None
+        ]
+        return snapshot.encode_state(state, self.shape_at(index), revisions)
+
+    def decode(self, resume_state: str) -> State:
+        """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
+        return snapshot.decode_state(resume_state, self.shape_at)
+
+    # --- revisions -----------------------------------------------------------------------------------
+
+    def revise(self, change: MixtureChange, sample_index: int) -> dict[str, Any]:
+        """The content of a revision that makes a change from a sample index on.
+
+        Raises ``ConfigError`` and ``SourceError``, naming the field, what was found and what was expected.
+        """
+        order = self.at(sample_index)
+        config = changed(order.config, change)
+        shards = dict(self._new_files(order, config))
+        shards |= {spec: more for name in change.append_files for spec, more in [self._appended(order, name)]}
+        excluded = [*order.excluded.files]
+        if change.exclude is not None:
+            excluded.append(exclusions.describe(change.exclude.file, order.base_dir))
+        content = _content(order, config, shards, excluded)
+        # That it can be read is found out now, and not when it is in force.
+        revised = _revised(order, content)
+        lines = differences(order.config, config)
+        lines += [
+            f"{spec}: {len(more) - len(_known_shards(order, spec))} files more"
+            for spec, more in shards.items()
+            if _known_shards(order, spec)
+        ]
+        for source in config.sources:
+            more = revised.excluded.count(source.source) - order.excluded.count(source.source)
+            if more:
+                lines.append(f"{source.name}: {more} rows left out of each epoch")
+        if not lines:
+            raise ConfigError("this changes nothing: the mixture in force there is the same")
+        if revised.extents:
+            content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
+        return {**content, "changes": lines}
+
+    def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
+        known = {source.spec for source in order.manifest.sources}
+        new = [source.spec for source in config.sources if source.source not in known]
+        if new:
+            yield from ((source.spec, source.shards) for source in build(new, order.base_dir).sources)
+
+    def _appended(self, order: Order, name: str) -> tuple[str, tuple[Shard, ...]]:
+        source = next((source for source in order.config.sources if name in (source.alias, source.source)), None)
+        if source is None:
+            names = ", ".join(repr(source.name) for source in order.config.sources)
+            raise ConfigError(f"append_files: the mixture has no source {name!r}; it has {names}")
+        known = _known_shards(order, source.source)
+        paths = {shard.path for shard in known}
+        new = [path for path in locations.paths(source.spec, order.base_dir) if path not in paths]
+        if not new:
+            raise ConfigError(
+                f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"
+            )
+        return source.source, (*known, *files.shards_of(source.spec, new, order.base_dir))
+
+    # -------------------------------------------------------------------------------------------------
+
+    def _stretch(self, sample_index: int) -> Stretch:
+        return self._stretches[bisect_right(self._begins, sample_index) - 1]
+
+    @staticmethod
+    def _lay(first: Order, revisions: Sequence[StoredRevision]) -> Iterator[Stretch]:
+        phases = first.config.phases
+        order = first
+        if phases and (phases[0].mixture is not None or phases[0].sequence_length is not None):
+            order = _in_phase(first, 0)
+        stretch = Stretch(0, 0, order, phase=0 if phases else None)
+        waiting = list(revisions)
+        for number, phase in enumerate([*phases[:-1], None]):
+            # The sequence length is one within a phase, so its end is known before any revision is.
+            length = stretch.order.config.sequence_length
+            end = None
+            if phase is not None and phase.until_tokens is not None:
+                end = stretch.begin - ((stretch.tokens - phase.until_tokens) // length)
+            while waiting and (end is None or waiting[0].sample_index < end):
+                revision = waiting.pop(0)
+                content = json.loads(revision.content)
+                tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
+                if revision.sample_index > stretch.begin:
+                    yield stretch
+                order = _revised(stretch.order, content)
+                stretch = Stretch(revision.sample_index, tokens, order, _grown(stretch.order, order), revision=revision)
+            yield stretch
+            if end is not None:
+                tokens = stretch.tokens + (end - stretch.begin) * length
+                stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), phase=number + 1)
+
+
+class _Lazily:
+    """The packers of a stretch that may never be reached: made when the first is asked for."""
+
+    def __init__(self, order: Order, ahead: bool) -> None:
+        self._make = partial(order.packers, ahead=ahead)
+        self._made: Any = None
+
+    def __call__(self, source_id: int, state: Any) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made(source_id, state)
+
+
+def _in_phase(order: Order, number: int) -> Order:
+    phase = order.config.phases[number]
+    mixture = phase.mixture if phase.mixture is not None else None
+    length = phase.sequence_length or order.config.sequence_length
+    config = (
+        merged(order.config, mixture, length)
+        if mixture is not None
+        else with_content(order.config, {**content_of(order.config), "sequence_length": length})
+    )
+    return order.under(config, order.manifest, order.excluded)
+
+
+def _content(
+    order: Order, config: RunConfig, shards: Mapping[str, Sequence[Shard]], excluded: Sequence[ExclusionFile]
+) -> dict[str, Any]:
+    content: dict[str, Any] = content_of(config)
+    if shards:
+        content["shards"] = {
+            spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in shards.items()
+        }
+    if excluded:
+        content["exclude"] = [list(file) for file in excluded]
+    return content
+
+
+def _revised(order: Order, content: Mapping[str, Any]) -> Order:
+    """The order under a revision's content."""
+    config = with_content(order.config, {**content, "sequence_length": order.config.sequence_length})
+    given = {
+        spec: tuple(Shard(path, size, fingerprint) for path, size, fingerprint in found)
+        for spec, found in content.get("shards", {}).items()
+    }
+    kept = [SourceFiles(source.spec, given.pop(source.spec, source.shards)) for source in order.manifest.sources]
+    manifest = Manifest((*kept, *(SourceFiles(spec, shards) for spec, shards in given.items())))
+    named = [
+        Named(source.source, source.alias, [shard.path for shard in manifest.shards(source.source)])
+        for source in config.sources
+    ]
+    listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
+    excluded: Exclusions = order.excluded
+    if tuple(listed) != excluded.files:
+        excluded = exclusions.load(listed, order.base_dir, named)
+    extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
+    return order.under(config, manifest, excluded, extents)
+
+
+def _grown(before: Order, now: Order) -> tuple[int, ...]:
+    return tuple(i for i, shards in enumerate(now.shards[: len(before.shards)]) if len(shards) > len(before.shards[i]))
+
+
+def _known_shards(order: Order, spec: str) -> tuple[Shard, ...]:
+    return next((source.shards for source in order.manifest.sources if source.spec == spec), ())

@@ -1,0 +1,134 @@
+"""Rows that a run leaves out from some sample on: take-downs, duplicates that were found late."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.json
+
+from tokenloom_server.errors import ConfigError, SourceChanged
+
+_Rows = npt.NDArray[np.int64]
+_COLUMNS = ("spec", "shard", "row")
+
+
+class ExclusionFile(NamedTuple):
+    """A file of rows as a revision names it: it has to stay as it is, as the data have to."""
+
+    path: str
+    sha256: str
+    rows: int
+
+
+class Named(NamedTuple):
+    """A source as the rows of a file may name it."""
+
+    spec: str
+    alias: str | None
+    shards: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusions:
+    """By spec and shard, ascending, the rows that are left out. Immutable."""
+
+    files: tuple[ExclusionFile, ...]
+    rows: Mapping[str, Mapping[int, _Rows]]
+
+    def of(self, spec: str) -> Mapping[int, _Rows]:
+        """Of one source, by shard."""
+        return self.rows.get(spec, {})
+
+    def count(self, spec: str) -> int:
+        """Rows of one epoch of a source that are left out."""
+        return sum(len(rows) for rows in self.of(spec).values())
+
+
+NOTHING_EXCLUDED = Exclusions((), {})
+
+
+def describe(path: str, base_dir: Path) -> ExclusionFile:
+    """A file of rows as it is now. Raises ``ConfigError``."""
+    try:
+        data = (base_dir / path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"exclude.file: {path!r} cannot be read ({error.strerror}); the path is this server's"
+        ) from None
+    return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
+
+
+def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named]) -> Exclusions:
+    """Reads the rows of all files.
+
+    Raises ``SourceChanged`` for a file that is not what it was, ``ConfigError`` for rows of unknown sources or shards.
+    """
+    files = tuple(files)
+    found: dict[tuple[str, int], list[_Rows]] = {}
+    for file in files:
+        now = describe(file.path, base_dir)
+        if now != file:
+            raise SourceChanged(
+                f"{file.path!r} lists the rows that a revision left out, and has another content now: found sha256 "
+                f"{now.sha256}, expected {file.sha256}; put the file back as it was"
+            )
+        for key, rows in _by_shard(file.path, _table(file.path, base_dir / file.path), sources):
+            found.setdefault(key, []).append(rows)
+    by_spec: dict[str, dict[int, _Rows]] = {}
+    for (spec, shard), parts in sorted(found.items()):
+        by_spec.setdefault(spec, {})[shard] = np.unique(np.concatenate(parts))
+    return Exclusions(files, by_spec)
+
+
+def _table(path: str, local: Path) -> pa.Table:
+    try:
+        table = pyarrow.csv.read_csv(local) if path.endswith(".csv") else pyarrow.json.read_json(local)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(
+            f"{path!r} cannot be read as {'CSV' if path.endswith('.csv') else 'JSON lines'}: {error}"
+        ) from None
+    missing = [name for name in _COLUMNS if name not in table.column_names]
+    if missing:
+        raise ConfigError(
+            f"{path!r} has the columns {', '.join(table.column_names) or 'none'}; expected {', '.join(_COLUMNS)} "
+            "(spec may be an alias), one row a line"
+        )
+    for name, expected in zip(_COLUMNS, (pa.string(), pa.string(), pa.int64()), strict=True):
+        column = table[name]
+        if column.null_count or not (column.type == expected or (pa.types.is_large_string(column.type))):
+            raise ConfigError(
+                f"{path!r}: column {name} holds {column.type} (nulls: {column.null_count}), expected {expected}"
+            )
+    if table.num_rows and pc.min(table["row"]).as_py() < 0:
+        raise ConfigError(
+            f"{path!r}: column row has {pc.min(table['row']).as_py()}; rows count from 0 within their shard"
+        )
+    return table
+
+
+def _by_shard(path: str, table: pa.Table, sources: Sequence[Named]) -> Iterator[tuple[tuple[str, int], _Rows]]:
+    by_name = {name: source for source in sources for name in (source.spec, source.alias) if name is not None}
+    specs, shards = (table[name].combine_chunks().cast(pa.string()).dictionary_encode() for name in ("spec", "shard"))
+    rows = table["row"].combine_chunks().to_numpy()
+    codes = specs.indices.to_numpy().astype(np.int64) * max(1, len(shards.dictionary)) + shards.indices.to_numpy()
+    for code in np.unique(codes).tolist():
+        at, shard_at = divmod(code, len(shards.dictionary))
+        name, shard = specs.dictionary[at].as_py(), shards.dictionary[shard_at].as_py()
+        source = by_name.get(name)
+        if source is None:
+            raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(by_name))}")
+        if shard not in source.shards:
+            raise ConfigError(
+                f"{path!r}: source {name!r} has no shard {shard!r}; it has "
+                f"{', '.join(source.shards[:5])}{', …' if len(source.shards) > 5 else ''}"
+            )
+        yield (source.spec, source.shards.index(shard)), rows[codes == code]

@@ -1,0 +1,65 @@
+"""What somebody asks to be changed of a mixture: the body of a PATCH, and what the command line makes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Setting(_Asked):
+    """New values for one source or node."""
+
+    child: str
+    """Its alias or spec; a node without an alias by its place in the file, such as ``mixture.children.2``."""
+    weight: Any = None
+    policy: str | None = None
+    on_exhausted: str | None = None
+    epochs: float | str | None = None
+    max_tokens: int | None = None
+    unit: str | None = None
+    interpolate: str | None = None
+    alias: str | None = None
+    paused: bool | None = None
+    """Whether it is to give nothing until it is set to false again."""
+
+
+class Addition(_Asked):
+    """A new child."""
+
+    child: dict[str, Any]
+    """A source or a node, as in a mixture file."""
+    to: str = "mixture"
+    """The node that gets it: its alias, or its place in the file."""
+
+
+class Exclusion(_Asked):
+    """Rows to leave out from then on."""
+
+    file: str
+    """JSON lines, or CSV with a header: spec (or alias), shard, row. The path is the server's."""
+
+
+class MixtureChange(_Asked):
+    """What a revision is to change, from when on, and why."""
+
+    reason: Annotated[str, Field(min_length=1, max_length=2000)]
+    """For whoever asks later; it stays in the ledger."""
+    author: Annotated[str, Field(max_length=200)] = ""
+    sample_index: Annotated[int, Field(ge=0)] | None = None
+    """From this sample on; the first that is possible if neither this nor ``total_tokens`` is given."""
+    total_tokens: Annotated[int, Field(ge=0)] | None = None
+    """From the first sample on before which the run has had so many tokens."""
+    set: list[Setting] = Field(default_factory=list)
+    add: list[Addition] = Field(default_factory=list)
+    drop: list[str] = Field(default_factory=list)
+    """Aliases, specs or places of sources and nodes that are to leave."""
+    mixture: dict[str, Any] | None = None
+    """A whole new root, as in a mixture file, instead of ``set``, ``add`` and ``drop``."""
+    append_files: list[str] = Field(default_factory=list)
+    """Sources of which files that appeared since the run began are to be read, too, behind those they have."""
+    exclude: Exclusion | None = None

@@ -1,0 +1,399 @@
+"""A change of the mixture during a run: the config that it gives, and the state carried over.
+
+A tree only grows: a source that leaves stays in it as dropped, with its cursor and counters, so that ids are never
+given twice and every counter still adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from tokenloom_server.config import Child, NodeConfig, RunConfig, SourceConfig, explain
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.mixing.credits import carried
+from tokenloom_server.mixing.round_robin import levelled
+from tokenloom_server.mixing.weights import integer_weights
+from tokenloom_server.mixture_change import Addition, MixtureChange, Setting
+from tokenloom_server.state import ChildState, SourceState, State
+
+#: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
+_SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
+
+
+def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
+    """The config with the change's mixture. Raises ``ConfigError`` naming the field, what was found and expected."""
+    if change.mixture is not None:
+        if change.set or change.add or change.drop:
+            raise ConfigError("mixture: a whole mixture is given, so set, add and drop must be left out")
+        return merged(config, _node(change.mixture, "mixture"))
+    tree = _Tree(config)
+    for i, setting in enumerate(change.set):
+        tree.set(setting, f"set.{i}")
+    for i, name in enumerate(change.drop):
+        tree.drop(name, f"drop.{i}")
+    for i, addition in enumerate(change.add):
+        tree.add(addition, f"add.{i}")
+    return _validated(config, tree.root)
+
+
+def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None = None) -> RunConfig:
+    """The config with another mixture, as a file has it: sources are known by their specs, nodes by their aliases, or
+    by their place among a node's children without one. What is new gets ids; sources that are gone stay as dropped."""
+    next_source, next_node = len(config.sources), config.nodes[-1].id + 1
+    known_sources = {source.source: source for source in config.sources}
+    named_nodes = {node.alias: node for node in config.nodes if node.alias is not None}
+    parents = {child.id: node.id for node in config.nodes for child in node.children if isinstance(child, SourceConfig)}
+    seen: set[str] = set()
+    kept_nodes: dict[int, dict[str, Any]] = {}
+
+    def visit(node: NodeConfig, was: NodeConfig | None) -> dict[str, Any]:
+        nonlocal next_source, next_node
+        fields = node.model_dump(exclude={"children"})
+        if was is None:
+            fields["id"], next_node = next_node, next_node + 1
+        else:
+            fields |= {"id": was.id, "presence": was.presence if was.presence == "paused" else "live"}
+        kept_nodes[fields["id"]] = fields
+        unnamed = (
+            [child for child in was.children if isinstance(child, NodeConfig) and child.alias is None] if was else []
+        )
+        fields["children"] = []
+        for child in node.children:
+            if isinstance(child, NodeConfig):
+                old = named_nodes.get(child.alias) if child.alias is not None else (unnamed.pop(0) if unnamed else None)
+                fields["children"].append(visit(child, None if old is None or old.id in kept_nodes else old))
+                continue
+            known = known_sources.get(child.source)
+            seen.add(child.source)
+            if known is None:
+                update: dict[str, Any] = {"id": next_source}
+                next_source += 1
+            else:
+                _refuse_another(known, child)
+                update = {"id": known.id, "presence": "paused" if known.presence == "paused" else "live"}
+            fields["children"].append(child.model_dump() | update)
+        return fields
+
+    root = visit(mixture, config.mixture)
+    for source in config.sources:
+        if source.source not in seen:
+            parent = kept_nodes.get(parents[source.id], root)
+            # Which weights it may have is its new siblings' policy's to say, and it needs none.
+            parent["children"].append(source.model_dump() | {"presence": "dropped", "weight": 1.0})
+    return _validated(config, root, sequence_length)
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """What another config changes, a line each, for people."""
+    found = []
+    if old.sequence_length != new.sequence_length:
+        found.append(f"sequence_length: {old.sequence_length} → {new.sequence_length}")
+    before = {_key(child): child for child in _children(old)}
+    for child in _children(new):
+        was, name = before.get(_key(child)), child.name
+        if was is None:
+            found.append(f"{name}: new, weight {_text(child.weight)}")
+            continue
+        if was.presence != child.presence:
+            found.append(f"{name}: {was.presence} → {child.presence}")
+        found += [
+            f"{name}: {field} {_text(getattr(was, field))} → {_text(getattr(child, field))}"
+            for field in _SETTABLE
+            if field in type(child).model_fields and getattr(was, field) != getattr(child, field)
+        ]
+    now = {_key(child) for child in _children(new)}
+    found += [f"{child.name}: gone" for key, child in before.items() if key not in now]
+    return found
+
+
+def content_of(config: RunConfig) -> dict[str, Any]:
+    """The mixture as plain data, ids included; ``with_content`` reads it."""
+    dumped: dict[str, Any] = _plain(config.mixture.model_dump(exclude_defaults=True))
+    return {"mixture": dumped, "sequence_length": config.sequence_length}
+
+
+def with_content(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
+    """The config with the mixture of a ``content_of``."""
+    return _validated(config, content["mixture"], content["sequence_length"])
+
+
+def as_file(config: RunConfig) -> dict[str, Any]:
+    """The mixture in force as a mixture file would have it: without ids and what was dropped."""
+
+    def visit(node: NodeConfig) -> dict[str, Any]:
+        fields = node.model_dump(exclude_defaults=True, exclude={"id", "presence", "children"})
+        fields["policy"] = node.policy
+        fields["children"] = [
+            visit(child)
+            if isinstance(child, NodeConfig)
+            else child.model_dump(exclude_defaults=True, exclude={"id", "presence"})
+            for child in node.children
+            if child.presence != "dropped"
+        ]
+        return fields
+
+    found: dict[str, Any] = _plain(visit(config.mixture))
+    return found
+
+
+def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = ()) -> State:
+    """The state at a sample index, as the config that is in force from there on has it.
+
+    Cursors and counters of sources stay; those of nodes are the sums of what lies below them now. Credits stay in
+    their proportions, so that the new shares hold at once. A source that may give more than before (its ids are in
+    ``grown`` where it got files) is no longer exhausted.
+    """
+    sources = []
+    for source in new.sources:
+        known = state.sources[source.id] if source.id < len(old.sources) else SourceState()
+        if known.exhausted and (source.id in grown or _may_give_more(old, new, source.id)):
+            known = replace(known, exhausted=False, dropped_tokens=0)
+        sources.append(known)
+    before = {
+        node.id: {_key(child): child_state for child, child_state in zip(node.children, children, strict=True)}
+        for node, children in zip(old.nodes, state.nodes, strict=True)
+    }
+    old_nodes = {node.id: node for node in old.nodes}
+    found: dict[int, tuple[ChildState, ...]] = {}
+
+    def below(node: NodeConfig) -> ChildState:
+        """Counters of all that lies below a node; exhausted where every child of it is."""
+        children = []
+        for child in node.children:
+            if isinstance(child, NodeConfig):
+                children.append(below(child))
+            else:
+                own = sources[child.id]
+                children.append(ChildState(own.samples, own.tokens, 0, own.exhausted))
+        was, known = old_nodes.get(node.id), before.get(node.id, {})
+        kept = tuple(known.get(_key(child), ChildState()) for child in node.children)
+        if was == node and [child.exhausted for child in kept] == [child.exhausted for child in children]:
+            # Nothing happens here: what the policy keeps stays.
+            found[node.id] = kept
+        else:
+            owed = _credits(node, was, children, known, new.sequence_length)
+            found[node.id] = tuple(replace(child, credit=credit) for child, credit in zip(children, owed, strict=True))
+        return ChildState(
+            sum(child.samples for child in children),
+            sum(child.tokens for child in children),
+            0,
+            all(child.exhausted for child in children),
+        )
+
+    below(new.mixture)
+    return replace(state, sources=tuple(sources), nodes=tuple(found[node.id] for node in new.nodes))
+
+
+def _credits(
+    node: NodeConfig,
+    was: NodeConfig | None,
+    children: Sequence[ChildState],
+    before: Mapping[tuple[type, int], ChildState],
+    sample_tokens: int,
+) -> Sequence[int]:
+    """What each child is owed from now on."""
+    if node.policy == "round_robin":
+        return _turns(node, was, children, before)
+    if node.policy != "least_consumed" or was is None or was.policy != node.policy:
+        # Nothing is owed under the others, or they make their weights, and with them all credits, anew.
+        return [0] * len(children)
+    old_weights = dict(zip(map(_key, was.children), _in_force(was, before), strict=True))
+    now = {_key(child): state for child, state in zip(node.children, children, strict=True)}
+    owed = [before[key].credit if (key := _key(child)) in before else 0 for child in node.children]
+    found = carried(
+        owed, [old_weights.get(_key(child), 0) for child in node.children], _in_force(node, now), sample_tokens
+    )
+    return list(found)
+
+
+def _in_force(node: NodeConfig, states: Mapping[tuple[type, int], ChildState]) -> list[int]:
+    """Integer weights by child; 0 for one that gets nothing."""
+    weights = integer_weights([child.weight if isinstance(child.weight, float) else 1.0 for child in node.children])
+    return [
+        weight if child.presence == "live" and not states[_key(child)].exhausted else 0
+        for weight, child in zip(weights, node.children, strict=True)
+    ]
+
+
+def _turns(
+    node: NodeConfig,
+    was: NodeConfig | None,
+    children: Sequence[ChildState],
+    before: Mapping[tuple[type, int], ChildState],
+) -> Sequence[int]:
+    """Under ``round_robin``, the turns of a child that went by before it joined."""
+    old = {_key(child): child for child in was.children} if was is not None and was.policy == node.policy else {}
+    took_part = [
+        (key := _key(child)) in old and old[key].presence == "live" and not before[key].exhausted
+        for child in node.children
+    ]
+    takes_part = [
+        child.presence == "live" and not state.exhausted for child, state in zip(node.children, children, strict=True)
+    ]
+    joined = [before[key].credit if (key := _key(child)) in old else 0 for child in node.children]
+    return levelled([child.samples for child in children], joined, took_part, takes_part)
+
+
+def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
+    if new.epochs[source] > old.epochs[source]:
+        return True
+    least, most = old.sources[source].max_tokens, new.sources[source].max_tokens
+    return least is not None and (most is None or most > least)
+
+
+def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
+    for field in ("add_bos", "add_eot"):
+        if getattr(known, field) != getattr(found, field):
+            raise ConfigError(
+                f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
+                f"{_text(getattr(found, field))} in the new mixture; that would make other documents of the same rows: "
+                "put it back, or begin a new run"
+            )
+
+
+@dataclass(slots=True)
+class _Place:
+    """A child in the tree of plain data, and its parent there."""
+
+    child: dict[str, Any]
+    parent: dict[str, Any] | None
+
+
+class _Tree:
+    """The mixture as plain data that is being changed."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.root = config.mixture.model_dump()
+        self._next_source, self._next_node = len(config.sources), config.nodes[-1].id + 1
+
+    def set(self, setting: Setting, where: str) -> None:
+        child = self._find(setting.child, f"{where}.child").child
+        given = setting.model_dump(exclude_none=True, exclude={"child", "paused"})
+        for field, value in given.items():
+            if field not in child:
+                kind = "node" if "children" in child else "source"
+                raise ConfigError(f"{where}.{field}: a {kind} has no {field}; found {value!r} for {setting.child!r}")
+            child[field] = value
+        if setting.paused is not None:
+            child["presence"] = "paused" if setting.paused else "live"
+        if not given and setting.paused is None:
+            raise ConfigError(
+                f"{where}: sets nothing of {setting.child!r}; expected one of {', '.join(_SETTABLE)}, paused"
+            )
+
+    def drop(self, name: str, where: str) -> None:
+        place = self._find(name, where)
+        if place.parent is None:
+            raise ConfigError(f"{where}: {name!r} is the whole mixture; drop sources or nodes of it")
+        place.child["presence"] = "dropped"
+
+    def add(self, addition: Addition, where: str) -> None:
+        parent = self._find(addition.to, f"{where}.to").child
+        if "children" not in parent:
+            raise ConfigError(f"{where}.to: {addition.to!r} is a source; expected a node's alias or place")
+        if "children" in addition.child or "policy" in addition.child:
+            child = self._numbered(_node(addition.child, f"{where}.child"))
+        else:
+            source = _read(SourceConfig, addition.child, f"{where}.child")
+            known = next((s for s in self._config.sources if s.source == source.source), None)
+            if known is not None:
+                self._bring_back(known, source, parent, where)
+                return
+            child = self._numbered(source)
+        parent["children"].append(child)
+
+    def _bring_back(self, known: SourceConfig, source: SourceConfig, parent: dict[str, Any], where: str) -> None:
+        """A source that was dropped goes on where it stood."""
+        place = self._find(known.source, where, dropped=True)
+        if known.presence != "dropped":
+            raise ConfigError(
+                f"{where}.child.source: {known.source!r} is in the mixture already; use set to change it, and "
+                "paused: false where it is paused"
+            )
+        _refuse_another(known, source)
+        assert place.parent is not None
+        place.parent["children"].remove(place.child)
+        parent["children"].append(source.model_dump() | {"id": known.id})
+
+    def _numbered(self, child: Child) -> dict[str, Any]:
+        fields = child.model_dump()
+        if isinstance(child, NodeConfig):
+            fields["id"], self._next_node = self._next_node, self._next_node + 1
+            fields["children"] = [self._numbered(each) for each in child.children]
+        else:
+            fields["id"], self._next_source = self._next_source, self._next_source + 1
+        return fields
+
+    def _find(self, name: str, where: str, *, dropped: bool = False) -> _Place:
+        found = [
+            place
+            for place, path in self._places(self.root, None, "mixture")
+            if name in (place.child["alias"], place.child.get("source"), path)
+            and (dropped or place.child["presence"] != "dropped")
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(
+                f"{where}: {name!r} names {len(found)} children; use the place in the file, such as mixture.children.0"
+            )
+        known = ", ".join(
+            repr(place.child["alias"] or place.child.get("source") or path)
+            for place, path in self._places(self.root, None, "mixture")
+            if place.child["presence"] != "dropped"
+        )
+        raise ConfigError(f"{where}: the mixture has no {name!r}; it has {known}")
+
+    def _places(self, child: dict[str, Any], parent: dict[str, Any] | None, path: str) -> Iterator[tuple[_Place, str]]:
+        yield _Place(child, parent), path
+        for i, below in enumerate(child.get("children", ())):
+            yield from self._places(below, child, f"{path}.children.{i}")
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _validated(config: RunConfig, root: dict[str, Any], sequence_length: int | None = None) -> RunConfig:
+    document = config.model_dump(exclude={"mixture"}) | {"mixture": root}
+    if sequence_length is not None:
+        document["sequence_length"] = sequence_length
+    return _read(RunConfig, document, "")
+
+
+def _node(document: dict[str, Any], where: str) -> NodeConfig:
+    return _read(NodeConfig, document, where)
+
+
+def _read(model: type[_Model], document: dict[str, Any], where: str) -> _Model:
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(explain(error, where)) from None
+
+
+def _children(config: RunConfig) -> Iterator[Child]:
+    yield config.mixture
+    for node in config.nodes:
+        yield from node.children
+
+
+def _key(child: Child) -> tuple[type, int]:
+    return type(child), child.id
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "not given" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return "inf" if value == float("inf") else value
