@@ -301,6 +301,32 @@ def test_more_tokens_than_can_be_counted_are_refused(order: Order) -> None:
         import_into(order, entry(CODE, 3, MAX_COUNTER), entry(DOCS, 1, MAX_COUNTER))
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"note": "x" * 2**17}, "is 131[0-9]+ bytes; expected at most 131072"),
+        ({"note": "\ud800"}, r"'gone:a:b', which this mixture lacks, is no JSON .*UnicodeEncodeError"),
+    ],
+)
+def test_what_every_later_state_would_carry_is_bounded_and_can_be_written(
+    order: Order, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SnapshotInvalid, match=said):
+        import_into(order, entry(CODE, 3, 80), entry("gone:a:b", shard="x", **more))
+
+
+def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_one_length(folder: Path) -> None:
+    phases = [{"until_tokens": 400}, {"sequence_length": 16}]
+    order = order_of(folder, mixture(phases=phases, last_step="pad"))
+    state = state_of(import_into(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))
+    assert state.sample_index == 30
+    pipeline = Course(order).pipeline(state)
+    pipeline.advance(40)
+    assert pipeline.state().total_tokens == 50 * 8 + 20 * 16
+    with pytest.raises(SnapshotInvalid, match="phases change the sequence length"):
+        import_into(order, entry(CODE, 3, 400), entry(DOCS, 4, 40))
+
+
 def test_a_snapshot_is_no_older_payload_even_where_it_is_torn() -> None:
     assert imported.read(seal({"format": "tokenloom/snapshot", "sample_index": 3})) is None
     assert imported.read('{"checksum": "x", "sample_index": 3}') is None

@@ -27,6 +27,8 @@ from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported
 
 #: Rows of earlier shards are counted as far as that costs no scan of more text than this, bytes.
 _COUNTED_BYTES = 2**30
+#: Every state carries what is preserved, and travels to every rank; bytes.
+_PRESERVED_BYTES = 2**17
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
 
@@ -172,7 +174,7 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
     for source, spec in enumerate(order.specs):
         if not known[source]:
             notes[source] = _new(spec, source, order, carried)
-    preserved = tuple(canonical(entry.model_dump(exclude_unset=True)) for _, entry in by_spec.values())
+    preserved = _preserved([entry for _, entry in by_spec.values()])
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for _, entry in by_spec.values()]
     digest = _digest(sources, order.shape)
     state = State(
@@ -185,6 +187,24 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
         imported=Imported(total, digest),
     )
     return state, tuple(notes)
+
+
+def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
+    """What unknown sources had, as text that every later state carries."""
+    try:
+        found = tuple(canonical(entry.model_dump(exclude_unset=True)) for entry in entries)
+        size = sum(len(text.encode()) for text in found)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotInvalid(
+            f"resume_state.datasets: what it has of {_names(entry.spec for entry in entries)}, which this mixture "
+            f"lacks, is no JSON that can be written back ({type(error).__name__}): leave these out"
+        ) from None
+    if size > _PRESERVED_BYTES:
+        raise SnapshotInvalid(
+            f"resume_state.datasets: what it has of specs that this mixture lacks is {size} bytes; expected at most "
+            f"{_PRESERVED_BYTES}, since every snapshot carries it: leave some out"
+        )
+    return found
 
 
 def _new(spec: str, source: int, order: Order, carried: Carried) -> str:

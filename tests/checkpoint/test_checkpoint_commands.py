@@ -31,11 +31,6 @@ from tokenloom_server.state import digest_hex
 from typer.testing import CliRunner
 
 UID = "0123456789abcdef0123456789abcdef"
-#: Of ``support.corpora.mixture``, as snapshots write it.
-MIXTURE = [
-    {"id": 0, "policy": "least_consumed", "children": [[0, "2"], [2, "1"], [3, "1.5"]]},
-    {"id": 1, "policy": "weighted", "alias": "rest", "children": [[4, "0.3"], [6, "0.7"]]},
-]
 OLDER = {
     "resume_state": {
         "datasets": [
@@ -413,7 +408,6 @@ def test_what_lies_between_two_checkpoints(texts: list[str], tmp_path: Path) -> 
 def test_other_runs_other_data_and_a_changed_mixture_are_told(text: str, tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["run_uid"], document["digest"] = "f" * 32, "1" * 32
-        document["resume_state"]["mixture"] = copy.deepcopy(MIXTURE)
         document["resume_state"]["mixture"][0]["children"][0][1] = "3"
         document["resume_state"]["mixture"][1]["policy"] = "round_robin"
         document["resume_state"]["mixture"][1]["children"][1].append("paused")
@@ -450,8 +444,8 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
         "data/code-0.parquet, row 10, token 29",
         "45.00%",
         "the root: least_consumed",
-        "├── code: 27 samples, 216 tokens, 45.00% of the node, next with 44.44%, credit -24",
-        "└── rest: 20 samples, 160 tokens, 33.33% of the node, next with 33.33%; weighted:",
+        "├── code: 27 samples, 216 tokens, 45.00% of the node, in force 44.44%, owed -0.33 samples",
+        "└── rest: 20 samples, 160 tokens, 33.33% of the node, in force 33.33%; weighted:",
         "nothing is missing, and all counters add up",
     ):
         assert said in printed

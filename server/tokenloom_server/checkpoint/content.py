@@ -93,6 +93,8 @@ class Content:
     sequence_length: int | None = None
     imported: Mapping[str, Any] | None = None
     """Where the order began from an older data loader's checkpoint."""
+    revisions: tuple[int, ...] = ()
+    """The sample indices of the revisions that it carries: the one in force, and those that follow shortly."""
     mixture: str | None = None
     """What says which child is which: ``checkpoint`` or ``file``; None for nothing."""
     sources: tuple[Source, ...] = ()
@@ -135,6 +137,11 @@ def read(path: Path, found: Found, mixture: RunConfig | None = None) -> Content:
         counted_at=index,
         sequence_length=length or (mixture.sequence_length if mixture is not None else None),
         imported=_mapping(resume.get("imported")) or None,
+        revisions=tuple(
+            index
+            for revision in _list(resume.get("revisions"))
+            if (index := _count(_mapping(revision).get("sample_index"))) is not None
+        ),
         mixture=said_by,
         sources=sources,
         nodes=nodes,

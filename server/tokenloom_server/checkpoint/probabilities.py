@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tokenloom_server.checkpoint.content import Content, Node
+from tokenloom_server.checkpoint.content import Child, Content, Node
 from tokenloom_server.mixing.schedule import Schedule
 from tokenloom_server.mixing.varying import Left, balance_remaining, soft_sequential
 from tokenloom_server.mixing.weights import integer_weights
@@ -41,6 +41,16 @@ def chances(content: Content, node: Node) -> list[Chance]:
         )
         for i in range(len(node.children))
     ]
+
+
+def owed_samples(content: Content, node: Node, child: Child) -> float | None:
+    """What a child is owed (below 0: had in advance) in samples; None where the policy keeps no credits."""
+    if child.credit is None or content.sequence_length is None or node.policy in (None, "round_robin"):
+        return None
+    weights = [other.weight or 0 for other in node.children]
+    if not any(weights):
+        weights = [int(weight) for weight in _weights(content, node, counted=True) or ()]
+    return child.credit / (sum(weights) * content.sequence_length) if any(weights) else None
 
 
 def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[float] | None:

@@ -14,7 +14,7 @@ from rich.tree import Tree
 from tokenloom_server.checkpoint.content import INDEX, Child, Content, Node
 from tokenloom_server.checkpoint.difference import Difference, place
 from tokenloom_server.checkpoint.faults import faults
-from tokenloom_server.checkpoint.probabilities import Chance, chances
+from tokenloom_server.checkpoint.probabilities import Chance, chances, owed_samples
 
 
 def shown(content: Content) -> dict[str, Any]:
@@ -60,6 +60,9 @@ def _heading(content: Content) -> Iterator[str]:
     if content.imported:
         begin = content.imported.get("sample_index")
         yield f"its order began at sample {begin}, from an older data loader's checkpoint"
+    for index in content.revisions:
+        in_force = content.counted_at is not None and index <= content.counted_at
+        yield f"a revision of the mixture {'is in force since' if in_force else 'follows at'} sample {index:,}"
 
 
 def _sources(content: Content) -> Table:
@@ -92,7 +95,7 @@ def _tree(content: Content) -> Tree:
     def add(tree: Tree, node: Node) -> None:
         issued = sum(child.samples or 0 for child in node.children)
         for child, chance in zip(node.children, chances(content, node), strict=True):
-            line = _line(child, chance, issued)
+            line = _line(child, chance, owed_samples(content, node, child), issued)
             below = by_id.get(child.id) if child.is_node and child.id is not None else None
             if below is None:
                 tree.add(line)
@@ -110,16 +113,18 @@ def _tree(content: Content) -> Tree:
     return whole
 
 
-def _line(child: Child, chance: Chance, issued: int) -> Text:
+def _line(child: Child, chance: Chance, owed: float | None, issued: int) -> Text:
     parts = [f"{child.name}: {_number(child.samples)} samples, {_number(child.tokens)} tokens"]
     if child.samples is not None and issued:
         parts.append(f"{child.samples / issued:.2%} of the node")
     if chance.in_force is not None:
-        parts.append(f"next with {chance.in_force:.2%}")
-    if child.credit:
+        parts.append(f"in force {chance.in_force:.2%}")
+    if owed:
+        parts.append(f"owed {owed:,.2f} samples")
+    elif child.credit and owed is None:
         parts.append(f"credit {child.credit:,}")
     if child.total:
-        parts.append(f"total {child.total:,}")
+        parts.append(f"of about {child.total:,}")
     if child.exhausted:
         parts.append("exhausted")
     if child.presence != "live":
