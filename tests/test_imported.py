@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal
-from tokenloom_server import imported
+from tokenloom_server import config, imported
 from tokenloom_server.course import Course
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.balances import carry
+from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.snapshot import ResumePoint
@@ -156,6 +159,83 @@ def test_a_balance_that_is_too_far_off_to_be_counted_is_kept_in_proportion(folde
     assert max(abs(child.credit) for child in billions) <= MAX_COUNTER
     state = state_of(import_into(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0)))
     assert picks(order, state, 40)[0] == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 300), st.booleans()), min_size=2, max_size=6))
+def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there(
+    children: list[tuple[int, int, bool]],
+) -> None:
+    document = flat([f"txt:{i}.txt:text" for i in range(len(children))])
+    for child, (weight, _, _) in zip(document["mixture"]["children"], children, strict=True):
+        child["weight"] = weight
+    run = config.parse(document, where="mixture.yaml")
+    before = [samples if known else 0 for _, samples, known in children]
+    carried = carry(run, before, [known for *_, known in children])
+    weights = [weight for weight, *_ in children]
+    begun = [max(samples, (at or 0) / 8) for samples, at in zip(before, carried.baselines, strict=True)]
+    # As many samples as it takes until who had the most for its weight is due again.
+    level = max(had / weight for had, weight in zip(begun, weights, strict=True))
+    count = int(level * sum(weights) - sum(begun)) + 50
+    mixer = Mixer(run, carried.nodes)
+    picked: list[int] = []
+    while len(picked) < count:
+        some = min(97, count - len(picked))
+        picked += mixer.plan(some).tolist()
+        mixer.issue(some)
+    total = sum(begun) + count
+    for i, (had, weight) in enumerate(zip(begun, weights, strict=True)):
+        assert abs(had + picked.count(i) - total * weight / sum(weights)) < 1.2  # a sample, and what baselines round
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**54), 2**54) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "spec": st.sampled_from([*SPECS, "gone:a:b"]) | JSON,
+        "shard": st.sampled_from(["data/code-1.parquet", "data/docs.jsonl", "0.txt", "a\0b", "/", "", ".."]) | JSON,
+        "row_offset": st.integers(-1, 14) | JSON,
+        "token_offset": st.integers(-1, 2**53) | JSON,
+        "epoch": st.integers(-1, 3) | JSON,
+        "unknown": JSON,
+    },
+)
+
+
+KNOWN = st.fixed_dictionaries(
+    {"spec": st.just(CODE), "shard": st.just("data/code-1.parquet"), "row_offset": st.integers(0, 13)},
+    optional={"token_offset": st.integers(0, 2**40), "unknown": JSON, "note": JSON},
+)
+GONE = st.fixed_dictionaries(
+    {"spec": st.text(min_size=1, max_size=5), "shard": st.text(min_size=1), "row_offset": st.integers(0, 99)},
+    optional={"unknown": JSON, "note": JSON},
+)
+DATASETS = st.lists(KNOWN | GONE | ENTRIES, max_size=4)
+PAYLOADS = st.fixed_dictionaries(
+    {},
+    optional={
+        "resume_state": st.fixed_dictionaries({"datasets": DATASETS | JSON}) | JSON,
+        "sample_index": st.integers(-1, 2**54) | JSON,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PAYLOADS)
+def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(order: Order, document: dict[str, Any]) -> None:
+    try:
+        payload = imported.read(json.dumps(document))
+        if payload is None:
+            return
+        point = imported.resume_point(payload, Course(order))
+    except SnapshotInvalid:
+        return
+    if point.base is not None:
+        assert decoded(order, point.base) == point.base
 
 
 def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: Order) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -192,7 +193,7 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
 def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
     """What unknown sources had, as text that every later state carries."""
     try:
-        found = tuple(canonical(entry.model_dump(exclude_unset=True)) for entry in entries)
+        found = tuple(canonical(entry.model_dump(exclude_unset=True, exclude={"unknown"})) for entry in entries)
         size = sum(len(text.encode()) for text in found)
     except (ValueError, RecursionError) as error:
         raise SnapshotInvalid(
@@ -251,8 +252,8 @@ def _shard(where: str, found: str, paths: Sequence[str], order: Order) -> int:
     """The position of a shard: its path as it stands, or the one path that is the same but for where it begins."""
     if found in paths:
         return paths.index(found)
-    there = (order.base_dir / found).resolve()
-    same = [i for i, path in enumerate(paths) if (order.base_dir / path).resolve() == there]
+    there = normpath(order.base_dir / found)
+    same = [i for i, path in enumerate(paths) if normpath(order.base_dir / path) == there]
     if not same:
         same = [i for i, path in enumerate(paths) if _ends_alike(PurePath(found), PurePath(path))]
     if len(same) == 1:

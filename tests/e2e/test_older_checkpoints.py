@@ -194,6 +194,34 @@ def test_what_the_dataset_says_before_it_joined(corpus: Corpus, start_server: St
         world.steps(2)
 
 
+@pytest.mark.parametrize("baseline", ["min", "mean", "zero"])
+def test_a_new_source_begins_at_the_baseline(corpus: Corpus, start_server: StartServer, baseline: str) -> None:
+    run = f"older-{baseline}"
+    flat = {"policy": "least_consumed", "children": [{"source": spec, "epochs": 9} for spec in SPECS]}
+    mixture = corpus.mixture(run, mixture=flat, new_source_baseline=baseline)
+    server = start_server(mixture, flags=("--liveness", 1))
+    had = [corpus.ends[source][passed - 1] // LENGTH for source, passed in enumerate((34, 3, 8))]
+    begun = {"min": min(had), "mean": sum(had) / 3, "zero": 0}[baseline]
+    with World(server.url(run), state=older(corpus)) as world:
+        world.join()
+        assert f"spec={SPECS[3]} new: starts at " in server.log
+        assert f", {int(begun * LENGTH)} tokens" in server.log
+        state = world.state()
+        assert datasets_of(state)[3]["samples"] == 0
+        # Who has the fewest is next, one after the other, until all but the one with the most are level.
+        count = int(sum(max(had) - each for each in (*had, begun)) / 2)
+        world.steps(count)
+        picked = [sample.source for sample in world.receipt.sequence(start_of(corpus))]
+        behind = [each + picked.count(source) for source, each in enumerate((*had, begun))]
+        raised = [now for now, was in zip(behind, (*had, begun), strict=True) if now > was]
+        assert max(raised) - min(raised) <= 1
+        assert all(each >= max(raised) - 1 for each in behind)
+        half = world.state()
+        rest = world.steps(30).receipt.sequence(start_of(corpus))[count:]
+    with World(server.url(run), 1, 1, state=half) as world:
+        assert world.steps(30).receipt.sequence(start_of(corpus) + count) == rest
+
+
 def test_a_restore_takes_an_older_payload_and_the_next_job_begins_there(
     corpus: Corpus, start_server: StartServer
 ) -> None:
