@@ -123,6 +123,15 @@ def serve(
             "--standby", help="Where another server leads a run, wait and take over when its lease lapses; else refuse."
         ),
     ] = False,
+    revise: Annotated[
+        str | None,
+        typer.Option(
+            help="Where a mixture file differs from the mixture in force, make that a revision, for this reason; else "
+            "refuse.",
+            metavar="REASON",
+            show_default=False,
+        ),
+    ] = None,
     lease: Annotated[
         float,
         typer.Option(
@@ -200,6 +209,7 @@ def serve(
                 ready_file=ready_file,
                 index_dir=index_dir,
                 standby=standby,
+                revise=revise,
                 lease_s=lease,
                 liveness_s=liveness,
                 rank_timeout_s=rank_timeout,

@@ -31,6 +31,9 @@ from tokenloom_server.spec import Spec
 
 BYTES_TOKENIZER = "bytes"
 
+#: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
+OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step", "new_source_baseline")
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(
@@ -435,11 +438,7 @@ class RunConfig(_Model):
 
         The tokeniser's content and the files' are digested elsewhere; here stands only that there is one.
         """
-        fields = self.model_dump(
-            mode="json",
-            exclude_defaults=True,
-            exclude={"run", "window_steps", "tokenizer", "last_step", "new_source_baseline"},
-        )
+        fields = self.model_dump(mode="json", exclude_defaults=True, exclude=set(OUTSIDE_THE_ORDER))
         fields["sequence_length"] = self.sequence_length
         # The root has no siblings, so its weight decides nothing.
         fields["mixture"] = _order_of_node(self.mixture, self)

@@ -145,13 +145,20 @@ class Course:
 
     # --- revisions -----------------------------------------------------------------------------------
 
-    def revise(self, change: MixtureChange, sample_index: int) -> dict[str, Any]:
-        """The content of a revision that makes a change from a sample index on.
+    def lineage(self, generation: int) -> Course:
+        """The course as a generation had it: what was revised later is left out."""
+        return self.with_revisions(
+            [revision for revision in self.revisions if json.loads(revision.content)["generation"] <= generation]
+        )
+
+    def revise(self, change: MixtureChange, sample_index: int, generation: int = 0) -> dict[str, Any]:
+        """The content of a revision that makes a change from a sample index on, during a generation.
 
         Raises ``ConfigError`` and ``SourceError``, naming the field, what was found and what was expected.
         """
         order = self.at(sample_index)
         config = changed(order.config, change)
+        order.check_named(config, *([change.exclude.file] if change.exclude is not None else []))
         shards = dict(self._new_files(order, config))
         shards |= {spec: more for name in change.append_files for spec, more in [self._appended(order, name)]}
         excluded = [*order.excluded.files]
@@ -174,7 +181,7 @@ class Course:
             raise ConfigError("this changes nothing: the mixture in force there is the same")
         if revised.extents:
             content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
-        return {**content, "changes": lines}
+        return {**content, "changes": lines, "generation": generation}
 
     def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
         known = {source.spec for source in order.manifest.sources}

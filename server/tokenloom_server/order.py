@@ -23,7 +23,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, SourceError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
@@ -38,7 +38,7 @@ from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
 from tokenloom_server.sources.lines import LinesSource
-from tokenloom_server.sources.manifest import Manifest, appeared, build, verify
+from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.suspects import Suspects
@@ -77,12 +77,14 @@ class Order:
         *,
         excluded: Exclusions = NOTHING_EXCLUDED,
         first: Order | None = None,
+        roots: DataRoots = _ANYWHERE,
     ) -> None:
         """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
         another one. See ``create``, ``load`` and ``under``."""
         self.config = config
         self.excluded = excluded
         self._first = first
+        self._roots = roots
         self.base_dir = base_dir
         self.index_dir = index_dir
         self.manifest = manifest
@@ -135,7 +137,7 @@ class Order:
         for source, reader in zip(named, opened, strict=True):
             _check_not_empty(source.source, reader)
         if not texts:
-            return cls(config, base_dir, index_dir, manifest, definition, None)._measured()
+            return cls(config, base_dir, index_dir, manifest, definition, None, roots=roots)._measured()
         if definition is None:
             raise ConfigError(
                 f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
@@ -149,7 +151,7 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record)._measured()
+        return cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots)._measured()
 
     @classmethod
     def load(
@@ -167,14 +169,7 @@ class Order:
                     f"run {config.run!r}: its record has {field} {found.get(field)!r}, this server honours {ours!r}: "
                     "serve it with the Tokenloom release that began it"
                 )
-        differences = _differences(found["config"], json.loads(canonical(config.order_fields())), "")
-        if differences:
-            raise ConfigError(
-                f"the mixture file of run {config.run!r} differs from the run's record:\n  "
-                + "\n  ".join(differences)
-                + "\nput these back, or begin a new run under another name; changing a mixture during a run "
-                "(a revision) comes with a later release"
-            )
+        refuse(config, differences(config, record))
         _check_named(config, base_dir, roots)
         manifest = Manifest.from_json(canonical(found["manifest"]))
         _check_files(manifest, base_dir, roots)
@@ -186,7 +181,7 @@ class Order:
         engine = None if recorded["engine"] == "none" else EngineRecord(**recorded)
         if engine is not None and definition is None:
             raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
-        order = cls(config, base_dir, index_dir, manifest, definition, engine)
+        order = cls(config, base_dir, index_dir, manifest, definition, engine, roots=roots)
         if order.vocab_size != found["vocab_size"]:
             raise TokenizerError(
                 f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
@@ -211,6 +206,16 @@ class Order:
     ) -> Order:
         """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
         given are those of before, or measured."""
+        known_files = {source.spec: set(source.shards) for source in self.manifest.sources}
+        new = Manifest(
+            tuple(
+                SourceFiles(source.spec, tuple(more))
+                for source in manifest.sources
+                if (more := [shard for shard in source.shards if shard not in known_files.get(source.spec, ())])
+            )
+        )
+        _check_files(new, self.base_dir, self._roots)
+        verify(new, self.base_dir)
         order = Order(
             config,
             self.base_dir,
@@ -220,6 +225,7 @@ class Order:
             self.engine,
             excluded=excluded,
             first=self._first or self,
+            roots=self._roots,
         )
         for i, source in enumerate(config.sources):
             if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
@@ -236,6 +242,12 @@ class Order:
     def _measured(self) -> Order:
         self.extents = {source: measure(self, source) for source in self.config.measured_sources}
         return self
+
+    def check_named(self, config: RunConfig, *paths: str) -> None:
+        """That what a changed config names, and these files, lies below a data root, before anything of it is looked
+        at. Raises ``ConfigError``."""
+        _check_named(config, self.base_dir, self._roots)
+        self._roots.check_paths("exclude.file", self.base_dir, paths)
 
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
@@ -511,8 +523,53 @@ def _first_rows(source: Source) -> pa.Array:
     return pa.array([], pa.large_string())
 
 
-def _differences(record: Any, file: Any, path: str) -> list[str]:
-    """Lines that name each field with another value, in the file's own terms."""
+def differences(config: RunConfig, record: str) -> dict[str, str]:
+    """By field, how a mixture file differs from a run's record, both values named."""
+    return dict(_differences(json.loads(record)["config"], json.loads(canonical(config.order_fields())), ""))
+
+
+def refuse(config: RunConfig, different: Mapping[str, str]) -> None:
+    """Raises ``ConfigError`` where there are differences."""
+    if not different:
+        return
+    remedy = "put these back, or begin a new run under another name"
+    if all(field.startswith("mixture.") for field in different):
+        remedy += (
+            "; or make them a revision, from the next possible sample on: serve with --revise REASON, or put these "
+            "back and use `tokenloom mixture apply` while it trains"
+        )
+    elif set(different) <= {"sequence_length"}:
+        remedy += ", such as one that is forked from this run's checkpoint; `phases` plan such a change"
+    raise ConfigError(
+        f"the mixture file of run {config.run!r} differs from the run's record:\n  "
+        + "\n  ".join(f"{field}: {both}" for field, both in different.items())
+        + f"\n{remedy}"
+    )
+
+
+def began_with(config: RunConfig, record: str) -> RunConfig:
+    """The config that a run's record is of. What decides no order (paths, names) is the mixture file's: names by spec,
+    those of nodes by their place."""
+    fields = json.loads(record)["config"]
+    names = {source.source: source.alias for source in config.sources}
+
+    def named(node: dict[str, Any], file: NodeConfig | None) -> dict[str, Any]:
+        children: list[dict[str, Any]] = []
+        for i, child in enumerate(node["children"]):
+            same_place = file.children[i] if file is not None and i < len(file.children) else None
+            if "source" in child:
+                children.append(child | {"alias": names.get(child["source"])})
+            else:
+                children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
+        return node | {"children": children, "alias": file.alias if file is not None else None}
+
+    # What a record leaves out has its default, not the file's value.
+    outside = config.model_dump(include=set(OUTSIDE_THE_ORDER))
+    return RunConfig.model_validate({**fields, **outside, "mixture": named(fields["mixture"], config.mixture)})
+
+
+def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:
+    """Each field with another value, and both of them, in the file's own terms."""
     if isinstance(record, dict) and isinstance(file, dict):
         found = []
         for key in sorted(record.keys() | file.keys()):
@@ -523,7 +580,7 @@ def _differences(record: Any, file: Any, path: str) -> list[str]:
     if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
         pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
         return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
-    return [] if record == file else [f"{path}: the run began with {_short(record)}, the file has {_short(file)}"]
+    return [] if record == file else [(path, f"the run began with {_short(record)}, the file has {_short(file)}")]
 
 
 def _default_of(path: str) -> Any:

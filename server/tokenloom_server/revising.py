@@ -40,8 +40,9 @@ class Revising:
             if change.total_tokens is not None:
                 wished = course.index_at(change.total_tokens)
             index = self._hold(wished, course.revisions[-1] if course.revisions else None)
+            generation = host.live.generation.number if host.live is not None else 0
             try:
-                content = course.revise(change, index)
+                content = course.revise(change, index, generation)
             except BaseException:
                 host.revise(course)
                 raise

@@ -87,8 +87,8 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     return _validated(config, root, sequence_length)
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """What another config changes, a line each, for people."""
+def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = _SETTABLE) -> list[str]:
+    """What another config changes, a line each, for people; of children only these fields."""
     found = []
     if old.sequence_length != new.sequence_length:
         found.append(f"sequence_length: {old.sequence_length} → {new.sequence_length}")
@@ -102,7 +102,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
             found.append(f"{name}: {was.presence} → {child.presence}")
         found += [
             f"{name}: {field} {_text(getattr(was, field))} → {_text(getattr(child, field))}"
-            for field in _SETTABLE
+            for field in fields
             if field in type(child).model_fields and getattr(was, field) != getattr(child, field)
         ]
     now = {_key(child) for child in _children(new)}
@@ -138,6 +138,12 @@ def as_file(config: RunConfig) -> dict[str, Any]:
 
     found: dict[str, Any] = _plain(visit(config.mixture))
     return found
+
+
+def differences_of_files(in_force: RunConfig, file: RunConfig) -> list[str]:
+    """What a mixture file changes of the mixture in force, a line each; whatever is paused stays so."""
+    new = merged(in_force, _node(as_file(file), "mixture"))
+    return differences(in_force, new, fields=[field for field in _SETTABLE if field != "alias"])
 
 
 def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = ()) -> State:

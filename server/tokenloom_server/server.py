@@ -44,6 +44,8 @@ class ServeOptions:
     ready_file: Path | None
     index_dir: Path | None
     standby: bool = False
+    #: Why a mixture file that differs from the mixture in force is to be a revision; None: it is refused.
+    revise: str | None = None
     lease_s: float = 15.0
     liveness_s: float = 15.0
     rank_timeout_s: float = 300.0
@@ -87,7 +89,7 @@ class Server:
             # What a killed server left there; with the ports in hand, it is not another's.
             _remove_ready(options.ready_file)
         for path in options.mixtures:
-            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER)
+            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER, options.revise)
         self._grpc.start(runs)
         if options.ready_file is not None:
             self._ready_file = options.ready_file

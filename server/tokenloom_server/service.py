@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenloom_server import config
 from tokenloom_server.committer import Committer
-from tokenloom_server.config import NodeConfig, SourceConfig
+from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.course import Course
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
@@ -20,14 +20,14 @@ from tokenloom_server.figures import Figures
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
-from tokenloom_server.ledger.base import Ledger, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger, StoredRevision, StoredRun, StoredSnapshot
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
-from tokenloom_server.order import Order
+from tokenloom_server.order import Order, began_with, differences, refuse
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
 from tokenloom_server.revising import Revising
-from tokenloom_server.revision import as_file
+from tokenloom_server.revision import as_file, differences_of_files
 from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
 
@@ -80,8 +80,10 @@ class Runs:
         self._data_roots = data_roots
         self._runs: dict[str, ServedRun] = {}
 
-    def add(self, path: Path, index_dir: Path | None) -> ServedRun:
+    def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
         """Brings up the run of a mixture file: a new one is recorded, a known one is taken over once its lease lapsed.
+
+        ``revise``: where the file's mixture differs from the one in force, why that is to be a revision.
 
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
@@ -102,9 +104,10 @@ class Runs:
         if stored is None:
             order = Order.create(found, base_dir, index_dir, self._data_roots)
             stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
+        change = None
         if order is None or order.record() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
-            order = Order.load(found, base_dir, index_dir, stored.record, self._data_roots)
+            order, change = self._load(found, base_dir, index_dir, stored, revise)
         for warning in order.warnings():
             _log.warning("%s: %s", found.run, warning)
         host = Host(order, self._ledger, stored.uid, self._terms)
@@ -115,7 +118,33 @@ class Runs:
         self._runs[found.run] = served
         host.start(Producer(host), Committer(host))
         leadership.start()
+        if change is not None:
+            served.revising.revise(change)
         return served
+
+    def _load(
+        self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
+    ) -> tuple[Order, MixtureChange | None]:
+        """The order of a known run, and the change that its mixture file asks for."""
+        different = differences(found, stored.record)
+        if not different:
+            return Order.load(found, base_dir, index_dir, stored.record, self._data_roots), None
+        refuse(found, {field: both for field, both in different.items() if not field.startswith("mixture.")})
+        order = Order.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
+        course = Course(order, self._ledger.revisions(stored.uid, stored.stream))
+        in_force = course.stretches[-1].order.config
+        # A file that was brought up to date behind a revision differs from the record, and from nothing in force.
+        if not differences_of_files(in_force, found):
+            return order, None
+        if revise is None:
+            refuse(found, different)
+        if self._standby:
+            raise ConfigError(
+                f"the mixture file of run {found.run!r} differs from the mixture in force, and a server that stands by "
+                "cannot revise it: start it without --standby, or without --revise and with the old file"
+            )
+        assert revise is not None
+        return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(found))
 
     def get(self, run: str) -> ServedRun:
         """Raises ``NotFound``, naming the runs that are served."""
