@@ -108,6 +108,7 @@ class _Node(_Strict):
     id: int = _Count
     policy: str
     alias: str | None = None
+    interpolate: str | None = None
     children: list[list[Any]]
 
 

@@ -145,6 +145,12 @@ def test_several_states_are_told_apart_by_their_place(texts: list[str], tmp_path
     assert find(tmp_path / "c.pt", "b.tokenloom").document == unseal(texts[1])
     with pytest.raises(SnapshotInvalid, match="holds no state of data at 'x'"):
         find(tmp_path / "c.pt", "x")
+    # Where torch refuses the file, they are told apart by where they lie.
+    torch.save({"a": texts[0], "b": texts[1], "args": argparse.Namespace()}, tmp_path / "c.pt")
+    with pytest.raises(SnapshotInvalid, match=r"at 'data\.pkl, byte (\d+)' \(sample 63\)") as caught:
+        find(tmp_path / "c.pt")
+    place = str(caught.value).split("'")[1]
+    assert find(tmp_path / "c.pt", place).document == unseal(texts[0])
 
 
 class Evil:
@@ -286,6 +292,23 @@ def test_what_is_missing_or_does_not_fit_is_named(
     content = content_of(changed(text, change), tmp_path)
     assert any(said in fault for fault in faults(content)), faults(content)
     report.show(content, Console(file=io.StringIO(), width=120))
+
+
+def test_weights_that_a_policy_makes_and_did_not_save_are_suspicious(text: str, tmp_path: Path) -> None:
+    def estimated(document: dict[str, Any]) -> None:
+        document["resume_state"]["mixture"][1]["policy"] = "balance_remaining"
+
+    assert faults(content_of(changed(text, estimated), tmp_path)) == [
+        "resume_state.nodes.1 (rest): the weights in force are missing; they would be made anew from the counters"
+    ]
+
+    def too_small(document: dict[str, Any]) -> None:
+        estimated(document)
+        nodes(document)[1] = [[*row, 3, 4] for row in nodes(document)[1]]
+
+    assert f"resume_state.nodes.1 (rest): {PROSE}: total: found 4 samples, but 5 were given" in faults(
+        content_of(changed(text, too_small), tmp_path)
+    )
 
 
 def test_counters_that_are_all_zero_are_suspicious(text: str, tmp_path: Path) -> None:

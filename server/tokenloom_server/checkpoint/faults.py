@@ -107,6 +107,17 @@ def _of_nodes(content: Content) -> Iterator[str]:
         yield f"resume_state.nodes: all counters are 0, though {content.counted_at} samples were taken"
 
 
+def _lacks_weights(content: Content, node: Node) -> bool:
+    """Whether weights that the policy makes itself are missing: before the first sample there are none yet."""
+    began = (content.imported or {}).get("sample_index", 0)
+    return (
+        node.policy in ("soft_sequential", "balance_remaining", "schedule")
+        and content.counted_at != began
+        and any(child.samples for child in node.children)
+        and not any(child.weight for child in node.children)
+    )
+
+
 def _of_node(content: Content, node: Node) -> Iterator[str]:
     where = f"resume_state.nodes.{node.id} ({node.name})"
     by_id = {other.id: other for other in content.nodes}
@@ -115,6 +126,8 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
     if missing:
         yield f"{where}: counters are missing for {', '.join(missing)}"
         return
+    if _lacks_weights(content, node):
+        yield f"{where}: the weights in force are missing; they would be made anew from the counters"
     issued = sum(child.samples or 0 for child in node.children)
     if node.id == 0 and content.counted_at is not None and issued != content.counted_at:
         yield f"{where}: its children have {issued} samples, but resume_state.sample_index is {content.counted_at}"
@@ -130,6 +143,8 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
                 )
         if content.mixture == "checkpoint" and points(child.configured) is None:
             yield f"resume_state.mixture.{node.id}: {child.name}: weight: found {child.configured!r}, expected a number"
+        if child.total and child.total < (child.samples or 0):
+            yield f"{where}: {child.name}: total: found {child.total} samples, but {child.samples} were given"
         if child.credit is None:
             yield f"{where}: {child.name}: credit: missing"
         elif abs(child.credit) > MAX_COUNTER:

@@ -105,8 +105,16 @@ def _of_torch(path: Path) -> Iterator[Found]:
         if structures[0].file_size > _MOST_STRUCTURE:
             raise SnapshotInvalid(f"{path}: its data.pkl has {structures[0].file_size} bytes, too many to be searched")
         found = list(_sealed(archive.read(structures[0]), "data.pkl"))
-    # Several: only the dictionaries' keys tell them apart.
-    yield from found if len(list(_distinct(iter(found)))) == 1 else _unpickled(path, mapped=True)
+    if len(list(_distinct(iter(found)))) == 1:
+        yield from found
+        return
+    try:
+        # Several: their places in the dictionaries tell more than bytes do.
+        yield from list(_unpickled(path, mapped=True))
+    except SnapshotInvalid:
+        if not found:
+            raise
+        yield from found
 
 
 def _of_folder(path: Path) -> Iterator[Found]:
