@@ -7,13 +7,15 @@ import copy
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal, unseal
@@ -22,7 +24,7 @@ from tokenloom_server.checkpoint import report
 from tokenloom_server.checkpoint.content import Child, Content, Node, read
 from tokenloom_server.checkpoint.difference import difference
 from tokenloom_server.checkpoint.faults import faults
-from tokenloom_server.checkpoint.file import find
+from tokenloom_server.checkpoint.file import Found, find
 from tokenloom_server.checkpoint.probabilities import chances
 from tokenloom_server.cli import app
 from tokenloom_server.course import Course
@@ -354,6 +356,45 @@ def test_an_older_payload_under_a_mixture_counts_nodes_as_an_import_would(tmp_pa
     content = content_of(json.dumps(OLDER), tmp_path, mixture=config.parse(mixture(), where="m"))
     assert [child.samples for child in content.nodes[0].children] == [10, 0, 0]
     assert [child.name for child in content.nodes[1].children] == [PROSE, WIKI]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def test_a_mixture_that_goes_round_in_circles_is_shown_once(text: str, tmp_path: Path) -> None:
+    def circle(document: dict[str, Any]) -> None:
+        for node in document["resume_state"]["mixture"]:
+            node["children"] = [[1, "1"], [3, "1"]]
+
+    report.show(content_of(changed(text, circle), tmp_path), Console(file=io.StringIO(), width=120))
+
+
+VALUES = st.sampled_from([None, True, -1, 0, 2**60, 1.5, "", "x", [], [1], [[]], [[1, "a"]], {}, {"a": 1}, {"1": {}}])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: list[str]) -> None:
+    documents = [unseal(text) for text in texts]
+    for _ in range(data.draw(st.integers(1, 3))):
+        *path, last = data.draw(st.sampled_from(list(places(documents[0]))))
+        within = documents[0]
+        for key in path:
+            within = within[key]
+        within[last] = copy.deepcopy(data.draw(VALUES))
+    mixture_file = data.draw(st.sampled_from([None, config.parse(mixture(), where="m")]))
+    a, b = (read(Path("x"), Found("", document), mixture_file) for document in documents)
+    out = Console(file=io.StringIO(), width=120)
+    report.show(a, out)
+    report.show_probabilities(a, out)
+    for pair in ((a, b), (b, a)):
+        report.show_difference(difference(*pair), *pair, out)
+    json.dumps([report.shown(a), report.probabilities(a)])
 
 
 # --- Probabilities -----------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def read(path: Path, found: Found, mixture: RunConfig | None = None) -> Content:
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     nodes = _nodes(resume, tree, sources, mixture)
-    if kind == OLDER and tree and mixture is not None:
+    if kind == OLDER and said_by == "file" and mixture is not None:
         nodes = _summed(nodes, sources, mixture)
     return Content(
         file=str(path),

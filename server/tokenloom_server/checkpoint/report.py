@@ -90,13 +90,14 @@ def _tree(content: Content) -> Tree:
     """The mixture as far as it is known; nodes that no other holds stand side by side."""
     by_id = {node.id: node for node in content.nodes}
     held = {child.id for node in content.nodes for child in node.children if child.is_node}
-    top = [node for node in content.nodes if node.id not in held]
+    top = [node for node in content.nodes if node.id not in held] or list(content.nodes[:1])
 
     def add(tree: Tree, node: Node) -> None:
         issued = sum(child.samples or 0 for child in node.children)
         for child, chance in zip(node.children, chances(content, node), strict=True):
             line = _line(child, chance, owed_samples(content, node, child), issued)
-            below = by_id.get(child.id) if child.is_node and child.id is not None else None
+            # Each once, whatever a damaged mixture says: no node is below itself.
+            below = by_id.pop(child.id, None) if child.is_node and child.id is not None else None
             if below is None:
                 tree.add(line)
             else:
