@@ -10,6 +10,9 @@ from typing import Any
 from tokenloom_server.checkpoint.file import Found
 from tokenloom_server.config import NodeConfig, RunConfig
 
+#: No counter of any loader is beyond this; with larger ones nothing can be computed.
+_MOST = 2**64
+
 SNAPSHOT, OLDER, INDEX = "snapshot", "older payload", "sample index"
 
 
@@ -254,7 +257,7 @@ def _child(
         presence=str(said[2]) if len(said) > 2 else "live",
         samples=_count(row[0]),
         tokens=_count(row[1]),
-        credit=row[2] if type(row[2]) is int else None,
+        credit=row[2] if type(row[2]) is int and abs(row[2]) < _MOST else None,
         exhausted=row[3] in (1, True),
         weight=_count(row[4]),
         total=_count(row[5]),
@@ -284,7 +287,7 @@ def _name(tree: Mapping[int, Mapping[str, Any]], number: int) -> str:
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < _MOST else None
 
 
 def _text(value: Any) -> str | None:

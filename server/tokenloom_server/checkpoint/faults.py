@@ -36,6 +36,8 @@ def _of_document(content: Content) -> Iterator[str]:
     missing = [field for field in needed if document.get(field) is None]
     if missing:
         yield f"{', '.join(missing)}: missing"
+    if resume is not None and not (isinstance(resume, Mapping) and isinstance(resume.get("datasets"), list)):
+        yield "resume_state.datasets: expected a list of sources; there is none"
     if resume is None and document.get("sample_index"):
         yield f"resume_state: is missing, though sample_index is {document['sample_index']}"
     if (
@@ -146,7 +148,7 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
         if child.total and child.total < (child.samples or 0):
             yield f"{where}: {child.name}: total: found {child.total} samples, but {child.samples} were given"
         if child.credit is None:
-            yield f"{where}: {child.name}: credit: missing"
+            yield f"{where}: {child.name}: credit: missing, or no integer of 64 bits"
         elif abs(child.credit) > MAX_COUNTER:
             yield f"{where}: {child.name}: credit: found {child.credit}, expected one within ±2^53"
 
@@ -156,14 +158,12 @@ def _of_unnamed(content: Content) -> Iterator[str]:
     children = Counter(_of_own(child) for node in content.nodes for child in node.children)
     own = Counter(_of_own(source) for source in content.sources if not source.unknown)
     own += Counter(_of_own(node) for node in content.nodes if node.id)
-    for counters in (children - own) - Counter([None]):
-        assert counters is not None
+    for counters in filter(None, children - own):
         yield (
             f"resume_state.nodes: a child counts {counters[0]} samples and {counters[1]} tokens, which no source or "
             "node says itself: the counters of a nested node are missing, or do not add up"
         )
-    for counters in (own - children) - Counter([None]):
-        assert counters is not None
+    for counters in filter(None, own - children):
         yield (
             f"resume_state.nodes: a source or node says {counters[0]} samples and {counters[1]} tokens, which no node "
             "counts of a child"
@@ -185,4 +185,4 @@ def _has_progress(source: Source) -> bool:
 def _entries(content: Content) -> list[Mapping[str, Any]]:
     resume = content.document.get("resume_state")
     datasets = resume.get("datasets") if isinstance(resume, Mapping) else None
-    return [entry for entry in datasets or [] if isinstance(entry, dict)]
+    return [entry for entry in datasets if isinstance(entry, dict)] if isinstance(datasets, list) else []

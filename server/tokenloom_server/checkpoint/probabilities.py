@@ -95,7 +95,7 @@ def points(weight: Any) -> list[tuple[int, float]] | None:
         found = (
             [(int(tokens), float(own)) for tokens, own in weight] if isinstance(weight, list) else [(0, float(weight))]
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     ascending = all(before[0] < after[0] for before, after in pairwise(found))
     return found if found and ascending and all(0 <= own < math.inf for _, own in found) else None
