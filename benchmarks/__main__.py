@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import mixer, ranks, scale, throughput
-from benchmarks.results import FOLDER, Result, show
+from benchmarks.results import FOLDER, Result, from_root, show
 from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, VARIANTS, WORKLOADS
 
 #: Tokens per second that both ranks together take where they are paced: less than every workload has ready.
 PACE = 20e6
+#: Where the results of a quick look go, which are not worth keeping.
+QUICK_FOLDER = Path("/tmp/tokenloom-bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +144,20 @@ def main() -> None:
     )
     names = f"of {', '.join(SECTIONS)}, which are all if none is given; or {', '.join(LONG)}"
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=names)
-    parser.add_argument("--quick", action="store_true", help="one run of a second each; results go to /tmp")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where results go (default {FOLDER})")
+    parser.add_argument("--quick", action="store_true", help="one run of a second each")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help=f"where results go (default {from_root(str(FOLDER))}, or {QUICK_FOLDER} with --quick)",
+    )
     options = parser.parse_args()
     sections = SECTIONS | LONG
     unknown = set(options.sections) - set(sections)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
-    effort = Effort(5, 2, 3.0, options.folder)
+    effort = Effort(5, 2, 3.0, options.folder or FOLDER)
     if options.quick:
-        effort = Effort(1, 1, 1.0, Path("/tmp/tokenloom-bench"))
+        effort = Effort(1, 1, 1.0, options.folder or QUICK_FOLDER)
     began = time.monotonic()
     failed = []
     for name in options.sections or SECTIONS:

@@ -72,7 +72,7 @@ class Result:
             title=title,
             date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             commit=_commit(),
-            command=shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+            command=shlex.join(["python", "-m", _module(), *(from_root(word) for word in sys.argv[1:])]),
             machine=_machine(),
             versions=dict(_versions(packages)),
         )
@@ -127,6 +127,11 @@ def show(result: Result, columns: Mapping[str, str] | None = None) -> None:
         if row.note:
             table.add_row(f"  {row.note}", style="dim")
     console.print(table)
+
+
+def from_root(word: str) -> str:
+    """A word of a command line without the folder that this repository happens to lie in."""
+    return word.replace(f"{ROOT}{os.sep}", "")
 
 
 def number(value: float) -> str:

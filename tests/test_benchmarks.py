@@ -171,6 +171,12 @@ def test_a_result_can_be_read_again(tmp_path: Path) -> None:
         newest("other", tmp_path)
 
 
+def test_a_result_does_not_say_where_the_repository_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(FOLDER / "a.json"), f"--json={FOLDER}/b.json", "/elsewhere/c"])
+    command = Result.begin("some", "a title").command
+    assert command.endswith(" --json benchmarks/results/a.json --json=benchmarks/results/b.json /elsewhere/c")
+
+
 def test_a_window_counts_what_happened_in_it(tmp_path: Path) -> None:
     program = (
         "import sys, time, numpy as np\n"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import tokenloom
 import yaml
-from tokenloom_server import config, errors, peeking
+from tokenloom_server import config, errors, peeking, traced, tracing
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
@@ -22,7 +23,7 @@ from tokenloom_server.rest_api.app import create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
 from tokenloom_server.security import RPCS, Scope
-from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, Runs
+from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.spec import SCHEMES
 from typer.main import get_command
@@ -111,6 +112,24 @@ def test_the_bounds_of_peeks_are_in_the_reference() -> None:
     assert f"{peeking.MAX_STEP_BYTES // 2**20} MiB" in section
     peek = get_command(command_line).commands["peek"]  # type: ignore[attr-defined]
     assert f"{peeking.AHEAD_SAMPLES:,} samples" in peek.help
+
+
+def test_the_bounds_of_traces_are_in_the_reference() -> None:
+    section = REFERENCE.split("## Traces")[1].split("\n## ")[0]
+    for bound in (
+        f"{tracing.MAX_TOKENS:,} tokens",
+        f"{tracing.MAX_TEXT_TOKENS:,} with text",
+        f"{tracing.MAX_DOCUMENTS:,} documents",
+        f"{tracing.MAX_FORWARD_S:g} s",
+        f"the {peeking.MAX_PEEKS} peeks",
+        f"{peeking.AHEAD_SAMPLES:,} samples",
+    ):
+        assert bound in section
+    assert all(f"`{status}`" in section for status in get_args(traced.Status))
+
+
+def test_the_bound_of_skips_is_in_the_reference() -> None:
+    assert f"{MAX_SKIPPED_TOKENS:,} tokens" in REFERENCE.split("## Skips")[1].split("\n## ")[0]
 
 
 def test_every_metric_is_in_the_reference() -> None:

@@ -27,6 +27,7 @@ from tokenloom_server.errors import (
     JoinRefused,
     LedgerRolledBack,
     LedgerUnavailable,
+    LimitExceeded,
     NotFound,
     NotLeader,
     OrderMismatch,
@@ -40,10 +41,11 @@ from tokenloom_server.host import Session, Terms, Waiting
 from tokenloom_server.ledger.base import Commit, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.opening import JoinCall, Joined
+from tokenloom_server.peeking import PeekCall
 from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import State
+from tokenloom_server.state import State, digest_hex
 
 RUN = "test"
 PATIENCE_S = 20.0
@@ -649,6 +651,94 @@ def test_a_restore_pins_the_next_resume_point(place: Place) -> None:
     assert place.stored().pin is None
     place.runs.restore(RUN, text=state.decode())
     assert Trainer(served, state=state).index == 12
+
+
+def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
+    """By spec: samples and rows that the ledger counts, and those that are told as skipped."""
+    committed = place.stored().committed
+    assert committed is not None
+    return {
+        source.spec: (
+            committed.counters[source.spec].samples,
+            committed.counters[source.spec].rows,
+            source.skipped_samples,
+            source.skipped_rows,
+        )
+        for source in place.runs.stats(RUN).sources
+    }
+
+
+@pytest.mark.parametrize("end", [10, 60, 61, 100, 174])
+def test_any_range_behind_any_point_can_be_skipped(place: Place, end: int) -> None:
+    served = place.serve()
+    samples = sequence(served)
+    order = served.host.order
+    trainer = Trainer(served)
+    trainer.take(44)
+    trainer.settle()
+    for begin in {0, end // 3, end - 1}:
+        point = place.runs.restore(RUN, sample_index=begin, skip_samples=end - begin)
+        assert (point.sample_index, point.skipped_samples, point.start_index) == (begin, end - begin, end)
+        behind = Trainer(served, world_size=1, batch_size=1)
+        opening = behind.ranks[0].joined.opening
+        assert (opening.start_index, opening.skipped) == (end, end - begin)
+        assert behind.take(1000) == part(samples, end, 175)
+        behind.settle()
+        states = []
+        for at in (begin, end, 175):
+            pipeline = order.pipeline(order.initial())
+            pipeline.advance(at)
+            states.append(pipeline.state().sources)
+        assert behind.ranks[0].history.last.digest == digest_hex(pipeline.state().digest)
+        for spec, before, after, last in zip(order.specs, *states, strict=True):
+            skipped = after.samples - before.samples, after.rows - before.rows
+            assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
+        # The generation's own snapshots carry it on, whichever index they are at.
+        text, _ = served.history.snapshot(min(end + 3, 175))
+        counted = {entry["spec"]: entry.get("skipped_samples", 0) for entry in datasets(text)}
+        assert sum(counted.values()) == end - begin
+
+
+def datasets(text: str) -> Any:
+    return json.loads(text)["resume_state"]["datasets"]
+
+
+def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(3)
+    late, early = trainer.state(), trainer.state(4)
+    trainer.settle()
+    place.runs.restore(RUN, text=late.decode(), skip_samples=5)
+    served.opener.join(call_of(0, attempt="b", state=late))
+    for _ in range(2):
+        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+            served.opener.join(call_of(1, attempt="b", state=early))
+        served = place.restart()
+    joined = served.opener.join(call_of(1, attempt="b", state=late))
+    assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
+    # The launch after it, from a state of its own, jumps over nothing.
+    with pytest.raises(BeyondHorizon, match="4000 samples behind sample 12 cannot be skipped: the data end at sample"):
+        place.runs.restore(RUN, sample_index=12, skip_samples=4000)
+    with pytest.raises(LimitExceeded, match="one restore goes forward through"):
+        place.runs.restore(RUN, sample_index=12, skip_tokens=2**35)
+    with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
+        place.runs.restore(RUN, sample_index=12, skip_samples=1, skip_tokens=1)
+    assert served.opener.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+
+
+def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(place: Place) -> None:
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(10)
+    trainer.settle()
+    call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
+    assert sum(source.skipped_samples for source in served.peeks.join(call, never).state.sources) == 0
+    place.runs.restore(RUN, sample_index=20, skip_samples=10)
+    Trainer(served).take(1)
+    again = served.peeks.join(call, never)
+    assert (again.generation, again.state.sample_index) == (2, 60)
+    assert sum(source.skipped_samples for source in again.state.sources) == 10
 
 
 def test_a_restore_names_one_point_that_exists(place: Place) -> None:

@@ -406,10 +406,11 @@ GOLDEN_CONFIGS = CONFIGS | {
 
 
 def values(state: State) -> list[Any]:
-    """All values of a state; of a child's weight and total, which came later, only those that a policy made; nothing of
-    what only orders have that began from an older data loader's checkpoint."""
-    *others, nodes = dataclasses.astuple(state)[:5]
-    return [*others, [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes]]
+    """All values of a state; of a child's weight and total, which came later, only those that a policy made."""
+    position = [state.sample_index, state.total_tokens, state.digest]
+    sources = [dataclasses.astuple(source)[:6] for source in state.sources]
+    nodes = [[dataclasses.astuple(child) for child in node] for node in state.nodes]
+    return [*position, sources, [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes]]
 
 
 def fingerprint(order: Order) -> dict[str, Any]:

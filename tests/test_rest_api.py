@@ -103,6 +103,19 @@ def test_stats_are_the_services_figures(http: httpx.Client, service: MemoryServi
     assert answer.json() == service.runs[RUN].model_dump(mode="json")
 
 
+def test_a_receipt_is_of_the_index_that_is_asked_for_or_of_the_committed_one(http: httpx.Client) -> None:
+    assert http.get(f"/v1/runs/{RUN}/receipt").json()["sample_index"] == 4096
+    assert http.get(f"/v1/runs/{RUN}/receipt?sample_index=12").json()["digest"] == f"{12:032x}"
+    for index, status in ((4097, 416), (-1, 422), (2**53, 422), ("NaN", 422), ("1.5", 422), ("", 422)):
+        answer = http.get(f"/v1/runs/{RUN}/receipt?sample_index={index}")
+        problem(answer, status, {416: "BeyondHorizon", 422: "InvalidRequest"}[status])
+    assert http.get("/v1/runs/other/receipt").status_code == 404
+
+
+def test_a_report_is_the_services(http: httpx.Client, service: MemoryService) -> None:
+    assert http.get(f"/v1/runs/{RUN}/report").json() == service.report(RUN).model_dump()
+
+
 def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Client, service: MemoryService) -> None:
     saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 4100})
     assert saved.status_code == 201
@@ -136,8 +149,34 @@ def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: Me
         service.restored.clear()
         answer = http.post(f"/v1/runs/{RUN}/restore", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.json() == {"sample_index": 12, "digest": f"{12:032x}"}
+        assert answer.json() == {
+            "sample_index": 12, "digest": f"{12:032x}", "skipped_samples": 0, "start_index": 12
+        }  # fmt: skip
         assert service.restored[RUN].sample_index == 12
+    for skip, skipped in (({"skip_samples": 5}, 5), ({"skip_tokens": 1025}, 3)):
+        answer = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12} | skip)
+        assert (answer.json()["skipped_samples"], answer.json()["start_index"]) == (skipped, 12 + skipped)
+    both = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12, "skip_samples": 1, "skip_tokens": 1})
+    assert "at most one of skip_samples and skip_tokens" in problem(both, 422, "InvalidRequest")
+
+
+def test_a_trace_passes_what_is_asked_for_and_answers_what_the_service_says(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    answer = http.get(f"/v1/runs/{RUN}/samples/4100?generation=3&text=true")
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == service.trace_sample(RUN, 4100, generation=3, text=True).model_dump(mode="json")
+    assert (answer.json()["status"], answer.json()["documents"][0]["row"]) == ("produced", 4100)
+    plain = http.get(f"/v1/runs/{RUN}/samples/4100").json()
+    assert (plain["ids"], plain["documents"][0]["text"]) == (None, None)
+    step = http.get(f"/v1/runs/{RUN}/steps/7?rank=1")
+    assert step.json() == service.trace_step(RUN, 7, rank=1).model_dump(mode="json")
+    assert len(http.get(f"/v1/runs/{RUN}/steps/7").json()["ranks"]) == 2
+    assert "4160 are produced" in problem(http.get(f"/v1/runs/{RUN}/samples/4160"), 416, "BeyondHorizon")
+    problem(http.get(f"/v1/runs/{RUN}/samples/1?generation=4"), 404, "NotFound")
+    problem(http.get(f"/v1/runs/{RUN}/steps/1?rank=2"), 422, "ConfigError")
+    for path in ("samples/-1", "samples/x", "steps/1?rank=-1", "steps/1?text=perhaps", "samples/1?generation=9e99"):
+        problem(http.get(f"/v1/runs/{RUN}/{path}"), 422, "InvalidRequest")
 
 
 @pytest.mark.parametrize(
@@ -287,14 +326,17 @@ def operations(http: httpx.Client) -> list[tuple[str, str, dict[str, Any]]]:
 def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None, set[int]]]:
     """(method, URL, body, statuses that the route documents): poison in each path parameter and body field."""
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
-    good = {"run": RUN, "snapshot_id": "s0", "number": "1"}
+    good = {"run": RUN, "snapshot_id": "s0", "index": "1", "step": "1", "number": "1"}
     for path, method, operation in operations(http):
         documented = {int(status) for status in operation["responses"]}
         body = b"{}" if method in ("post", "patch", "delete") else None
         for parameter in operation.get("parameters", []):
             name = parameter["name"]
-            assert parameter["in"] == "path", "poison for parameters of this kind is missing here"
+            assert parameter["in"] in ("path", "query"), "poison for parameters of this kind is missing here"
             for text in POISON_TEXTS:
+                if parameter["in"] == "query":
+                    yield method, f"{path.format(**good)}?{name}={text}", body, documented
+                    continue
                 yield method, path.replace(f"{{{name}}}", text).format(**good), body, documented
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -481,10 +523,14 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
     assert paths == {
         "GET /v1/runs",
         "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/receipt",
+        "GET /v1/runs/{run}/report",
         "POST /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots/{snapshot_id}",
         "POST /v1/runs/{run}/restore",
+        "GET /v1/runs/{run}/samples/{index}",
+        "GET /v1/runs/{run}/steps/{step}",
         "GET /v1/runs/{run}/mixture",
         "PATCH /v1/runs/{run}/mixture",
         "DELETE /v1/runs/{run}/mixture/revisions/{number}",

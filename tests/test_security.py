@@ -200,7 +200,7 @@ def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
 def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     http: httpx.Client, service: MemoryService, method: str, path: str
 ) -> None:
-    url = path.format(run=RUN, snapshot_id="s0-4096", number=1)
+    url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, step=3, number=1)
     bodies = {"POST": b'{"sample_index": 12}', "PATCH": b'{"reason": "because"}'}
     body = {"content": bodies[method]} if method in bodies else {}
     needed = ROUTES[method, path]

@@ -17,7 +17,16 @@ from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import ResumePoint, Shape
-from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
+from tokenloom_server.state import (
+    DIGEST_MODULUS,
+    MAX_COUNTER,
+    ChildState,
+    Cursor,
+    SourceState,
+    State,
+    digest_hex,
+    jumped_over,
+)
 
 UID = "0123456789abcdef0123456789abcdef"
 BASE, INDEX = 60, 63
@@ -65,6 +74,26 @@ def test_a_snapshot_comes_back_as_it_was_written(case: Case) -> None:
             run_uid=UID,
             generation=4,
         )
+
+
+def test_what_was_skipped_comes_back_and_is_only_written_where_there_is_some(case: Case) -> None:
+    skipped = jumped_over(case.base, case.state)
+    text = case.order.encode(skipped)
+    assert case.order.decode(text) == skipped
+    assert sum(source.skipped_samples for source in skipped.sources) == INDEX - BASE
+    assert sum(source.skipped_tokens for source in skipped.sources) == 8 * (INDEX - BASE)
+    for was, now in zip(case.base.sources, skipped.sources, strict=True):
+        assert (was.samples, was.rows) == (now.samples - now.skipped_samples, now.rows - now.skipped_rows)
+    assert "skipped" not in case.resume_state
+    entries = json.loads(text)["datasets"]
+    assert ["skipped_samples" in entry for entry in entries] == [
+        was.samples < now.samples for was, now in zip(case.base.sources, case.state.sources, strict=True)
+    ]
+    # Once more, from there on: both ranges are skipped then.
+    pipeline = case.order.pipeline(skipped)
+    pipeline.advance(5)
+    twice = jumped_over(skipped, pipeline.state())
+    assert sum(source.skipped_samples for source in twice.sources) == INDEX - BASE + 5
 
 
 def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> None:
@@ -252,6 +281,9 @@ SWAPPED = [
     (f"{DATASET}.shard_index", MAX_COUNTER, "is not in this run's manifest"),
     (f"{DATASET}.samples", 10**9, "resume_state.datasets.0: token_offset is"),
     (f"{DATASET}.token_offset", 0, "resume_state.datasets.0: token_offset is 0"),
+    (f"{DATASET}.skipped_samples", 10**6, f"{DATASET}: skipped_samples is 1000000, but it is a part of samples"),
+    (f"{DATASET}.skipped_rows", 1, f"{DATASET}: skipped_rows is 1, but it is a part of rows"),
+    (f"{DATASET}.skipped_tokens", 8, f"{DATASET}: skipped_tokens is 8, but it is a part of token_offset"),
     (f"{DATASET}.exhausted", True, "resume_state.nodes.0.0"),
     (f"{DATASET}.exhausted", 1, f"{DATASET}.exhausted: "),
     (f"{DATASET}.extra", 1, f"{DATASET}.extra: "),
@@ -273,6 +305,7 @@ COUNTS = [
     *("sample_index", "total_tokens", "resume_state.sample_index", "resume_state.total_tokens"),
     *(f"{DATASET}.{key}" for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")),
     *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens")),
+    *(f"{DATASET}.{key}" for key in ("skipped_samples", "skipped_rows", "skipped_tokens")),
     *("resume_state.nodes.0.0.0", "resume_state.nodes.0.0.1", "resume_state.nodes.1.1.0"),
 ]
 SWAPPED += [

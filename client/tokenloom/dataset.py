@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,8 @@ from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
+
+log = logging.getLogger("tokenloom")
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -289,19 +292,26 @@ class RemoteDataset(IterableDataset[Batch]):
                 batch_timeout_s=self._batch_timeout_s,
             )
         )
-        start = connection.opening.start
+        start, skipped = connection.opening.start, connection.opening.skipped_samples
         # An older loader's checkpoint has no place in this order until the server finds one.
         loaded = self._loaded if isinstance(self._loaded, Loaded) else None
-        if loaded and (start.sample_index, start.digest) != (loaded.sample_index, loaded.digest):
+        if loaded and not loaded.leads_to(start, skipped):
             connection.close()
             raise ProtocolError(
                 f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
-                f"but the server starts at {start.sample_index} (digest {start.digest})"
+                f"but the server starts at {start.sample_index} (digest {start.digest}), {skipped} skipped samples "
+                "behind it"
             )
+        if skipped and self.rank == 0:
+            log.warning(
+                "run %s: samples %d to %d are skipped, as the restore before this launch said",
+                self._address.run, start.sample_index - skipped, start.sample_index - 1,
+            )  # fmt: skip
         self._connection = connection
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = self._joined_in[0] = os.getpid()
-        self._history = History(connection.opening.template, start, loaded)
+        # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
+        self._history = History(connection.opening.template, start, None if skipped else loaded)
 
     def _check_worker(self) -> None:
         worker = get_worker_info()

@@ -93,6 +93,13 @@ class Loaded:
             )
         return cls(text, index, tokens, digest)
 
+    def leads_to(self, start: Point, skipped: int) -> bool:
+        """Whether a server that starts there, behind so many skipped samples, begins at this state."""
+        if skipped:
+            # The digest at the start has the skipped samples in it; that it began here the server has checked.
+            return start.sample_index == self.sample_index + skipped
+        return (start.sample_index, start.digest) == (self.sample_index, self.digest)
+
     @classmethod
     def start(cls, run: str, stream: str) -> Loaded:
         """The state of a run that has not begun: what is saved before the first batch and before a Join."""

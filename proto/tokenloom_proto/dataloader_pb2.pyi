@@ -66,7 +66,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch", "skipped_samples")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class JoinResponse(_message.Message):
     SNAPSHOT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     generation: int
     start_index: int
@@ -95,7 +96,8 @@ class JoinResponse(_message.Message):
     snapshot_template: bytes
     base: Base
     server_epoch: int
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ...) -> None: ...
+    skipped_samples: int
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ...) -> None: ...
 
 class StreamRequest(_message.Message):
     __slots__ = ("open", "progress")
@@ -240,26 +242,34 @@ class SnapshotResponse(_message.Message):
     def __init__(self, snapshot_json: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("run", "stream", "snapshot_id", "sample_index", "snapshot_json")
+    __slots__ = ("run", "stream", "snapshot_id", "sample_index", "snapshot_json", "skip_samples", "skip_tokens")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SKIP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     snapshot_id: str
     sample_index: int
     snapshot_json: str
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., snapshot_json: _Optional[str] = ...) -> None: ...
+    skip_samples: int
+    skip_tokens: int
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., snapshot_json: _Optional[str] = ..., skip_samples: _Optional[int] = ..., skip_tokens: _Optional[int] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("sample_index", "digest")
+    __slots__ = ("sample_index", "digest", "skipped_samples", "start_index")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    START_INDEX_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     digest: str
-    def __init__(self, sample_index: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    skipped_samples: int
+    start_index: int
+    def __init__(self, sample_index: _Optional[int] = ..., digest: _Optional[str] = ..., skipped_samples: _Optional[int] = ..., start_index: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("run",)

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import ConfigError, TokenloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tokenloom_server.checkpoint.content import Content
+    from tokenloom_server.config import RunConfig
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.traced import TracedSample, TracedStep
     from tokenloom_server.viewer import View
 
 app = typer.Typer(
@@ -51,7 +54,15 @@ _OfMixture = Annotated[
     ),
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
-_MIXTURE = typer.Argument(help="A mixture file (YAML); see the README's configuration section.", show_default=False)
+_REST_URL = typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")
+_Mixture = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A mixture file (YAML); see the README's configuration section.",
+        metavar="MIXTURE.yaml",
+        show_default=False,
+    ),
+]
 # What those who only look may show a server.
 _TokenFile = Annotated[
     Path | None,
@@ -70,6 +81,71 @@ _DataRoots = Annotated[
     typer.Option(
         help="A folder below which all data and tokenisers of a mixture file must lie; may be given again.",
         envvar="TOKENLOOM_DATA_ROOTS",
+        show_default=False,
+    ),
+]
+# Instead of a mixture file: a flat mixture on the command line, and what else a run needs.
+_DatasetMix = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of a mixture file: files, patterns or folders with their weights, such as "
+        '"wiki/*.parquet:0.9 code:0.1"; path@column:weight where the column does not show.',
+        rich_help_panel="A mixture without a file",
+        show_default=False,
+    ),
+]
+_MixRun = Annotated[
+    str | None,
+    typer.Option("--run", help="The run's name.", rich_help_panel="A mixture without a file", show_default=False),
+]
+_MixLength = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length", help="Tokens per sample.", rich_help_panel="A mixture without a file", show_default=False
+    ),
+]
+_MixTokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        help="A tokenizer.json, a folder with one, or bytes.",
+        rich_help_panel="A mixture without a file",
+        show_default=False,
+    ),
+]
+_MixSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        help="Seeds every draw; 0 if not given.",
+        rich_help_panel="A mixture without a file",
+        show_default=False,
+    ),
+]
+_MixPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="The mixture's policy; least_consumed if not given.",
+        rich_help_panel="A mixture without a file",
+        show_default=False,
+    ),
+]
+_MixVocabSize = Annotated[
+    int | None,
+    typer.Option(
+        "--vocab-size",
+        help="Greatest id + 1, where all hold ids and there is no tokeniser.",
+        rich_help_panel="A mixture without a file",
+        show_default=False,
+    ),
+]
+_MixEndOfText = Annotated[
+    int | None,
+    typer.Option(
+        "--end-of-text-id",
+        help="The id that ends a document, where there is no tokeniser.",
+        rich_help_panel="A mixture without a file",
         show_default=False,
     ),
 ]
@@ -95,9 +171,9 @@ def _root(
 @app.command()
 def serve(
     mixtures: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...", show_default=False),
-    ],
+    ] = None,
     grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = "127.0.0.1:50051",
     rest: Annotated[
         str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")
@@ -175,6 +251,14 @@ def serve(
         typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).", show_default=False),
     ] = None,
     data_root: _DataRoots = None,
+    dataset_mix: _DatasetMix = None,
+    run: _MixRun = None,
+    sequence_length: _MixLength = None,
+    tokenizer: _MixTokenizer = None,
+    seed: _MixSeed = None,
+    policy: _MixPolicy = None,
+    vocab_size: _MixVocabSize = None,
+    end_of_text_id: _MixEndOfText = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
@@ -200,9 +284,17 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
+        roots = DataRoots.of(data_root or ())
+        fields = _fields(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        short = _short_form(dataset_mix, fields, roots)
+        if short is None and not mixtures:
+            raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
+        if short is not None:
+            logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", short[1])
         server = Server(
             ServeOptions(
-                mixtures=mixtures,
+                mixtures=mixtures or (),
+                mixture=short[0] if short is not None else None,
                 grpc=grpc,
                 rest=rest,
                 ledger=ledger,
@@ -215,7 +307,7 @@ def serve(
                 rank_timeout_s=rank_timeout,
                 access=Access.find(os.environ, token_file, read_token_file),
                 tls=Tls.load(tls_cert, tls_key, tls_client_ca),
-                data_roots=DataRoots.of(data_root or ()),
+                data_roots=roots,
             )
         )
         serving.set()
@@ -233,8 +325,27 @@ def serve(
 
 
 @app.command()
-def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -> None:
-    """Check a mixture file, its sources and its tokeniser, without serving anything.
+def validate(
+    mixture: _Mixture = None,
+    data_root: _DataRoots = None,
+    dataset_mix: _DatasetMix = None,
+    run: _MixRun = None,
+    sequence_length: _MixLength = None,
+    tokenizer: _MixTokenizer = None,
+    seed: _MixSeed = None,
+    policy: _MixPolicy = None,
+    vocab_size: _MixVocabSize = None,
+    end_of_text_id: _MixEndOfText = None,
+    print_file: Annotated[
+        bool,
+        typer.Option(
+            "--print",
+            help="Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
+            rich_help_panel="A mixture without a file",
+        ),
+    ] = False,
+) -> None:
+    """Check a mixture, its sources and its tokeniser, without serving anything.
 
     Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
     """
@@ -246,11 +357,21 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
     from tokenloom_server.order import Order
 
     _set_up_logging("warning")
-    out = _console()
+    out = _console(stderr=print_file)
     try:
-        found = config.load(mixture)
+        roots = DataRoots.of(data_root or ())
+        fields = _fields(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        short = _short_form(dataset_mix, fields, roots)
+        if short is not None and mixture is None:
+            (found, text), base_dir = short, Path.cwd()
+        elif short is None and mixture is not None:
+            found, text, base_dir = config.load(mixture), "", mixture.resolve().parent
+        else:
+            raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+        if print_file and not text:
+            raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
         with _console(stderr=True).status("opening sources and tokeniser"):
-            order = Order.create(found, mixture.resolve().parent, None, DataRoots.of(data_root or ()))
+            order = Order.create(found, base_dir, None, roots)
             samples = order.pipeline(order.initial())
             samples.advance(1)
     except TokenloomError as error:
@@ -271,11 +392,13 @@ def validate(mixture: Annotated[Path, _MIXTURE], data_root: _DataRoots = None) -
     if samples.ended is not None:
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
     out.print("valid", style="green")
+    if print_file:
+        print(text, end="")
 
 
 @app.command()
 def stats(
-    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    url: Annotated[str, _REST_URL],
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
     token_file: _TokenFile = None,
@@ -320,6 +443,14 @@ def stats(
                 "exhausted" if source.exhausted else left,
             )
         out.print(table)
+        skipped = [source for source in document.sources if source.skipped_samples]
+        if skipped:
+            named = ", ".join(
+                f"{source.alias} {source.skipped_samples:,} samples, {source.skipped_rows:,} rows, "
+                f"{source.skipped_tokens:,} tokens"
+                for source in skipped
+            )
+            out.print(f"skipped by restores, and not counted above: {named}", highlight=False)
         for rank in document.ranks:
             heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
             state = "connected" if rank.connected else "away"
@@ -327,6 +458,78 @@ def stats(
         for note in (document.waiting_for and f"waiting for {document.waiting_for}", document.ended, document.error):
             if note:
                 out.print(note)
+
+
+@app.command()
+def verify(
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A server's REST address, with /RUN where it has several, or a snapshot or checkpoint in JSON.",
+            metavar="A",
+            show_default=False,
+        ),
+    ],
+    b: Annotated[str, typer.Argument(help="The other one.", metavar="B", show_default=False)],
+    run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.", show_default=False)] = None,
+    run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Prove whether two runs had the same data, on any topology, and up to which sample.
+
+    Compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the first
+    sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
+    differ, 2 if that cannot be told.
+    """
+    from tokenloom_server import comparison, sides
+    from tokenloom_server.remote import Remote
+
+    def connect(url: str) -> Remote:
+        return Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+
+    try:
+        with _console(stderr=True).status("comparing"):
+            both = sides.side(a, run_a, connect), sides.side(b, run_b, connect)
+            verdict = comparison.compare(*both)
+            lines = comparison.explain(verdict, *both)
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(comparison.document(verdict, *both), ensure_ascii=False))
+    else:
+        out = _console()
+        for line in lines:
+            out.print(line, highlight=False, soft_wrap=True)
+        out.print(comparison.PROVES, style="dim", highlight=False)
+    raise typer.Exit(verdict.status)
+
+
+@app.command()
+def report(
+    url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
+    run: Annotated[str | None, typer.Option(help="The run, where the server has several.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Write what a model card needs to say about a run's data: sources, tokens, epochs, digests, launches."""
+    from tokenloom_server.model_card import markdown
+    from tokenloom_server.remote import Remote
+
+    try:
+        remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        found = remote.report(run or remote.only_run())
+    except TokenloomError as error:
+        _fail(error)
+    print(
+        json.dumps(found.model_dump(), ensure_ascii=False) if as_json else markdown(found), end="\n" if as_json else ""
+    )
 
 
 @app.command()
@@ -473,6 +676,144 @@ def _print_json(document: object) -> None:
 
 
 @app.command()
+def trace(
+    url: Annotated[str, _REST_URL],
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="A sample index: one sample's documents.", show_default=False)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of the step, one rank; all if not given.")] = None,
+    generation: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The launch whose line to follow, where a later one rewound it; the present one if not given."
+        ),
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run; needed where the server has several.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids.")
+    ] = False,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Show which documents a sample was made of, or what each rank got in a step: file, row, and tokens of the row.
+
+    Nothing of this was kept: the server makes the samples again from the nearest state in its ledger and reads their
+    rows once more, in turns with the peeks, so that training is not slowed. Tokens of a row are counted with its
+    begin- and end-of-text ids.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if (sample is None) == (step is None):
+            raise ConfigError("give one of --sample and --step")
+        if rank is not None and step is None:
+            raise ConfigError("--rank goes with --step; a sample is one rank's anyway")
+        remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        name = remote.only_run(run)
+        found: TracedSample | TracedStep
+        if step is not None:
+            found = remote.trace_step(name, step, rank=rank, generation=generation, text=text)
+        else:
+            assert sample is not None
+            found = remote.trace_sample(name, sample, generation=generation, text=text)
+    except TokenloomError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(found.model_dump(), ensure_ascii=False))
+    else:
+        from tokenloom_server.trace_report import print_trace
+
+        print_trace(_console(), name, found, text)
+
+
+@app.command()
+def restore(
+    url: Annotated[str, _REST_URL],
+    run: Annotated[str | None, typer.Option(help="The run; needed where the server has several.")] = None,
+    snapshot: Annotated[
+        str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.", show_default=False),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.", show_default=False),
+    ] = None,
+    skip_samples: Annotated[
+        int, typer.Option(min=0, help="Samples behind that point that are not delivered: a bad range.")
+    ] = 0,
+    skip_tokens: Annotated[int, typer.Option(min=0, help="The same in tokens, rounded up to whole samples.")] = 0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+        ),
+    ] = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+) -> None:
+    """Pin where the next launch of the trainers starts, and what it jumps over behind that point.
+
+    Nothing moves until that launch joins. A trainer that brings a state of its own has to bring this one; another is
+    refused. Samples to skip are those of the order right behind it, such as a range at which the loss went up: they
+    count as skipped, not as consumed, and the launch begins behind them.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if [snapshot, sample, state].count(None) != 2:
+            raise ConfigError("give one of --snapshot, --sample and --state")
+        if skip_samples and skip_tokens:
+            raise ConfigError("give at most one of --skip-samples and --skip-tokens")
+        remote = Remote(
+            url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, control=True
+        )
+        name = remote.only_run(run)
+        asked: dict[str, str | int] = {"skip_samples": skip_samples, "skip_tokens": skip_tokens}
+        if snapshot is not None:
+            asked["snapshot_id"] = snapshot
+        elif sample is not None:
+            asked["sample_index"] = sample
+        elif state is not None:
+            asked["snapshot"] = _snapshot_text(state)
+        point = remote.restore(name, **asked)
+    except TokenloomError as error:
+        _fail(error)
+    out = _console()
+    out.print(
+        f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})", highlight=False
+    )
+    if point.skipped_samples:
+        out.print(
+            f"samples {point.sample_index:,} to {point.start_index - 1:,} are skipped: it begins at sample "
+            f"{point.start_index:,}",
+            highlight=False,
+        )
+
+
+def _snapshot_text(path: Path) -> str:
+    """The text of a snapshot out of a file that holds it, or what ``state_dict()`` gave as JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--state {path}: expected a snapshot as JSON ({error})") from None
+    if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
+        return str(document["tokenloom"])
+    return text.strip()
+
+
+@app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
     steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,
@@ -484,6 +825,43 @@ def demo(
     from tokenloom_server.demo.main import run_demo
 
     raise typer.Exit(run_demo(folder, steps=steps, keep=keep))
+
+
+def _fields(
+    run: str | None,
+    sequence_length: int | None,
+    tokenizer: str | None,
+    seed: int | None,
+    policy: str | None,
+    vocab_size: int | None,
+    end_of_text_id: int | None,
+) -> dict[str, str | int | None]:
+    """What stands beside --dataset-mix, by its name in a mixture file, in a mixture file's order."""
+    return {
+        "run": run,
+        "seed": seed,
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "end_of_text_id": end_of_text_id,
+        "sequence_length": sequence_length,
+        "policy": policy,
+    }
+
+
+def _short_form(mix: str | None, fields: dict[str, str | int | None], roots: DataRoots) -> tuple[RunConfig, str] | None:
+    """The mixture of --dataset-mix, below the current folder, and its text as a file; None without it."""
+    named = [f"--{name.replace('_', '-')}" for name, value in fields.items() if value is not None]
+    if mix is None:
+        if named:
+            raise ConfigError(f"{', '.join(named)}: belongs to --dataset-mix; a mixture file says it itself")
+        return None
+    missing = [f"--{name.replace('_', '-')}" for name in ("run", "sequence_length") if fields[name] is None]
+    if missing:
+        raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
+    from tokenloom_server import config, dataset_mix
+
+    document = dataset_mix.document(mix, Path.cwd(), roots, **fields)
+    return config.parse(document, where=dataset_mix.OPTION), dataset_mix.as_yaml(document)
 
 
 def _set_up_logging(level: str) -> None:

@@ -249,7 +249,8 @@ class PhaseConfig(_Model):
     """A part of the run, by its tokens: annealing, longer contexts."""
 
     until_tokens: Annotated[int, Field(gt=0)] | None = None
-    """The run's total tokens at which the phase ends, to the next whole sample; only the last may leave it out."""
+    """The run's total tokens at which the phase ends, to the next whole sample. Behind the last phase the run ends, or
+    with the data where that one leaves it out."""
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] | None = None
     """Tokens per sample from here on; what was in force if not given."""
     mixture: NodeConfig | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
+
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server import exclusions, snapshot
 from tokenloom_server.config import RunConfig
@@ -41,19 +43,40 @@ class Stretch:
     revision: StoredRevision | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a run was forked from another: it begins there, at that sample index and with those tokens."""
+
+    run: str
+    uid: str
+    generation: int
+    sample_index: int
+    total_tokens: int
+    digest: str
+    #: Samples of the parent's sources that this run does not have.
+    left_samples: int
+    #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot behind it tells of it.
+    state: str = ""
+
+    def to_json(self) -> str:
+        """Canonical JSON, which ``Origin(**json.loads(…))`` reads."""
+        return str(canonical(asdict(self)))
+
+
 class Course:
     """Immutable. A run without phases and revisions has one stretch."""
 
-    def __init__(self, first: Order, revisions: Sequence[StoredRevision] = ()) -> None:
+    def __init__(self, first: Order, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None) -> None:
         """``first`` is the order that the run's record gives. Raises ``ConfigError``, ``SourceError`` and
         ``SourceChanged`` where a revision cannot be honoured."""
         self.first = first
         self.revisions = tuple(revisions)
+        self.origin = origin
         self.name = first.name
-        self._stretches = tuple(self._lay(first, self.revisions))
+        self._stretches = tuple(self._lay())
         self._begins = [stretch.begin for stretch in self._stretches]
         lengths = {stretch.order.config.sequence_length for stretch in self._stretches}
-        self._one_length = len(lengths) == 1
+        self._one_length = len(lengths) == 1 and origin is None
 
     @property
     def sample_bytes(self) -> int:
@@ -67,7 +90,11 @@ class Course:
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Course:
         """The course under other revisions."""
-        return self if tuple(revisions) == self.revisions else Course(self.first, revisions)
+        return self if tuple(revisions) == self.revisions else Course(self.first, revisions, self.origin)
+
+    def with_origin(self, origin: Origin | None) -> Course:
+        """The course of a run that was forked, or was not."""
+        return self if origin == self.origin else Course(self.first, self.revisions, origin)
 
     def at(self, sample_index: int) -> Order:
         """The order that decides the sample at an index."""
@@ -87,8 +114,8 @@ class Course:
         raise AssertionError("unreachable: the last stretch has no end")
 
     def initial(self) -> State:
-        """The state before sample 0."""
-        return self.at(0).initial()
+        """The state before the first sample."""
+        return self.at(0).initial() if self.origin is None else self.decode(self.origin.state)
 
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
         """As ``Order.pipeline``; goes over from stretch to stretch by itself."""
@@ -120,7 +147,10 @@ class Course:
     def shape_at(self, sample_index: int) -> snapshot.Shape:
         """What the states at a sample index look like."""
         shape = self.at(sample_index).shape
-        return shape if self._one_length else snapshot.with_tokens(shape, self.tokens_at)
+        if self._one_length:
+            return shape
+        left = self.origin.left_samples if self.origin is not None else 0
+        return snapshot.with_tokens(shape, self.tokens_at, left)
 
     def encode(self, state: State, through: int | None = None) -> str:
         """``resume_state``: the canonical JSON of a state, with the revisions that whoever goes forward from it to
@@ -137,7 +167,8 @@ class Course:
             for stretch in (*in_force[-1:], *ahead)
             if stretch.revision is not None
         ]
-        return snapshot.encode_state(state, self.shape_at(index), revisions)
+        origin = asdict(replace(self.origin, state="")) if self.origin is not None else None
+        return snapshot.encode_state(state, self.shape_at(index), revisions, origin)
 
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
@@ -206,17 +237,20 @@ class Course:
     # -------------------------------------------------------------------------------------------------
 
     def _stretch(self, sample_index: int) -> Stretch:
-        return self._stretches[bisect_right(self._begins, sample_index) - 1]
+        return self._stretches[max(0, bisect_right(self._begins, sample_index) - 1)]
 
-    @staticmethod
-    def _lay(first: Order, revisions: Sequence[StoredRevision]) -> Iterator[Stretch]:
-        phases = first.config.phases
-        order = first
-        if phases and (phases[0].mixture is not None or phases[0].sequence_length is not None):
-            order = _in_phase(first, 0)
-        stretch = Stretch(0, 0, order, phase=0 if phases else None)
-        waiting = list(revisions)
-        for number, phase in enumerate([*phases[:-1], None]):
+    def _lay(self) -> Iterator[Stretch]:
+        phases, order, origin = self.first.config.phases, self.first, self.origin
+        begin, tokens = (0, 0) if origin is None else (origin.sample_index, origin.total_tokens)
+        # A run that was forked begins in the phase that its tokens lie in.
+        over = [phase.until_tokens is not None and phase.until_tokens <= tokens for phase in phases]
+        present = over.index(False) if False in over else len(phases)
+        for i in range(min(present + 1, len(phases))):
+            order = _in_phase(order, i)
+        stretch = Stretch(begin, tokens, order, phase=present if phases else None)
+        waiting = list(self.revisions)
+        ends = phases[present:-1] if present < len(phases) else []
+        for number, phase in enumerate([*ends, None], present):
             # The sequence length is one within a phase, so its end is known before any revision is.
             length = stretch.order.config.sequence_length
             end = None
@@ -250,9 +284,16 @@ class _Lazily:
 
 
 def _in_phase(order: Order, number: int) -> Order:
-    phase = order.config.phases[number]
-    mixture = phase.mixture if phase.mixture is not None else None
+    phase, last = order.config.phases[number], number == len(order.config.phases) - 1
     length = phase.sequence_length or order.config.sequence_length
+    ends = phase.until_tokens if last else None
+    if phase.mixture is None and ends is None and length == order.config.sequence_length:
+        return order
+    mixture = phase.mixture
+    if ends is not None:
+        # What the mixture may give is what the run has: behind its last phase it ends.
+        root = mixture or order.config.mixture
+        mixture = root.model_copy(update={"max_tokens": min(ends, root.max_tokens or ends)})
     config = (
         merged(order.config, mixture, length)
         if mixture is not None

@@ -10,7 +10,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
-from tokenloom_server.state import SourceState
+from tokenloom_server.state import SourceState, State
 from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
 
 #: Rates and window shares look back this far, seconds.
@@ -19,6 +19,11 @@ LOOK_BACK_S = 30.0
 _INDEX_FOR_FIGURES_BYTES = 2**30
 
 _NOTHING = Counters(samples=0, rows=0, tokens=0)
+
+
+def _consumed(commit: Commit) -> int:
+    """Tokens without those that were skipped."""
+    return sum(counters.tokens for counters in commit.counters.values())
 
 
 class Figures:
@@ -63,6 +68,7 @@ class Figures:
         shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
+        totals = _consumed(committed), _consumed(earlier)
         engine = order.engine
         return RunStats(
             run=host.name,
@@ -79,6 +85,7 @@ class Figures:
             produced_index=max(produced, committed.sample_index),
             digest=committed.digest,
             total_tokens=committed.total_tokens,
+            skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=(committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0,
             window_fill=min(1.0, held / window),
             waiting_for=waiting_for,
@@ -86,7 +93,7 @@ class Figures:
             error=f"{error.name}: {error}" if error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             sources=[
-                self._source(order, i, source, committed, earlier, over, shares[i])
+                self._source(order, i, source, committed, earlier, totals, over, shares[i])
                 for i, source in enumerate(state.sources)
             ],
             ranks=ranks,
@@ -101,6 +108,15 @@ class Figures:
             ),
         )
 
+    def sources(self, committed: Commit, state: State) -> list[SourceStats]:
+        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it."""
+        order = self._host.course.at(state.sample_index)
+        shares, consumed = target_shares(order.config, order.extents), _consumed(committed)
+        return [
+            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i])
+            for i, source in enumerate(state.sources)
+        ]
+
     def _source(
         self,
         order: Order,
@@ -108,15 +124,17 @@ class Figures:
         state: SourceState,
         committed: Commit,
         earlier: Commit,
+        totals: tuple[int, int],
         over: bool,
         share: float,
     ) -> SourceStats:
+        """``totals``: tokens consumed at ``committed`` and at ``earlier``."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
         spec = order.specs[source]
-        counters, total = committed.counters[spec], committed.total_tokens
+        counters, total = committed.counters[spec], totals[0]
         before, total_before = _NOTHING, 0
-        if earlier.total_tokens < total:
-            before, total_before = earlier.counters.get(spec, _NOTHING), earlier.total_tokens
+        if earlier.total_tokens < committed.total_tokens:
+            before, total_before = earlier.counters.get(spec, _NOTHING), totals[1]
         rows, done = self._extent(order, source, state)
         remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
@@ -130,10 +148,16 @@ class Figures:
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
-            epoch=epochs if state.exhausted and not unlimited else state.cursor.epoch + done,
+            # One that ended by its tokens stands where its cursor does.
+            epoch=epochs
+            if state.exhausted and not unlimited and config.max_tokens is None
+            else state.cursor.epoch + done,
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
+            skipped_samples=state.skipped_samples,
+            skipped_rows=state.skipped_rows,
+            skipped_tokens=state.skipped_tokens,
             remaining_samples=remaining,
         )
 
@@ -145,7 +169,8 @@ class Figures:
         if rows is None or not counters.rows or math.isinf(epochs):
             return None
         per_row = counters.tokens / counters.rows
-        return max(0, round((epochs * rows - counters.rows) * per_row / sequence_length))
+        left = epochs * rows - counters.rows - state.skipped_rows
+        return max(0, round(left * per_row / sequence_length))
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""

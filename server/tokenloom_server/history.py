@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server import imported, snapshot
 from tokenloom_server.course import Course
@@ -14,19 +17,32 @@ from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
-from tokenloom_server.state import Cursor, State, digest_hex
+from tokenloom_server.state import MAX_COUNTER, Cursor, Imported, State, digest_hex, jumped_over
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
 
 
 class Known(NamedTuple):
-    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back."""
+    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back.
+
+    ``reach``: up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
+    """
 
     state: State
     generation: int
-    #: What the order before it came from: 0 for this run's own beginning, else the digest of the older checkpoint.
-    origin: int
+    reach: int
+    #: The course that the line has.
+    course: Course
+
+
+class Pin(NamedTuple):
+    """A pinned resume point: where a trainer's own state has to stand; and where the next generation starts, so many
+    ``skipped`` samples of the order behind it."""
+
+    point: ResumePoint
+    start: ResumePoint
+    skipped: int
 
 
 class History:
@@ -48,6 +64,70 @@ class History:
                 known = self._imported = payload, course, imported.resume_point(payload, course)
             return known[2]
         return snapshot.parse(text, host.order.template("", host.stream, 0), host.course.shape_at)
+
+    def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
+        """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples behind it to jump over.
+
+        Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
+        ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
+        """
+        point = self.parse(text)
+        before = self.forward(point, advance)
+        if point.digest is None:
+            # Of an older payload that only counts samples: what it stands for is known now.
+            text = self._composed(point, before)
+        if not skip:
+            return text
+        after = (advance or self._advance)(before, before.sample_index + skip)
+        if after.sample_index < before.sample_index + skip:
+            raise BeyondHorizon(
+                f"{skip} samples behind sample {before.sample_index} cannot be skipped: the data end at sample "
+                f"{after.sample_index}"
+            )
+        # So the next opening has not to go forward: the state that it starts with lies here.
+        start = self._composed(point, jumped_over(before, after))
+        passed = self._revisions_before(after.sample_index)
+        return canonical({"revisions": passed, "skipped": skip, "snapshot": text, "start": start})
+
+    def _composed(self, point: ResumePoint, state: State) -> str:
+        """The snapshot of a state in the line of a point."""
+        host = self._host
+        return snapshot.compose(
+            host.order.template(point.run_uid or host.uid, host.stream, point.generation),
+            host.course.encode(state),
+            state.sample_index,
+            digest_hex(state.digest),
+            state.total_tokens,
+        )
+
+    def _revisions_before(self, sample_index: int) -> list[list[float]]:
+        """What names the revisions that samples before an index were made under."""
+        return [
+            [revision.number, revision.sample_index, revision.made_at]
+            for revision in self._host.course.revisions
+            if revision.sample_index <= sample_index
+        ]
+
+    def pinned(self, pin: str) -> Pin:
+        """What ``pin`` wrote. Raises ``SnapshotInvalid``."""
+        document = json.loads(pin)
+        if "start" not in document:
+            point = self.parse(pin)
+            return Pin(point, point, 0)
+        skip = document["skipped"]
+        point = self.parse(document["snapshot"])
+        if document["revisions"] != json.loads(canonical(self._revisions_before(point.sample_index + skip))):
+            # A revision came or went since: the way there is another one.
+            document = json.loads(self.pin(document["snapshot"], skip))
+        return Pin(point, self.parse(document["start"]), skip)
+
+    def digest_at(self, index: int) -> str:
+        """The rolling digest at a sample index of the present line."""
+        begin = self._began(self.openings())
+        if begin is not None and begin.sample_index == index:
+            # Where nothing goes forward to, and which may lie before the first generation, behind what it skipped.
+            return digest_hex(begin.digest)
+        return digest_hex(self._advance(self.nearest(index).state, index).digest)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -99,26 +179,58 @@ class History:
             )
         return self.parse(saved.text)
 
-    def nearest(self, index: int) -> Known:
-        """The newest state that the ledger has at or before a sample index; the initial one where it has none."""
-        host = self._host
-        openings = self.openings()
-        opening = _covering(openings, index)
-        begin = host.course.decode(openings[-1].start_state).imported if openings else None
-        origin = begin.digest if begin is not None else 0
+    def nearest(self, index: int, generation: int | None = None) -> Known:
+        """The newest state that the ledger has at or before a sample index; the initial one where it has none.
+
+        ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one.
+        """
+        host, openings = self._host, self.openings()
+        opening = covering(openings, index, generation)
+        course = self.course_of(openings, generation)
         if opening is None:
+            begin = self._began(openings)
             if begin is not None:
                 raise BeyondHorizon(
                     f"sample {index} lies before the first state that the ledger holds; run {host.name!r} began at "
                     f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
                     "not of its order"
                 )
-            return Known(host.course.initial(), 0, 0)
-        state, committed = self._journalled(opening, index), host.committed
-        if committed is not None and state.sample_index < committed.sample_index <= index:
+            return Known(course.initial(), 0, 0, course)
+        state, committed = self._journalled(opening, index, course), host.committed
+        if generation not in (None, openings[-1].generation):
+            assert generation is not None
+            return Known(state, opening.generation, self._farthest(generation), course)
+        if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
-            state = host.course.decode(committed.state)
-        return Known(state, opening.generation, origin)
+            state = course.decode(committed.state)
+        return Known(state, opening.generation, committed.sample_index if committed is not None else 0, course)
+
+    def began_from(self, point: ResumePoint) -> bool:
+        """Whether the run's present line began from the older data loader's checkpoint that a point was made of."""
+        begin = self._began(self.openings())
+        return begin is not None and digest_hex(begin.digest) == point.digest
+
+    def _began(self, openings: Sequence[Opening]) -> Imported | None:
+        """Where the present line began, if from an older data loader's checkpoint."""
+        return self._host.course.decode(openings[-1].start_state).imported if openings else None
+
+    def course_of(self, openings: Sequence[Opening], generation: int | None) -> Course:
+        """The course that a generation had when it ended; that of the run for the present one, or None."""
+        host = self._host
+        later = [opening for opening in openings if generation is not None and opening.generation > generation]
+        if not later:
+            return host.course
+        return host.course.with_revisions([r for r in host.course.revisions if r.made_at < later[0].opened_at])
+
+    def _farthest(self, generation: int) -> int:
+        """How far a generation that is over may have come. Its journal tells that no better than it is dense."""
+        host = self._host
+        last = host.ledger.journal(host.uid, host.stream, generation, MAX_COUNTER)
+        if last is None:
+            return 0
+        before = host.ledger.journal(host.uid, host.stream, generation, max(0, last.sample_index - 1))
+        # Every second entry may have gone since, the newest too.
+        return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
 
     def openings(self) -> Sequence[Opening]:
         return self._host.ledger.openings(self._host.uid, self._host.stream)
@@ -225,7 +337,7 @@ class History:
     def _recomputed(self, index: int) -> tuple[int, str, str, int]:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
         host = self._host
-        opening = _covering(self.openings(), index)
+        opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         plan = host.plan(opening)
@@ -237,14 +349,15 @@ class History:
         through = boundary + plan.group_samples
         return opening.generation, host.course.encode(base, through), digest_hex(state.digest), state.total_tokens
 
-    def _journalled(self, opening: Opening, index: int) -> State:
+    def _journalled(self, opening: Opening, index: int, course: Course | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
         host = self._host
-        start = host.course.decode(opening.start_state)
+        course = course or host.course
+        start = course.decode(opening.start_state)
         entry = host.ledger.journal(host.uid, host.stream, opening.generation, index)
         if entry is None:
             return start
-        journalled = host.course.decode(entry.state)
+        journalled = course.decode(entry.state)
         return journalled if start.sample_index < journalled.sample_index <= index else start
 
     def _advance(self, state: State, sample_index: int) -> State:
@@ -256,11 +369,17 @@ class History:
             return pipeline.state()
 
 
-def _covering(openings: Sequence[Opening], index: int) -> Opening | None:
-    """The generation in whose part of the run's lineage a sample index lies: the present one from its
-    start on, before that its parent, and so on."""
+def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:
+    """The generation in whose part of the run's lineage a sample index lies: the present one (or the one given) from
+    its start on, before that its parent, and so on. Raises ``NotFound`` for a generation that the ledger does not have.
+    """
     by_number = {opening.generation: opening for opening in openings}
+    if generation is not None and generation not in by_number:
+        known = f"{min(by_number)} to {max(by_number)}" if by_number else "none: no trainer has joined yet"
+        raise NotFound(f"there is no generation {generation}; the ledger has {known}")
     opening = openings[-1] if openings else None
+    if generation is not None:
+        opening = by_number[generation]
     while opening is not None and index < opening.start_index:
         opening = by_number.get(opening.parent)
     return opening

@@ -647,14 +647,19 @@ class Host:
         return 4 * (due - generation.committed) >= generation.window_steps
 
     def commit_of(self, state: State, resume_state: str) -> Commit:
-        """The ledger's view of a state; ``resume_state`` is at the boundary to go forward from."""
+        """The ledger's view of a state; ``resume_state`` is at the boundary to go forward from. The counters are of
+        what was consumed: what a restore jumped over is not in them, but in ``total_tokens``, the order's position."""
         return Commit(
             sample_index=state.sample_index,
             total_tokens=state.total_tokens,
             digest=digest_hex(state.digest),
             state=resume_state,
             counters={
-                spec: Counters(samples=source.samples, rows=source.rows, tokens=source.tokens)
+                spec: Counters(
+                    samples=source.samples - source.skipped_samples,
+                    rows=source.rows - source.skipped_rows,
+                    tokens=source.tokens - source.skipped_tokens,
+                )
                 for spec, source in zip(self.course.at(state.sample_index).specs, state.sources, strict=True)
             },
         )

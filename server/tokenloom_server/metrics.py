@@ -82,6 +82,11 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
         lambda source: source.dropped_tokens,
     ),
     Figure(
+        "tokenloom_source_skipped_tokens_total",
+        "Tokens of the source that restores jumped over.",
+        lambda source: source.skipped_tokens,
+    ),
+    Figure(
         "tokenloom_source_target_share",
         "Share of the tokens that the weights ask for (0 to 1).",
         lambda source: source.target_share,

@@ -149,7 +149,7 @@ class Opener:
                     self._refused.clear()
                 return stored.opening
             self._refuse_busy(call)
-            point, asked = self._resolve(call, stored)
+            point, skipped, asked = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
             number = max(stored.opening.generation if stored.opening else 0, point.generation) + 1
@@ -166,6 +166,7 @@ class Opener:
                 start_index=start.sample_index,
                 start_state=text,
                 opened_at=host.wall_clock(),
+                skipped=skipped,
             )
             committed = host.commit_of(start, text)
             # Also where the answer of the write is lost: the same rank will ask again.
@@ -248,8 +249,11 @@ class Opener:
         elif call.state:
             # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
             start = self._host.course.decode(opening.start_state)
+            index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
+            if opening.skipped:
+                digest = self._history.digest_at(index)
             known = self._history.parse(call.state).digest is not None
-            asked = "state", _position(start.sample_index, digest_hex(start.digest) if known else None)
+            asked = "state", _position(index, digest if known else None)
         else:
             return
         if theirs_asked != asked:
@@ -264,23 +268,24 @@ class Opener:
             return "state", _position(point.sample_index, point.digest)
         return "resume", call.resume
 
-    def _resolve(self, call: JoinCall, stored: StoredRun) -> tuple[ResumePoint, tuple[str, str]]:
-        """Where the new generation starts, and what rank 0 asked for."""
+    def _resolve(self, call: JoinCall, stored: StoredRun) -> tuple[ResumePoint, int, tuple[str, str]]:
+        """Where the new generation starts, how many samples it jumps over right before, and what rank 0 asked for."""
         asked = self._ask_of(call)
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         brought = self._history.asked_for(stored, call.state, call.resume)
         if stored.pin is not None:
-            pinned = self._history.parse(stored.pin)
-            if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
+            pinned, start, skipped = self._history.pinned(stored.pin)
+            if brought is not None and not _same_place(brought, pinned):
                 raise JoinRefused(
                     f"a restore pinned {_position(pinned.sample_index, pinned.digest)} as the next resume point, but "
                     f"rank {call.rank} resumes from {_position(brought.sample_index, brought.digest)}: join "
                     "without a state to take the pin, or restore to the trainer's own state"
                 )
-            return pinned, asked
+            return start, skipped, asked
         if brought is not None:
-            return brought, asked
+            self._warn_of_skip(brought, stored.opening)
+            return brought, 0, asked
         committed = stored.committed
         if committed is not None and committed.sample_index > 0:
             raise ResumePointNeeded(
@@ -289,7 +294,17 @@ class Opener:
                 "resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the ledger is "
                 "ahead of the trainer's weights, so this is not guessed"
             )
-        return self._history.beginning(), asked
+        return self._history.beginning(), 0, asked
+
+    def _warn_of_skip(self, brought: ResumePoint, present: Opening | None) -> None:
+        """A skip holds for the launch that began with it: a state from before it brings the skipped samples back."""
+        if present is not None and brought.sample_index < present.start_index <= brought.sample_index + present.skipped:
+            _log.warning(
+                "%s: generation %d jumped over the %d samples before sample %d, and this launch, which resumes from "
+                "sample %d, will be given those; to skip them again: tokenloom restore … --sample %d --skip-samples %d",
+                self._host.name, present.generation, present.skipped, present.start_index, brought.sample_index,
+                brought.sample_index, present.start_index - brought.sample_index,
+            )  # fmt: skip
 
     def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
@@ -326,6 +341,11 @@ class Opener:
             host.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
+        if opening.skipped:
+            _log.info(
+                "%s: samples %d to %d are skipped", host.name, opening.start_index - opening.skipped,
+                opening.start_index - 1,
+            )  # fmt: skip
         for revision in host.course.revisions:
             if revision.sample_index > start.sample_index:
                 _log.info(
@@ -364,6 +384,11 @@ def _check(call: JoinCall, sample_bytes: int) -> None:
     for what, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:
             raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")
+
+
+def _same_place(a: ResumePoint, b: ResumePoint) -> bool:
+    """An older payload may know no digest; then its sample index is all that it says."""
+    return a.sample_index == b.sample_index and (None in (a.digest, b.digest) or a.digest == b.digest)
 
 
 def _position(sample_index: int, digest: str | None) -> str:

@@ -323,15 +323,9 @@ class Order:
         pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
-            source, reader = self.config.sources[source_id], self.open(source_id)
+            reader = self.open(source_id)
             packed = ConcatPacker(
-                Documents(
-                    source.source,
-                    reader,
-                    self._encoder(source_id, reader, engine),
-                    self.config.epochs[source_id],
-                    self.excluded.of(source.source),
-                ),
+                self._documents(source_id, reader, engine),
                 source_state,
                 source_id=source_id,
                 length=self.config.sequence_length,
@@ -341,6 +335,16 @@ class Order:
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return packer
+
+    def documents(self, source_id: int) -> Documents:
+        """A source's documents as tokens, just as a pipeline reads them."""
+        return self._documents(source_id, self.open(source_id), self._load_engine())
+
+    def _documents(self, source_id: int, reader: Source, engine: Engine | None) -> Documents:
+        source = self.config.sources[source_id]
+        encoder = self._encoder(source_id, reader, engine)
+        epochs = self.config.epochs[source_id]
+        return Documents(source.source, reader, encoder, epochs, self.excluded.of(source.source))
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""

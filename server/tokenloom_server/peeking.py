@@ -15,8 +15,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from itertools import zip_longest
+from typing import TypeAlias, TypeVar
 
+from tokenloom_server.course import Course
 from tokenloom_server.errors import (
     BeyondHorizon,
     JoinRefused,
@@ -54,6 +56,8 @@ _INDEX_DIGITS = 16
 #: What a turn gives: something to send, or nothing yet.
 Made: TypeAlias = Delivery | EndOfData | None
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeekCall:
@@ -86,8 +90,9 @@ class Peeks:
         self._pool = ThreadPoolExecutor(1, f"{host.name}-peeks")
         self._places = 0
         self._streams: set[Peek] = set()
-        # By origin and sample index: orders that began elsewhere have other samples at the same index.
+        # By the generation in whose line they lie, and sample index; of the course that is in force.
         self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
+        self._course = host.course
         self.stopping = False
 
     def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> PeekStart:
@@ -98,19 +103,33 @@ class Peeks:
         """
         self._check(call)
         self._host.require_lead()
-        with self._place():
+        course = self._host.course
+        with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
-                known = self._nearest(index)
-                state = self._advance(known.state, index, interrupted)
+                found = self.nearest(index)
+                generation, state = found.generation, self.advance(found.state, index, interrupted, course)
                 if state.sample_index < index:
                     raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
-                state = self._history.forward(point, lambda base, index: self._advance(base, index, interrupted))
-            known = self._history.nearest(state.sample_index)
-            self.remember(state, known.origin)
-            return PeekStart(uid=self._host.uid, generation=known.generation, state=state)
+                state = self._history.forward(point, lambda base, index: self.advance(base, index, interrupted, course))
+                generation = point.generation or self._history.nearest(state.sample_index).generation
+            self.remember(generation, state, course)
+            return PeekStart(uid=self._host.uid, generation=generation, state=state)
+
+    def state_at(self, index: int) -> State:
+        """The state at a sample index, remembered: who searches for one asks near by again. Raises what ``join``
+        does."""
+        self._host.require_lead()
+        course = self._host.course
+        with self.place():
+            found = self.nearest(index)
+            state = self.advance(found.state, index, lambda: self.stopping, course)
+            if state.sample_index < index:
+                raise _beyond_the_end(index, state)
+            self.remember(found.generation, state, course)
+            return state
 
     @contextmanager
     def open(self, uid: str, index: int, batch_size: int, digest: str = "") -> Iterator[Peek]:
@@ -127,8 +146,9 @@ class Peeks:
                 f"run {self._host.name!r} has uid {self._host.uid}, but this peek began with {uid}: its ledger is "
                 "another one now; peek again"
             )
-        with self._place():
-            peek = Peek(self._host, self, self._nearest(index), index, batch_size, digest)
+        with self.place():
+            found = self.nearest(index)
+            peek = Peek(self._host, self, found.state, found.generation, index, batch_size, digest)
             with self._lock:
                 self._streams.add(peek)
             try:
@@ -138,17 +158,19 @@ class Peeks:
                     self._streams.discard(peek)
                 peek.close()
 
-    def submit(self, work: Callable[[], Made]) -> Future[Made]:
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
         """Has work done when its turn comes. Raises ``ServerStopping``."""
         with self._lock:
             self._refuse_when_stopping()
             return self._pool.submit(work)
 
-    def remember(self, state: State, origin: int) -> None:
-        """Keeps a state to go forward from, of the order that came from ``origin``."""
+    def remember(self, generation: int, state: State, course: Course) -> None:
+        """Keeps a state of a generation's line to go forward from, as long as no revision changes its course."""
         with self._lock:
-            self._known[origin, state.sample_index] = state
-            self._known.move_to_end((origin, state.sample_index))
+            if course is not self._in_force():
+                return
+            self._known[generation, state.sample_index] = state
+            self._known.move_to_end((generation, state.sample_index))
             while len(self._known) > _KNOWN_STATES:
                 self._known.popitem(last=False)
 
@@ -161,8 +183,16 @@ class Peeks:
         for peek in streams:
             peek.wake()
 
+    def _in_force(self) -> Course:
+        """The course (the caller holds the lock); what is known of another is forgotten."""
+        if self._course is not self._host.course:
+            self._course = self._host.course
+            self._known.clear()
+        return self._course
+
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def place(self) -> Iterator[None]:
+        """One of the few at once. Raises ``TooManyPeeks`` and ``ServerStopping``."""
         with self._lock:
             self._refuse_when_stopping()
             if self._places >= MAX_PEEKS:
@@ -205,54 +235,92 @@ class Peeks:
             raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
         point = history.asked_for(stored, call.state, call.resume or LATEST)
         assert point is not None
-        if point.notes and point.base is not None and point.base.digest != history.nearest(point.sample_index).origin:
+        if point.notes and point.base is not None and not history.began_from(point):
             raise JoinRefused(
                 f"an older data loader's checkpoint begins an order of its own, and run {host.name!r} has not begun "
                 "from it: train from it first (load_state_dict, or a restore), then peek"
             )
         return point
 
-    def _nearest(self, index: int) -> Known:
-        """The nearest state known at or before a sample index. Raises ``BeyondHorizon`` where that is too far away."""
-        found = self._history.nearest(index)
+    def pin(self, text: str, skip: int) -> str:
+        """``History.pin``, in turns with the peeks."""
+        course = self._host.course
+        return self._history.pin(text, skip, lambda base, index: self.advance(base, index, lambda: False, course))
+
+    def nearest(self, index: int, generation: int | None = None) -> Known:
+        """The nearest state known at or before a sample index, as a generation had it (None: the present one).
+
+        Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.
+        """
+        found = self._history.nearest(index, generation)
         state = found.state
         with self._lock:
-            before = [at for origin, at in self._known if origin == found.origin and state.sample_index < at <= index]
-            if before:
-                state = self._known[found.origin, max(before)]
-        committed = self._host.committed
-        reached = found.generation > 0 and committed is not None and index <= committed.sample_index
-        if not reached and index - state.sample_index > AHEAD_SAMPLES:
+            line = found.generation
+            before = [at for of, at in self._known if of == line and state.sample_index < at <= index]
+            if found.course is self._in_force() and before:
+                state = self._known[line, max(before)]
+        if index > found.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
                 f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
-                f"(committed: {committed.sample_index if committed is not None else 0})"
+                f"(committed: {found.reach})"
             )
         return found._replace(state=state)
 
-    def _advance(self, state: State, index: int, interrupted: Callable[[], bool]) -> State:
-        """Goes forward, in turns with the other peeks; not all the way where the data end."""
+    def advance(
+        self, state: State, index: int, interrupted: Callable[[], bool], course: Course, line: int | None = None
+    ) -> State:
+        """Goes forward, in turns with the other peeks; not all the way where the data end.
+
+        ``line``: the generation in whose line that is; where it is interrupted, whoever asks again goes on from there.
+        """
         if state.sample_index == index:
             return state
-        way = _Way(self._host, state)
+        way = _Way(course, state)
         while way.index < index and not way.over:
             if interrupted():
-                raise ServerStopping("nobody waits for this peek any more")
-            try:
-                self.submit(partial(way.turn, index)).result()
-            except CancelledError:
-                self._refuse_when_stopping()
-                raise
+                if line is not None:
+                    self.remember(line, way.pipeline.state(), course)
+                raise ServerStopping(
+                    f"nobody waits any more for this peek at sample {index}, which came to {way.index}; ask again"
+                )
+            self.turn(partial(way.turn, index))
         return way.pipeline.state()
+
+    def turn(self, work: Callable[[], _T]) -> _T:
+        """Does work in its turn, and waits for it. Raises ``ServerStopping``, and what the work does."""
+        try:
+            return self.submit(work).result()
+        except CancelledError:
+            self._refuse_when_stopping()
+            raise
 
 
 class _Way:
     """A pipeline on its way to a sample index."""
 
-    def __init__(self, host: Host, state: State) -> None:
-        self.pipeline: Pipeline = host.course.pipeline(state)
+    def __init__(self, course: Course, state: State) -> None:
+        self.course = course
+        self.pipeline: Pipeline = course.pipeline(state)
         self.index = state.sample_index
-        self._turn_samples = max(1, _TURN_TOKENS // host.course.at(state.sample_index).config.sequence_length)
+        self._turn_samples = max(1, _TURN_TOKENS // course.at(state.sample_index).config.sequence_length)
+
+    def take(self, course: Course) -> None:
+        """Goes on under what is in force now. Raises ``OrderMismatch`` where it is behind a revision that came or went
+        since."""
+        if course is self.course:
+            return
+        for before, now in zip_longest(self.course.revisions, course.revisions):
+            if before != now:
+                changed = min(revision.sample_index for revision in (before, now) if revision is not None)
+                if changed < self.index:
+                    raise OrderMismatch(
+                        f"the mixture was revised at sample {changed} while this peek was at sample {self.index}: what "
+                        "it saw behind that is not the run's order any more; peek again"
+                    )
+                break
+        self.course = course
+        self.pipeline.switch(course.switches(self.index))
 
     @property
     def over(self) -> bool:
@@ -274,16 +342,18 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(self, host: Host, peeks: Peeks, known: Known, index: int, batch_size: int, digest: str) -> None:
-        """Samples from ``index`` on; ``known`` is a state at or before it."""
+    def __init__(
+        self, host: Host, peeks: Peeks, state: State, line: int, index: int, batch_size: int, digest: str
+    ) -> None:
+        """Samples from ``index`` on; ``state`` is one at or before it, in the line of generation ``line``."""
         self._host = host
         self._peeks = peeks
         self._batch_size = batch_size
         self._message_steps = host.message_steps(batch_size)
         self.name = f"{host.name}-peek"
         # Where the pipeline begins while there is none, and the sample that is next.
-        self._state = known.state
-        self._origin = known.origin
+        self._state = state
+        self._line = line
         self._index = index
         self._digest = digest
         self._way: _Way | None = None
@@ -369,7 +439,9 @@ class Peek:
 
     def _make(self, steps: int) -> Made:
         """A message of so many steps, or the end of the data; None for nothing yet."""
-        way = self._way = self._way or _Way(self._host, self._state)
+        course = self._host.course
+        way = self._way = self._way or _Way(course, self._state)
+        way.take(course)
         if way.index < self._index:
             way.turn(self._index)
             if way.over and way.index < self._index:
@@ -380,7 +452,7 @@ class Peek:
         plan = BatchPlan(start_index=self._index, world_size=1, batch_size=self._batch_size, group_steps=steps)
         group = pipeline.begin_group(plan)
         self._check_digest(group.base)
-        self._peeks.remember(group.base, self._origin)
+        self._peeks.remember(self._line, group.base, way.course)
         try:
             pipeline.fill(group, steps)
         except (SourceError, TokenizerError):

@@ -1,4 +1,4 @@
-"""A running server's figures, read over REST."""
+"""A running server, asked over REST: figures, traces, receipts, reports, restore."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     READ_VARIABLE,
@@ -23,10 +24,20 @@ from tokenloom_proto.credentials import (
     refuse_plaintext,
 )
 
-from tokenloom_server.errors import ConfigError, Forbidden, NotFound, TokenloomError, Unauthenticated
-from tokenloom_server.stats import RunStats
+from tokenloom_server import errors
+from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.receipt import Receipt, RunReport
+from tokenloom_server.stats import ResumePoint, RunStats
+from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
+#: What goes forward to a sample may take so long, seconds: longer than the server tries (``tracing.MAX_FORWARD_S``).
+_FORWARD_TIMEOUT_S = 900.0
+#: Going forward through what a restore skips, seconds: for as much as the server allows (``MAX_SKIPPED_TOKENS``).
+_RESTORE_TIMEOUT_S = 3600.0
+
+
+_Document = TypeVar("_Document", bound=BaseModel)
 
 
 class ServerUnreachable(TokenloomError):
@@ -45,9 +56,11 @@ class Remote:
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        control: bool = False,
     ) -> None:
-        """``url`` is what the server printed. The token is that of the file, else of the environment, the one for
-        reading first. Raises ``ConfigError``, also where the token would travel unencrypted to another machine."""
+        """``url`` is what the server printed. The token is that of the file, else of the environment: the one for
+        reading first, or with ``control`` the one for everything. Raises ``ConfigError``, also where the token would
+        travel unencrypted to another machine."""
         self._base = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urllib.parse.urlsplit(self._base)
         if parts.scheme not in ("http", "https"):
@@ -55,7 +68,10 @@ class Remote:
                 f"{url!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
             )
         try:
-            self._token = token_to_look(environment, token_file)
+            if control:
+                self._token = find_token(CONTROL_VARIABLE, environment, token_file)
+            else:
+                self._token = token_to_look(environment, token_file)
             if self._token is not None and parts.scheme == "http":
                 refuse_plaintext(parts.hostname or "", environment, "serve with --tls-cert and use https://")
         except ValueError as error:
@@ -68,33 +84,75 @@ class Remote:
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
-        names = [run] if run is not None else list(json.loads(self._get("/v1/runs"))["runs"])
+        names = [run] if run is not None else self.runs()
+        return [self._read(RunStats, self._get(f"{_path(name)}/stats")) for name in names]
+
+    def runs(self) -> list[str]:
+        """The names of the server's runs."""
+        return list(json.loads(self._get("/v1/runs"))["runs"])
+
+    def only_run(self, run: str | None = None) -> str:
+        """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
+        found = [run] if run is not None else self.runs()
+        if len(found) != 1:
+            raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
+        return found[0]
+
+    def trace_sample(self, run: str, index: int, **asked: int | bool | None) -> TracedSample:
+        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``)."""
+        path = f"{_path(run)}/samples/{index}{_query(asked)}"
+        return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def trace_step(self, run: str, step: int, **asked: int | bool | None) -> TracedStep:
+        """The samples of a step by rank. ``asked``: the query, as the route has it (``rank``, too)."""
+        path = f"{_path(run)}/steps/{step}{_query(asked)}"
+        return self._read(TracedStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def restore(self, run: str, **asked: str | int) -> ResumePoint:
+        """Pins where the next generation starts. ``asked``: the body, as the route has it."""
+        body = json.dumps(asked).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/restore", body, timeout_s=_RESTORE_TIMEOUT_S))
+
+    def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
+        """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
+        path = f"{_path(run)}/receipt{_query({'sample_index': sample_index})}"
+        return self._read(Receipt, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about a run's data."""
+        return self._read(RunReport, self._get(f"{_path(run)}/report"))
+
+    def _read(self, kind: type[_Document], body: bytes) -> _Document:
         try:
-            return [
-                RunStats.model_validate_json(self._get(f"/v1/runs/{urllib.parse.quote(name)}/stats")) for name in names
-            ]
+            return kind.model_validate_json(body)
         except ValidationError:
             raise ServerUnreachable(
-                f"{self._base}: the answer is not a run's figures; is it a Tokenloom server of this release?"
+                f"{self._base}: the answer is no {kind.__name__}; is it a Tokenloom server of this release?"
             ) from None
 
-    def _get(self, path: str) -> bytes:
+    def _get(self, path: str, body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S) -> bytes:
+        """The answer to a GET, or with a JSON ``body`` to a POST."""
         url = f"{self._base}{path}"
         try:
-            request = urllib.request.Request(url)
+            request = urllib.request.Request(url, body)
+            if body is not None:
+                request.add_header("Content-Type", "application/json")
             if self._token is not None:
                 # Where the server sends us elsewhere, the token stays behind.
                 request.add_unredirected_header("Authorization", authorization(self._token))
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
-                body: bytes = response.read()
-                return body
+            with self._opener.open(request, timeout=timeout_s) as response:
+                answer: bytes = response.read()
+                return answer
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             try:
-                message = str(json.loads(text)["message"])
+                found = json.loads(text)
+                name, message = str(found["error"]), str(found["message"])
             except (ValueError, KeyError, TypeError):
-                message = text[:200]
-            raise _STATUSES.get(error.code, ServerUnreachable)(f"{url}: {error.code}: {message}") from None
+                name, message = "", text[:200]
+            known = getattr(errors, name, None)
+            kind = known if isinstance(known, type) and issubclass(known, TokenloomError) else ServerUnreachable
+            raise kind(f"{url}: {error.code}: {message}") from None
         except (urllib.error.URLError, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ServerUnreachable(
@@ -102,7 +160,13 @@ class Remote:
             ) from None
 
 
-_STATUSES: Mapping[int, type[TokenloomError]] = {401: Unauthenticated, 403: Forbidden, 404: NotFound}
+def _path(run: str) -> str:
+    return f"/v1/runs/{urllib.parse.quote(run, safe='')}"
+
+
+def _query(asked: Mapping[str, int | bool | None]) -> str:
+    given = {name: str(value).lower() for name, value in asked.items() if value is not None and value is not False}
+    return f"?{urllib.parse.urlencode(given)}" if given else ""
 
 
 def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:

@@ -22,7 +22,7 @@ class Scope(enum.IntEnum):
     OPEN = 0
     """Nothing: health, and the page's own files, which hold no figure."""
     READ = 1
-    """Looking: figures, metrics, snapshots, peeks. Moves nothing."""
+    """Looking: figures, metrics, snapshots, peeks, traces. Moves nothing."""
     CONTROL = 2
     """Everything: training, saving a snapshot, pinning a restore."""
 
@@ -50,10 +50,14 @@ TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
 ROUTES: Mapping[tuple[str, str], Scope] = {
     ("GET", "/v1/runs"): Scope.READ,
     ("GET", "/v1/runs/{run}/stats"): Scope.READ,
+    ("GET", "/v1/runs/{run}/receipt"): Scope.READ,
+    ("GET", "/v1/runs/{run}/report"): Scope.READ,
     ("POST", "/v1/runs/{run}/snapshots"): Scope.CONTROL,
     ("GET", "/v1/runs/{run}/snapshots"): Scope.READ,
     ("GET", "/v1/runs/{run}/snapshots/{snapshot_id}"): Scope.READ,
     ("POST", "/v1/runs/{run}/restore"): Scope.CONTROL,
+    ("GET", "/v1/runs/{run}/samples/{index}"): Scope.READ,
+    ("GET", "/v1/runs/{run}/steps/{step}"): Scope.READ,
     ("GET", "/v1/runs/{run}/mixture"): Scope.READ,
     ("PATCH", "/v1/runs/{run}/mixture"): Scope.CONTROL,
     ("DELETE", "/v1/runs/{run}/mixture/revisions/{number}"): Scope.CONTROL,

@@ -23,6 +23,7 @@ from tokenloom_server.security import Access
 from tokenloom_server.tls import Tls
 
 if TYPE_CHECKING:
+    from tokenloom_server.config import RunConfig
     from tokenloom_server.service import Runs
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,10 @@ class ServeOptions:
     ledger: str
     ready_file: Path | None
     index_dir: Path | None
+    mixture: RunConfig | None = None
+    """One more run, of the command line; its paths are below ``base_dir``."""
+    base_dir: Path = Path()
+    """Where relative paths of ledger and line indexes begin, unless there is a mixture file."""
     standby: bool = False
     #: Why a mixture file that differs from the mixture in force is to be a revision; None: it is refused.
     revise: str | None = None
@@ -79,7 +84,7 @@ class Server:
         from tokenloom_server.host import Terms
         from tokenloom_server.service import Runs
 
-        ledger = self._ledger = open_ledger(options.ledger, options.mixtures[0].resolve().parent)
+        ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         ledger.check()
         terms = Terms(lease_s=options.lease_s, liveness_s=options.liveness_s, rank_timeout_s=options.rank_timeout_s)
         holder = _holder(self.grpc_address)
@@ -90,6 +95,10 @@ class Server:
             _remove_ready(options.ready_file)
         for path in options.mixtures:
             runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER, options.revise)
+        if options.mixture is not None:
+            folder = options.base_dir.resolve()
+            index_dir = options.index_dir or folder / INDEX_FOLDER
+            runs.add_mixture(options.mixture, folder, index_dir, options.revise, where="--dataset-mix")
         self._grpc.start(runs)
         if options.ready_file is not None:
             self._ready_file = options.ready_file
@@ -125,6 +134,11 @@ class Server:
             self._ledger.close()
         if self._ready_file is not None:
             _remove_ready(self._ready_file)
+
+
+def _folder(options: ServeOptions) -> Path:
+    """Where a ledger lies that is named without a folder."""
+    return options.mixtures[0].resolve().parent if options.mixtures else options.base_dir.resolve()
 
 
 def _holder(grpc_address: str) -> str:

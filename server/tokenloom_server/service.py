@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenloom_server import config
+from tokenloom_server.accounts import Accounts
 from tokenloom_server.committer import Committer
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.course import Course
@@ -26,10 +27,12 @@ from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order, began_with, differences, refuse
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.producer import Producer
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files
-from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
+from tokenloom_server.traced import TracedSample, TracedStep
+from tokenloom_server.tracing import Traces
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ LET_GO_S = 2.0
 MAX_RUNS = 64
 #: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
 MAX_SAVED_SNAPSHOTS = 1000
+#: A restore goes forward through what it skips: at some ten million tokens a second that takes half an hour.
+MAX_SKIPPED_TOKENS = 2**34
 _ANYWHERE = DataRoots()
 
 
@@ -54,7 +59,9 @@ class ServedRun:
         self.opener = Opener(host, self.history)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.accounts = Accounts(host, self.history, self.peeks, self.figures)
         self.revising = Revising(host)
+        self.traces = Traces(host, self.history, self.peeks)
 
 
 class Runs:
@@ -81,23 +88,26 @@ class Runs:
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
-        """Brings up the run of a mixture file: a new one is recorded, a known one is taken over once its lease lapsed.
+        """Brings up the run of a mixture file; see ``add_mixture``."""
+        self._refuse_one_too_many(str(path))
+        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, revise, where=str(path))
 
-        ``revise``: where the file's mixture differs from the one in force, why that is to be a revision.
+    def add_mixture(
+        self, found: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
+    ) -> ServedRun:
+        """Brings up the run of a mixture: a new one is recorded, a known one is taken over once its lease lapsed.
+        ``where`` says in errors where the mixture stands.
+
+        ``revise``: where the mixture differs from the one in force, why that is to be a revision.
 
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
         and ``Order.load`` raise, and the ledger's errors.
         """
-        if len(self._runs) >= MAX_RUNS:
-            raise LimitExceeded(
-                f"{path}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
-            )
-        found = config.load(path)
+        self._refuse_one_too_many(where)
         if found.run in self._runs:
             raise ConfigError(
-                f"{path}: run {found.run!r} is served already, from another file; give each run its own name"
+                f"{where}: run {found.run!r} is served already, from another file; give each run its own name"
             )
-        base_dir = path.resolve().parent
         stream = "train"
         stored = self._ledger.read_run(found.run, stream)
         order = None
@@ -121,6 +131,12 @@ class Runs:
         if change is not None:
             served.revising.revise(change)
         return served
+
+    def _refuse_one_too_many(self, where: str) -> None:
+        if len(self._runs) >= MAX_RUNS:
+            raise LimitExceeded(
+                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+            )
 
     def _load(
         self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
@@ -179,6 +195,12 @@ class Runs:
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
 
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        return self.get(run).accounts.receipt(sample_index)
+
+    def report(self, run: str) -> RunReport:
+        return self.get(run).accounts.report()
+
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)
         host = served.host
@@ -214,7 +236,14 @@ class Runs:
         return found.text
 
     def restore(
-        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
     ) -> ResumePoint:
         served = self.get(run)
         given: Sequence[object] = [value for value in (snapshot_id, sample_index, text) if value is not None]
@@ -222,6 +251,8 @@ class Runs:
             raise ConfigError(
                 f"a restore names one of snapshot id, sample index and snapshot, but {len(given)} are given"
             )
+        if skip_samples and skip_tokens:
+            raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
         if snapshot_id is not None:
             text = self.saved_snapshot(run, snapshot_id)
         elif sample_index is not None:
@@ -233,13 +264,31 @@ class Runs:
         stored = host.ledger.read_run(run, host.stream)
         if stored is not None:
             served.history.refuse_foreign(point, stored)
-        # Going forward proves the point before it is pinned, not when the next job starts.
-        start = served.history.forward(point)
+        course, begin = host.course, point.sample_index
+        skip = skip_samples or course.index_at(course.tokens_at(begin) + skip_tokens) - begin
+        tokens = course.tokens_at(begin + skip) - course.tokens_at(begin)
+        if tokens > MAX_SKIPPED_TOKENS:
+            raise LimitExceeded(
+                f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
+                f"{MAX_SKIPPED_TOKENS} at most"
+            )
+        pin = served.peeks.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run, note)
-        host.ledger.pin(host.uid, host.stream, host.epoch, text)
-        _log.info("%s: the next generation starts at sample %d (pinned)", run, point.sample_index)
-        return ResumePoint(sample_index=point.sample_index, digest=digest_hex(start.digest))
+        host.ledger.pin(host.uid, host.stream, host.epoch, pin)
+        start = point.sample_index + skip
+        _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
+        digest = point.digest or served.history.pinned(pin).point.digest
+        assert digest is not None, "what is pinned has been gone forward to"
+        return ResumePoint(sample_index=point.sample_index, digest=digest, skipped_samples=skip, start_index=start)
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        return self.get(run).traces.sample(index, generation, text)
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        return self.get(run).traces.step(step, rank, generation, text)
 
     def mixture(self, run: str) -> MixtureInfo:
         host = self.get(run).host

@@ -36,6 +36,9 @@ VERSION = 1
 #: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
+#: Of a dataset's entry, where a restore jumped over some of its samples.
+_SKIPPED = ("skipped_samples", "skipped_rows", "skipped_tokens")
+
 _Count = Field(ge=0, le=MAX_COUNTER)
 _Digest = Field(pattern=r"^[0-9a-f]{32}$")
 
@@ -79,6 +82,9 @@ class _Dataset(_Strict):
     token_offset: int = _Count
     dropped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     exhausted: bool = False
+    skipped_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    skipped_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
 
 
 class _Imported(_Strict):
@@ -129,6 +135,8 @@ class _ResumeState(_Strict):
     mixture: list[_Node] | None = None
     #: The revision in force, and those before the next state boundary.
     revisions: list[_Revision] | None = None
+    #: Where the run was forked from.
+    origin: dict[str, Any] | None = None
 
 
 class _Snapshot(_Strict):
@@ -165,6 +173,8 @@ class Shape:
     """The sources' aliases."""
     mixture: tuple[Mapping[str, Any], ...] = ()
     """The nodes as ``resume_state`` describes them."""
+    left_samples: int = 0
+    """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
     """The run's total tokens at a sample index, where samples were not always of one length."""
 
@@ -173,9 +183,9 @@ class Shape:
         return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
 
 
-def with_tokens(shape: Shape, total_tokens: Callable[[int], int]) -> Shape:
-    """The shape of a run whose samples are not all of one length."""
-    return replace(shape, total_tokens=total_tokens)
+def with_tokens(shape: Shape, total_tokens: Callable[[int], int], left_samples: int = 0) -> Shape:
+    """The shape of a run whose samples are not all of one length, or that was forked."""
+    return replace(shape, total_tokens=total_tokens, left_samples=left_samples)
 
 
 #: The shape that the states of a run have at a sample index.
@@ -198,8 +208,14 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
 
-def encode_state(state: State, shape: Shape, revisions: Sequence[Mapping[str, Any]] = ()) -> str:
-    """``resume_state``: the canonical JSON of a state. ``revisions``: what changed the mixture file's own rules."""
+def encode_state(
+    state: State,
+    shape: Shape,
+    revisions: Sequence[Mapping[str, Any]] = (),
+    origin: Mapping[str, Any] | None = None,
+) -> str:
+    """``resume_state``: the canonical JSON of a state. ``revisions``: what changed the mixture file's own rules;
+    ``origin``: where the run was forked from."""
     datasets = []
     for i, (source, spec) in enumerate(zip(state.sources, shape.specs, strict=True)):
         entry: dict[str, Any] = {
@@ -216,16 +232,18 @@ def encode_state(state: State, shape: Shape, revisions: Sequence[Mapping[str, An
         }
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
+        if source.skipped_samples:
+            entry |= {name: getattr(source, name) for name in _SKIPPED}
         if shape.names and shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
     datasets += [{**json.loads(entry), "unknown": True} for entry in state.preserved]
-    origin = {} if state.imported is None else {"imported": _position(state.imported)}
     return canonical(
         {
-            **origin,
+            **({"imported": _position(state.imported)} if state.imported is not None else {}),
             **({"mixture": shape.mixture} if shape.mixture else {}),
             **({"revisions": list(revisions)} if revisions else {}),
+            **({"origin": origin} if origin is not None else {}),
             "sample_index": state.sample_index,
             "digest": digest_hex(state.digest),
             "total_tokens": state.total_tokens,
@@ -262,12 +280,7 @@ def compose(template: Mapping[str, Any], resume_state: str, index: int, digest: 
     return seal_texts(texts | {"resume_state": resume_state})
 
 
-def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> ResumePoint:
-    """Reads and checks a snapshot against the run that it is to resume.
-
-    ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
-    caller's to compare). Raises ``SnapshotInvalid``, naming the field, both values and the remedy.
-    """
+def _read(text: str | bytes) -> _Snapshot:
     if len(text) > MAX_BYTES:
         raise SnapshotInvalid(f"the snapshot has {len(text)} bytes; expected at most {MAX_BYTES}")
     try:
@@ -284,9 +297,18 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
         )
     try:
         # As JSON, where a list is a tuple, and nothing else is converted.
-        snapshot = _Snapshot.model_validate_json(canonical(document))
+        return _Snapshot.model_validate_json(canonical(document))
     except ValidationError as error:
         raise SnapshotInvalid(_explain(error)) from None
+
+
+def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> ResumePoint:
+    """Reads and checks a snapshot against the run that it is to resume.
+
+    ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
+    caller's to compare). Raises ``SnapshotInvalid``, naming the field, both values and the remedy.
+    """
+    snapshot = _read(text)
     for field, remedy in _REMEDIES.items():
         theirs, ours = getattr(snapshot, field), template.get(field)
         if theirs is not None and theirs != ours:
@@ -329,17 +351,61 @@ _REMEDIES = {
 }
 
 
-def revisions_of(text: str | bytes) -> list[tuple[int, dict[str, Any]]]:
-    """(sample index, content) of the revisions that a snapshot carries. Raises ``SnapshotInvalid``."""
-    try:
-        resume = _Snapshot.model_validate_json(canonical(unseal(text))).resume_state
-    except ValidationError as error:
-        raise SnapshotInvalid(_explain(error)) from None
-    except ValueError as error:
-        raise SnapshotInvalid(str(error)) from None
-    if resume is None or resume.revisions is None:
-        return []
-    return [(revision.sample_index, revision.content) for revision in resume.revisions]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A source as a snapshot of whichever run has it: by spec, and its shard by path."""
+
+    spec: str
+    shard: str
+    state: SourceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A snapshot as it is, of whichever run."""
+
+    run: str
+    uid: str
+    generation: int
+    sample_index: int
+    total_tokens: int
+    digest: str
+    tokenizer: Mapping[str, str]
+    config_digest: str
+    manifest_digest: str
+    #: At which sample index the sources are told, which may lie before that of the snapshot.
+    base_index: int
+    sources: tuple[Source, ...]
+    #: (sample index, content) of the revisions that it carries.
+    revisions: tuple[tuple[int, Mapping[str, Any]], ...]
+    origin: Mapping[str, Any] | None
+
+
+def foreign(text: str | bytes) -> Foreign | None:
+    """What a snapshot says, whichever run it is of; None where that has not begun. Raises ``SnapshotInvalid``."""
+    found = _read(text)
+    resume = found.resume_state
+    if resume is None:
+        return None
+    return Foreign(
+        run=found.run,
+        uid=found.run_uid or "",
+        generation=found.generation or 0,
+        sample_index=found.sample_index,
+        total_tokens=found.total_tokens,
+        digest=found.digest,
+        tokenizer=found.tokenizer or {},
+        config_digest=found.config_digest or "",
+        manifest_digest=found.manifest_digest or "",
+        base_index=resume.sample_index,
+        sources=tuple(
+            Source(spec=dataset.spec, shard=dataset.shard, state=_source(dataset))
+            for dataset in resume.datasets
+            if isinstance(dataset, _Dataset)
+        ),
+        revisions=tuple((revision.sample_index, revision.content) for revision in resume.revisions or ()),
+        origin=resume.origin,
+    )
 
 
 def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
@@ -347,10 +413,10 @@ def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
     _check_mixture(resume, shape)
     _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
     datasets = [entry for entry in resume.datasets if isinstance(entry, _Dataset)]
-    origin = resume.imported
-    if origin is not None and origin.sample_index > resume.sample_index:
+    began = resume.imported
+    if began is not None and began.sample_index > resume.sample_index:
         raise SnapshotInvalid(
-            f"resume_state.imported.sample_index is {origin.sample_index}, beyond sample_index {resume.sample_index}"
+            f"resume_state.imported.sample_index is {began.sample_index}, beyond sample_index {resume.sample_index}"
         )
     preserved = [entry for entry in resume.datasets if isinstance(entry, _Preserved)]
     sources = _sources(datasets, shape)
@@ -366,7 +432,7 @@ def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
         sources=sources,
         nodes=nodes,
         preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
-        imported=Imported(origin.sample_index, int(origin.digest, 16)) if origin is not None else None,
+        imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
     )
 
 
@@ -418,17 +484,34 @@ def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, .
                 f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
-        sources.append(
-            SourceState(
-                cursor=Cursor(dataset.epoch, dataset.shard_index, dataset.row_offset, dataset.row_token_offset),
-                samples=dataset.samples,
-                rows=dataset.rows,
-                tokens=dataset.token_offset,
-                dropped_tokens=dataset.dropped_tokens,
-                exhausted=dataset.exhausted,
-            )
-        )
+        _check_skipped(i, dataset)
+        sources.append(_source(dataset))
     return tuple(sources)
+
+
+def _source(dataset: _Dataset) -> SourceState:
+    return SourceState(
+        cursor=Cursor(dataset.epoch, dataset.shard_index, dataset.row_offset, dataset.row_token_offset),
+        samples=dataset.samples,
+        rows=dataset.rows,
+        tokens=dataset.token_offset,
+        dropped_tokens=dataset.dropped_tokens,
+        exhausted=dataset.exhausted,
+        skipped_samples=dataset.skipped_samples,
+        skipped_rows=dataset.skipped_rows,
+        skipped_tokens=dataset.skipped_tokens,
+    )
+
+
+def _check_skipped(i: int, dataset: _Dataset) -> None:
+    """What was jumped over is a part of all that the source gave; without samples it is nothing."""
+    for skipped, name in zip(_SKIPPED, ("samples", "rows", "token_offset"), strict=True):
+        part, whole = getattr(dataset, skipped), getattr(dataset, name)
+        if part > whole or (part and not dataset.skipped_samples):
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: {skipped} is {part}, but it is a part of {name}, which is {whole}, and "
+                f"skipped_samples is {dataset.skipped_samples}"
+            )
 
 
 def _check_nodes(
@@ -446,7 +529,7 @@ def _check_nodes(
     tokens = {
         number: sum(child.tokens for child in children) for number, children in zip(shape.nodes, nodes, strict=True)
     }
-    if issued[0] != sample_index:
+    if issued[0] + shape.left_samples != sample_index:
         raise SnapshotInvalid(
             f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"
         )

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 #: Names the rules of packing, mixing, hashing and shuffling. A change to any of them is a new number.
 ORDER_VERSION = 1
@@ -45,7 +46,7 @@ class SourceState:
 
     ``rows`` counts rows taken to their end (and rows without tokens before them). ``tokens`` counts
     samples × sequence length. ``dropped_tokens`` is the tail that filled no sample, known once the
-    source is exhausted.
+    source is exhausted. ``skipped_…`` are the part of them that a restore jumped over: the rest was consumed.
     """
 
     cursor: Cursor = Cursor()
@@ -54,6 +55,9 @@ class SourceState:
     tokens: int = 0
     dropped_tokens: int = 0
     exhausted: bool = False
+    skipped_samples: int = 0
+    skipped_rows: int = 0
+    skipped_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +102,18 @@ class State:
     """Of an older data loader's checkpoint, the sources that no mixture of the run has, as found (canonical JSON)."""
     imported: Imported | None = None
     """Where the order began, if not at its own sample 0."""
+
+
+def jumped_over(before: State, after: State) -> State:
+    """``after``, with all that lies between the two counted as skipped."""
+    pairs = zip_longest(before.sources, after.sources, fillvalue=SourceState())
+    sources = [
+        replace(
+            now,
+            skipped_samples=was.skipped_samples + now.samples - was.samples,
+            skipped_rows=was.skipped_rows + now.rows - was.rows,
+            skipped_tokens=was.skipped_tokens + now.tokens - was.tokens,
+        )
+        for was, now in pairs
+    ]
+    return replace(after, sources=tuple(sources))

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.receipt import Receipt, RunReport
+from tokenloom_server.traced import TracedSample, TracedStep
 
 
 class _Figures(BaseModel):
@@ -38,6 +40,10 @@ class SourceStats(_Figures):
     exhausted: bool
     dropped_tokens: int
     """The tail that filled no sample; known once exhausted."""
+    skipped_samples: int
+    """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
+    skipped_rows: int
+    skipped_tokens: int
     remaining_samples: int | None
     """Estimate from the rows left and the tokens per row so far; null where not known (no limit, or no rows yet)."""
 
@@ -86,7 +92,9 @@ class RunStats(_Figures):
     digest: str
     """Rolling digest at ``sample_index``."""
     total_tokens: int
-    """Committed."""
+    """Committed: the order's position, with what was skipped."""
+    skipped_tokens: int
+    """The part of them that restores jumped over."""
     tokens_per_s: float
     """Committed tokens per second over the last seconds."""
     window_fill: float
@@ -114,10 +122,16 @@ class SnapshotInfo(_Figures):
 
 
 class ResumePoint(_Figures):
-    """Where a generation starts."""
+    """Where the next generation starts: at a sample index, or so many samples behind it."""
 
     sample_index: int
+    """Where a trainer that brings a state of its own has to stand."""
     digest: str
+    """The rolling digest there."""
+    skipped_samples: int
+    """Samples of the order that are jumped over behind it."""
+    start_index: int
+    """The first sample of the next generation."""
 
 
 class RevisionInfo(_Figures):
@@ -182,6 +196,12 @@ class RunService(Protocol):
 
     def stats(self, run: str) -> RunStats: ...
 
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about the run's data, of all that is committed."""
+
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
 
@@ -191,11 +211,33 @@ class RunService(Protocol):
         """The sealed text."""
 
     def restore(
-        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
     ) -> ResumePoint:
-        """Pins where the next generation starts; exactly one of the three.
+        """Pins where the next generation starts; exactly one of the three. It jumps over so many samples of the order
+        behind that point, or so many tokens, as whole samples; at most one of the two.
 
-        Raises ``SnapshotInvalid``, ``BeyondHorizon``.
+        Takes as long as going forward does. Raises ``SnapshotInvalid``, ``BeyondHorizon``.
+        """
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        """The documents of a sample that was delivered, as a generation had it (None: the present one).
+
+        Raises ``BeyondHorizon``, ``TooManyPeeks``.
+        """
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        """The samples of a generation's step, counted from 0, with their documents; of all ranks or of one.
+
+        Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
         """
 
     def mixture(self, run: str) -> MixtureInfo: ...

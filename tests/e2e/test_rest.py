@@ -112,7 +112,12 @@ def test_a_restore_pins_the_next_resume_point_once(
         answer = rest.post(f"/v1/runs/{run}/restore", json={"sample_index": 9})
         assert (answer.status_code, answer.json()) == (
             200,
-            {"sample_index": 9, "digest": rolling_digest(sequence[:9])},
+            {
+                "sample_index": 9,
+                "digest": rolling_digest(sequence[:9]),
+                "skipped_samples": 0,
+                "start_index": 9,
+            },
         )
         world.steps(1)  # nothing moves for those who train
     server.kill()

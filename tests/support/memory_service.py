@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
@@ -21,6 +22,7 @@ from tokenloom_server.stats import (
     SnapshotInfo,
     SourceStats,
 )
+from tokenloom_server.traced import TracedDocument, TracedRank, TracedSample, TracedStep
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
@@ -39,6 +41,9 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "epochs": 1.0,
             "exhausted": False,
             "dropped_tokens": 0,
+            "skipped_samples": 0,
+            "skipped_rows": 0,
+            "skipped_tokens": 0,
             "remaining_samples": 2828,
         }
         | figures
@@ -66,6 +71,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "produced_index": 4160,
             "digest": digest_hex(0x5EED),
             "total_tokens": 2_097_152,
+            "skipped_tokens": 0,
             "tokens_per_s": 81_234.5,
             "window_fill": 0.25,
             "waiting_for": "",
@@ -84,6 +90,88 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
         }
         | figures
     )
+
+
+_TOKENIZER = Tokenizer(engine="gigatoken", version="0.10.0", digest="ab" * 32)
+
+
+def run_receipt(stats: RunStats, index: int) -> Receipt:
+    return Receipt(
+        run=stats.run,
+        stream=stats.stream,
+        run_uid=stats.run_uid,
+        sample_index=index,
+        digest=digest_hex(index),
+        total_tokens=index * stats.sequence_length,
+        samples={source.spec: index // len(stats.sources) for source in stats.sources},
+        skipped=[],
+        revisions=[],
+        oldest_index=0,
+        committed_index=stats.sample_index,
+        seed=stats.seed,
+        order_version=1,
+        sequence_length=stats.sequence_length,
+        config_digest="cd" * 32,
+        manifest_digest="ef" * 32,
+        tokenizer=_TOKENIZER,
+    )
+
+
+def run_report(stats: RunStats, **fields: Any) -> RunReport:
+    sources = [
+        SourceReport(
+            id=source.id,
+            spec=source.spec,
+            alias=source.alias,
+            files=3,
+            bytes=12_345_678,
+            files_digest="0a" * 32,
+            samples=source.samples,
+            rows=source.rows,
+            tokens=source.tokens,
+            skipped_tokens=0,
+            excluded_rows=0,
+            share=source.actual_share,
+            target_share=source.target_share,
+            epochs=source.epoch,
+            unique_tokens=source.tokens,
+            unique_is_exact=True,
+            dropped_tokens=0,
+            exhausted=False,
+        )
+        for source in stats.sources
+    ]
+    document: dict[str, Any] = {
+        "run": stats.run,
+        "stream": stats.stream,
+        "run_uid": stats.run_uid,
+        "made_at": 1.8e9,
+        "sample_index": stats.sample_index,
+        "total_tokens": stats.total_tokens,
+        "consumed_tokens": stats.total_tokens,
+        "unique_tokens": stats.total_tokens,
+        "unique_is_exact": True,
+        "digest": stats.digest,
+        "ended": None,
+        "seed": stats.seed,
+        "order_version": 1,
+        "sequence_length": stats.sequence_length,
+        "packing": "concat",
+        "labels": "same",
+        "vocab_size": 50_257,
+        "tokenizer": _TOKENIZER,
+        "config_digest": "cd" * 32,
+        "manifest_digest": "ef" * 32,
+        "mixture": {"policy": "least_consumed"},
+        "sources": sources,
+        "generations": [],
+        "parent_run": None,
+        "skipped": [],
+        "revisions": [],
+        "exclusions": [],
+        "software": {"tokenloom": "0.1.0"},
+    }
+    return RunReport(**document | fields)
 
 
 @dataclass
@@ -119,6 +207,16 @@ class MemoryService:
             return self.runs[run]
         except KeyError:
             raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        stats = self.stats(run)
+        index = stats.sample_index if sample_index is None else sample_index
+        if index > stats.sample_index:
+            raise BeyondHorizon(f"sample index {index} is beyond the committed {stats.sample_index}")
+        return run_receipt(stats, index)
+
+    def report(self, run: str) -> RunReport:
+        return run_report(self.stats(run))
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         stats = self.stats(run)
@@ -156,7 +254,14 @@ class MemoryService:
             raise NotFound(f"run {run!r} has no snapshot {snapshot_id!r}") from None
 
     def restore(
-        self, run: str, *, snapshot_id: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
     ) -> ResumePoint:
         stats = self.stats(run)
         assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
@@ -170,8 +275,80 @@ class MemoryService:
         assert sample_index is not None
         if sample_index > stats.produced_index:
             raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
-        self.restored[run] = ResumePoint(sample_index=sample_index, digest=digest_hex(sample_index))
+        skip = skip_samples or -(-skip_tokens // stats.sequence_length)
+        self.restored[run] = ResumePoint(
+            sample_index=sample_index,
+            digest=digest_hex(sample_index),
+            skipped_samples=skip,
+            start_index=sample_index + skip,
+        )
         return self.restored[run]
+
+    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+        stats = self.stats(run)
+        if generation not in (None, stats.generation):
+            raise NotFound(f"there is no generation {generation}; the ledger has {stats.generation}")
+        if index >= stats.produced_index:
+            raise BeyondHorizon(f"sample {index} was not delivered: {stats.produced_index} are produced")
+        document = TracedDocument(
+            position=0,
+            shard="data/source-0-00.parquet",
+            shard_index=0,
+            row=index,
+            epoch=0,
+            begin=0,
+            end=stats.sequence_length,
+            row_tokens=stats.sequence_length,
+            text="a" * stats.sequence_length if text else None,
+        )
+        step, place = divmod(index, stats.batch_size * stats.world_size)
+        return TracedSample(
+            sample=index,
+            generation=stats.generation,
+            status="committed" if index < stats.sample_index else "produced",
+            step=step,
+            rank=place // stats.batch_size,
+            place=place % stats.batch_size,
+            source_id=0,
+            source=stats.sources[0].alias,
+            spec=stats.sources[0].spec,
+            source_sample=index,
+            tokens=stats.sequence_length,
+            hash=digest_hex(index),
+            digest=digest_hex(index + 1),
+            documents=[document],
+            ids=[97] * stats.sequence_length if text else None,
+        )
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        stats = self.stats(run)
+        size = stats.batch_size
+        begin = step * size * stats.world_size
+        if rank is not None and rank >= stats.world_size:
+            raise ConfigError(f"rank is {rank}, but generation {stats.generation} has {stats.world_size}")
+        ranks = range(stats.world_size) if rank is None else (rank,)
+        return TracedStep(
+            generation=stats.generation,
+            step=step,
+            begin=begin,
+            end=begin + size * stats.world_size,
+            world_size=stats.world_size,
+            batch_size=size,
+            rotation=0,
+            ranks=[
+                TracedRank(
+                    rank=each,
+                    samples=[
+                        self.trace_sample(run, begin + each * size + i, generation=generation, text=text)
+                        for i in range(size)
+                    ],
+                    padding=0,
+                )
+                for each in ranks
+            ],
+        )
 
     def mixture(self, run: str) -> MixtureInfo:
         stats = self.stats(run)

@@ -78,6 +78,8 @@ class Opening:
     group_steps: int
     template: bytes
     server_epoch: int
+    #: Samples of the order that were jumped over right before ``start``.
+    skipped_samples: int
 
 
 def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
@@ -148,6 +150,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         group_steps=answer.group_steps,
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,
+        skipped_samples=answer.skipped_samples,
     )
 
 

@@ -78,6 +78,7 @@ class DataLoader:
                 generation=opening.generation,
                 lineage=opening.generation,
                 group_steps=opening.group_steps,
+                skipped=opening.skipped,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -137,13 +138,23 @@ class DataLoader:
             _read(request)
             self._served(request.run, request.stream)
             kind = request.WhichOneof("point")
+            for field in ("skip_samples", "skip_tokens"):
+                if getattr(request, field) < 0:
+                    raise ConfigError(f"{field} is {getattr(request, field)}; expected a number from 0 on")
             point = self._runs.restore(
                 request.run,
                 snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
                 sample_index=request.sample_index if kind == "sample_index" else None,
                 text=request.snapshot_json if kind == "snapshot_json" else None,
+                skip_samples=request.skip_samples,
+                skip_tokens=request.skip_tokens,
             )
-            return wire.RestoreResponse(sample_index=point.sample_index, digest=point.digest)
+            return wire.RestoreResponse(
+                sample_index=point.sample_index,
+                digest=point.digest,
+                skipped_samples=point.skipped_samples,
+                start_index=point.start_index,
+            )
         raise AssertionError("unreachable: the context aborts")
 
     def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsResponse:  # noqa: N802
@@ -350,7 +361,15 @@ class _Reader(threading.Thread):
 
 
 def _join_response(
-    host: Host, uid: str, start: State, start_state: str, *, generation: int, lineage: int, group_steps: int
+    host: Host,
+    uid: str,
+    start: State,
+    start_state: str,
+    *,
+    generation: int,
+    lineage: int,
+    group_steps: int,
+    skipped: int = 0,
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
     order = host.course.at(start.sample_index)
@@ -371,6 +390,7 @@ def _join_response(
         snapshot_template=canonical(order.template(uid, host.stream, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=host.epoch,
+        skipped_samples=skipped,
     )
 
 

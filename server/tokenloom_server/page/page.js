@@ -182,6 +182,7 @@ class RunView extends View {
       row.text("spec", source.spec === source.alias ? "" : source.spec);
       row.notice("exhausted", source.exhausted ? "exhausted" : "");
       row.text("exhausted", source.exhausted ? "exhausted" : "", `${grouped(source.dropped_tokens)} tokens filled no sample`);
+      row.notice("skipped", source.skipped_tokens ? `${compact(source.skipped_tokens)} tokens skipped` : "");
       row.slot("actual").style.width = width(source.actual_share);
       row.slot("window").style.width = width(source.window_share);
       row.slot("target").style.left = width(source.target_share);

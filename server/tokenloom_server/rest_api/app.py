@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI, Path
+from fastapi import Body, FastAPI, Path, Query
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.metrics import create_registry
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.page import page_routes
+from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
     Alive,
@@ -34,6 +35,7 @@ from tokenloom_server.rest_api.problems import add_error_handlers
 from tokenloom_server.security import ROUTES, Access, Scope
 from tokenloom_server.state import MAX_COUNTER
 from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunService, RunStats, SnapshotInfo
+from tokenloom_server.traced import TracedSample, TracedStep
 
 RunName = Annotated[
     str,
@@ -48,6 +50,16 @@ SnapshotId = Annotated[
     str,
     Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
 ]
+
+_NUMBER = {"ge": 0, "le": MAX_COUNTER}
+Generation = Annotated[
+    int | None,
+    Query(
+        description="The generation whose line to follow, where a later one rewound it; the present one if not given.",
+        **_NUMBER,
+    ),
+]
+Text = Annotated[bool, Query(description="Also each document's text, and each sample's ids.")]
 
 
 def create_app(
@@ -126,6 +138,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         413: f"`BodyTooLarge`: more than {MAX_BODY_BYTES} bytes.",
         415: "`ContentTypeRequired`: a POST without `Content-Type: application/json`.",
         416: "`BeyondHorizon`: that sample has not been and may not yet be produced, or its state is gone.",
+        429: "`TooManyPeeks`: as many look at the run as a server makes samples for at once; try again.",
         422: "A field is not what is expected, or the snapshot is refused (`InvalidRequest`, `SnapshotInvalid`).",
         500: "A source, the tokeniser or the server failed.",
         503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
@@ -149,6 +162,35 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def read_stats(run: RunName) -> RunStats:
         return service.stats(run)
+
+    @app.get(
+        "/v1/runs/{run}/receipt",
+        summary="Which data a run had up to a sample index",
+        description="The rolling digest at any committed sample index, and what it depends on. Two runs with the same "
+        "digest at the same index had the same samples before it, on any topology. An index that is not at hand is "
+        "gone forward to, from the nearest state in the ledger's journal, in turns with peeks.",
+        tags=["receipts"],
+        responses=_errors(404, 416, 422, 429, 500, 503),
+    )
+    def read_receipt(
+        run: RunName,
+        sample_index: Annotated[
+            int | None,
+            Query(ge=0, le=MAX_COUNTER, description="The committed one if not given.", examples=[4096]),
+        ] = None,
+    ) -> Receipt:
+        return service.receipt(run, sample_index)
+
+    @app.get(
+        "/v1/runs/{run}/report",
+        summary="What a model card says about a run's data",
+        description="Per source: files and their digest, tokens, unique tokens, epochs. Tokeniser, seed, digests, "
+        "launches, versions of software.",
+        tags=["receipts"],
+        responses=_errors(404, 422, 429, 500, 503),
+    )
+    def read_report(run: RunName) -> RunReport:
+        return service.report(run)
 
     @app.post(
         "/v1/runs/{run}/snapshots",
@@ -206,7 +248,8 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         "/v1/runs/{run}/restore",
         summary="Pin where the next generation starts",
         description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
-        "must bring this one; another is refused with both named.",
+        "must bring this one; another is refused with both named. Samples to skip are jumped over behind it, are "
+        "counted apart, and may take a while: the server goes forward through them.",
         tags=["snapshots"],
         responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
     )
@@ -218,6 +261,10 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
                 openapi_examples={
                     "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
                     "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
+                    "skip": {
+                        "summary": "A sample index, and a range behind it that is jumped over",
+                        "value": {"sample_index": 4096, "skip_samples": 512},
+                    },
                     "text": {
                         "summary": "A snapshot out of a checkpoint",
                         "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
@@ -227,8 +274,45 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         ],
     ) -> ResumePoint:
         return service.restore(
-            run, snapshot_id=request.snapshot_id, sample_index=request.sample_index, text=request.snapshot
+            run,
+            snapshot_id=request.snapshot_id,
+            sample_index=request.sample_index,
+            text=request.snapshot,
+            skip_samples=request.skip_samples,
+            skip_tokens=request.skip_tokens,
         )
+
+    @app.get(
+        "/v1/runs/{run}/samples/{index}",
+        summary="The documents of a sample that was delivered",
+        description="Made again by going forward from the nearest state that is known, in turns with the peeks.",
+        tags=["trace"],
+        responses=_errors(404, 409, 416, 422, 429, 500, 503),
+    )
+    def trace_sample(
+        run: RunName,
+        index: Annotated[int, Path(description="The sample index.", examples=[4096], **_NUMBER)],
+        generation: Generation = None,
+        text: Text = False,
+    ) -> TracedSample:
+        return service.trace_sample(run, index, generation=generation, text=text)
+
+    @app.get(
+        "/v1/runs/{run}/steps/{step}",
+        summary="What the ranks got in a step, and its documents",
+        description="Steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large step ask "
+        "for one rank.",
+        tags=["trace"],
+        responses=_errors(404, 409, 416, 422, 429, 500, 503),
+    )
+    def trace_step(
+        run: RunName,
+        step: Annotated[int, Path(description="The step, from 0.", examples=[128], **_NUMBER)],
+        rank: Annotated[int | None, Query(description="One rank; all if not given.", **_NUMBER)] = None,
+        generation: Generation = None,
+        text: Text = False,
+    ) -> TracedStep:
+        return service.trace_step(run, step, rank=rank, generation=generation, text=text)
 
     @app.get(
         "/v1/runs/{run}/mixture",

@@ -57,12 +57,13 @@ class SnapshotSaved(_Model):
     """Tokens of all samples before ``sample_index``."""
 
 
-class RestoreRequest(_Model):
-    """Exactly one of the three."""
+_POINTS = ("snapshot_id", "sample_index", "snapshot")
 
-    model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": [k]} for k in ("snapshot_id", "sample_index", "snapshot")]}
-    )
+
+class RestoreRequest(_Model):
+    """Exactly one of the first three, and at most one of the others."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [k]} for k in _POINTS]})
 
     snapshot_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """A snapshot that was saved in the ledger."""
@@ -72,11 +73,18 @@ class RestoreRequest(_Model):
     """A sealed snapshot as a string: what a trainer's ``state_dict()["tokenloom"]`` holds. Or what an older data loader
     saved, as JSON in a string."""
 
+    skip_samples: SampleIndex = 0
+    """Samples of the order behind that point that are not delivered: a bad range after a loss spike."""
+    skip_tokens: SampleIndex = 0
+    """The same in tokens, rounded up to whole samples."""
+
     @model_validator(mode="after")
     def _exactly_one(self) -> RestoreRequest:
-        given = sorted(self.model_dump(exclude_none=True))
+        given = sorted(self.model_dump(exclude_none=True, include=set(_POINTS)))
         if len(given) != 1:
             raise ValueError(
                 f"exactly one of snapshot_id, sample_index and snapshot, but {' and '.join(given) or 'none'} was given"
             )
+        if self.skip_samples and self.skip_tokens:
+            raise ValueError("at most one of skip_samples and skip_tokens, but both were given")
         return self

@@ -1,0 +1,49 @@
+"""From tokens of a source back to its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.packing.documents import Documents
+from tokenloom_server.state import Cursor
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of one row: those from ``begin`` to ``end`` of the ``row_tokens`` that it has."""
+
+    epoch: int
+    shard: int
+    row: int
+    begin: int
+    end: int
+    row_tokens: int
+    ids: npt.NDArray[np.unsignedinteger]
+
+    def cut(self, begin: int, end: int) -> Part:
+        """Those of them from ``begin`` to ``end``, counted from the first."""
+        return self._replace(begin=self.begin + begin, end=self.begin + end, ids=self.ids[begin:end])
+
+
+def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[Part]:
+    """The next ``tokens`` tokens behind a cursor, row by row; fewer where the source ends. Rows without tokens have
+    no part. Reads at most a piece more. Raises what ``Documents`` does."""
+    skip = cursor.offset
+    for piece in documents.read(cursor) if tokens else ():
+        if skip:
+            documents.check_offset(piece, skip)
+        begin = 0
+        for at, end in enumerate(piece.ends.tolist()):
+            first, begin = begin, end
+            taken = min(end - first - skip, tokens)
+            if taken <= 0:
+                continue
+            ids = piece.ids[first + skip : first + skip + taken]
+            yield Part(piece.epoch, piece.shard, piece.first_row + at, skip, skip + taken, end - first, ids)
+            tokens -= taken
+            skip = 0
+            if not tokens:
+                return

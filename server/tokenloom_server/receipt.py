@@ -1,0 +1,189 @@
+"""What a run has to show for its data: a receipt at a sample index, and a report of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Range(_Figures):
+    """Sample indices from ``first`` up to, and without, ``behind``."""
+
+    first: int
+    behind: int
+
+
+class Tokenizer(_Figures):
+    """What made ids of text. ``engine`` is ``none`` where every source holds ids."""
+
+    engine: str
+    version: str
+    digest: str
+    """SHA-256 of the tokeniser's files; empty where there is none."""
+
+
+class RevisionMark(_Figures):
+    """A change of the mixture, for comparing."""
+
+    sample_index: int
+    """Of the first sample under it."""
+    digest: str
+    """SHA-256 of what it changes."""
+
+
+class Receipt(_Figures):
+    """Which data a run had up to a sample index. Two of equal digest at one index are of the same samples."""
+
+    run: str
+    stream: str
+    run_uid: str
+    sample_index: int
+    digest: str
+    """Rolling digest of all samples before ``sample_index``."""
+    total_tokens: int
+    """Tokens of all samples before ``sample_index``."""
+    samples: dict[str, int]
+    """Samples of each source before ``sample_index``, by spec; skipped ones, too."""
+    skipped: list[Range]
+    """What of the order before ``sample_index`` was jumped over by restores, and given to no trainer."""
+    revisions: list[RevisionMark]
+    """The changes of the mixture before ``sample_index``, oldest first."""
+    oldest_index: int
+    """The first sample index that this run's ledger can give a receipt at."""
+    committed_index: int
+    """The last one."""
+    seed: int
+    order_version: int
+    sequence_length: int
+    """In the mixture file; phases may have others."""
+    config_digest: str
+    """Of the mixture file that the run began with; so is the manifest's."""
+    manifest_digest: str
+    tokenizer: Tokenizer
+
+
+class SourceReport(_Figures):
+    """One source. Counters are committed ones."""
+
+    id: int
+    spec: str
+    alias: str
+    files: int
+    bytes: int
+    """Size of the files."""
+    files_digest: str
+    """SHA-256 of the source's part of the manifest: paths, sizes and fingerprints, in reading order."""
+    samples: int
+    rows: int
+    """Rows taken to their end, each as often as it was."""
+    tokens: int
+    skipped_tokens: int
+    """What restores jumped over, and no trainer got; not part of the others."""
+    excluded_rows: int
+    """Rows of each epoch that revisions take out."""
+    share: float
+    """Of the run's tokens (0 to 1)."""
+    target_share: float
+    """What the weights ask for while every source lasts (0 to 1)."""
+    epochs: float
+    """Passes over the source so far, with the fraction of the present one."""
+    unique_tokens: int
+    """Tokens of rows that were read at least once: those consumed, and of several epochs one."""
+    unique_is_exact: bool
+    """Whether that is counted. Estimated, from the rows of an epoch, while a second or later epoch is under way."""
+    dropped_tokens: int
+    """The tail that filled no sample; known once exhausted."""
+    exhausted: bool
+
+
+class GenerationReport(_Figures):
+    """One launch of the trainers."""
+
+    generation: int
+    parent: int
+    """The generation that it went on from; 0 for the beginning."""
+    attempt: str
+    world_size: int
+    batch_size: int
+    """Samples per rank and step."""
+    opened_at: float
+    """Unix time, seconds."""
+    start_index: int
+    kept: Range | None
+    """Its part of the run's samples; null where a later launch began at or before its start, and replaced it all."""
+
+
+class RevisionReport(_Figures):
+    """A change of the mixture from a sample index on."""
+
+    number: int
+    sample_index: int
+    """Of the first sample under it."""
+    total_tokens: int
+    """What the run has had before that sample."""
+    made_at: float
+    """Unix time, seconds."""
+    author: str
+    reason: str
+    changes: list[str]
+    """A line each."""
+
+
+class ExclusionReport(_Figures):
+    """A file of rows that are left out."""
+
+    path: str
+    sha256: str
+    rows: int
+
+
+class RunReport(_Figures):
+    """What a model card needs to say about a run's data."""
+
+    run: str
+    stream: str
+    run_uid: str
+    made_at: float
+    """Unix time, seconds."""
+    sample_index: int
+    total_tokens: int
+    """Of the order up to there; what restores skipped is in it."""
+    consumed_tokens: int
+    """Without that: what trainers got, and the sum over the sources."""
+    unique_tokens: int
+    """The sum over the sources."""
+    unique_is_exact: bool
+    digest: str
+    """Rolling digest of all samples before ``sample_index``."""
+    ended: str | None
+    """Why the data ended; null while they have not."""
+    seed: int
+    order_version: int
+    sequence_length: int
+    packing: str
+    labels: str
+    vocab_size: int
+    tokenizer: Tokenizer
+    config_digest: str
+    """SHA-256 of what decided about the order in the mixture file that the run began with."""
+    manifest_digest: str
+    """SHA-256 of the list of all files now, with sizes and fingerprints."""
+    mixture: dict[str, Any]
+    """The mixture in force, as a mixture file has it."""
+    sources: list[SourceReport]
+    generations: list[GenerationReport]
+    parent_run: dict[str, Any] | None
+    """About the run that this one was forked from; null where it was not."""
+    skipped: list[Range]
+    """What of the order was jumped over by restores, and given to no trainer."""
+    revisions: list[RevisionReport]
+    """Those in force, oldest first."""
+    exclusions: list[ExclusionReport]
+    """Those in force."""
+    software: dict[str, str]
+    """Versions of the server's packages, by name."""

@@ -1,0 +1,324 @@
+"""`tokenloom verify` and `tokenloom report` against real servers and trainers, on different topologies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import LENGTH, SPECS, Corpus
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import Sample, World, rolling_digest
+
+#: Runs of one order but "seeded"; of "thrifty" a source has other weight, so it differs behind some samples.
+RUNS = ("wide", "narrow", "seeded", "rewound", "weighted", "untouched")
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """REST addresses of runs that were trained, by name; on two servers."""
+    other = {"seeded": {"seed": 8}, "weighted": {"mixture": _weighted()}}
+    mixtures = {run: corpus.mixture(run, **other.get(run, {})) for run in RUNS}
+    folder = tmp_path_factory.mktemp("verify")
+    first = ServerProcess(folder / "first", mixtures["wide"], mixtures["rewound"], mixtures["untouched"]).start()
+    second = ServerProcess(folder / "second", *(mixtures[run] for run in ("narrow", "seeded", "weighted"))).start()
+    try:
+        with World(first.url("wide"), 2, 4) as world:
+            world.steps(8)
+        for run in ("narrow", "seeded", "weighted"):
+            with World(second.url(run), 1, 3) as world:
+                world.steps(17)
+        with World(first.url("rewound"), 2, 4) as world:
+            world.steps(3)
+            state = world.state()
+            world.steps(4)
+        with World(first.url("rewound"), 3, 1, state=state) as world:
+            world.steps(9)
+        yield {
+            **dict.fromkeys(("wide", "rewound", "untouched"), first.rest_url),
+            **dict.fromkeys(("narrow", "seeded", "weighted"), second.rest_url),
+            "folder": str(folder),
+        }
+    finally:
+        first.kill()
+        second.kill()
+
+
+def _weighted() -> dict[str, Any]:
+    """The usual mixture, in which the two smallest change places only after a while: one weight is a bit larger."""
+    return {
+        "policy": "least_consumed",
+        "children": [
+            {"source": SPECS[0], "alias": "code", "weight": 2.1},
+            {"source": SPECS[1], "alias": "prose", "epochs": 2},
+            {
+                "policy": "weighted",
+                "alias": "notes",
+                "children": [{"source": SPECS[2], "alias": "docs", "weight": 0.75}, {"source": SPECS[3]}],
+            },
+        ],
+    }
+
+
+def saved(runs: dict[str, str], run: str, index: int, folder: Path) -> Path:
+    """A snapshot of a run, as a file."""
+    with httpx.Client(base_url=runs[run], trust_env=False, timeout=30) as http:
+        made = http.post(f"/v1/runs/{run}/snapshots", json={"sample_index": index})
+        assert made.status_code == 201, made.text
+        text = http.get(f"/v1/runs/{run}/snapshots/{made.json()['id']}").text
+    path = folder / f"{run}-{index}.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def receipt(runs: dict[str, str], run: str, index: int | None = None) -> dict[str, Any]:
+    with httpx.Client(base_url=runs[run], trust_env=False, timeout=30) as http:
+        found = http.get(f"/v1/runs/{run}/receipt", params={} if index is None else {"sample_index": index})
+        assert found.status_code == 200, found.text
+        document: dict[str, Any] = found.json()
+        return document
+
+
+def test_a_receipt_at_any_committed_index_is_what_trainers_got(
+    runs: dict[str, str], sequence: list[Sample], corpus: Corpus
+) -> None:
+    for index in (0, 1, 7, 24, 31, 33):
+        found = receipt(runs, "rewound", index)
+        assert found["digest"] == rolling_digest(sequence[:index])
+        assert found["total_tokens"] == index * LENGTH
+        counted = {spec: tokens // LENGTH for spec, tokens in corpus.tokens(sequence[:index]).items()}
+        assert found["samples"] == counted
+    assert receipt(runs, "rewound")["sample_index"] == 51
+    with httpx.Client(base_url=runs["rewound"], trust_env=False, timeout=30) as http:
+        beyond = http.get("/v1/runs/rewound/receipt?sample_index=52")
+    assert (beyond.status_code, beyond.json()["error"]) == (416, "BeyondHorizon")
+
+
+def test_the_same_order_is_proven_on_other_ranks_and_batches(runs: dict[str, str], tokenloom: CommandLine) -> None:
+    done = tokenloom("verify", f"{runs['wide']}/wide", runs["narrow"], "--run-b", "narrow")
+    assert done.status == 0, done.output
+    assert f"the same through sample index 51 ({51 * LENGTH:,} tokens), which is all of B" in done.output
+    assert "not cryptographic" in done.output
+    again = tokenloom("verify", f"{runs['wide']}/wide", f"{runs['rewound']}/rewound", "--json")
+    assert again.status == 0, again.output
+    assert json.loads(again.output)["same_samples"] == 51
+
+
+def test_another_seed_is_named_and_differs_where_the_samples_do(
+    runs: dict[str, str], tokenloom: CommandLine, sequence: list[Sample]
+) -> None:
+    done = tokenloom("verify", f"{runs['wide']}/wide", f"{runs['seeded']}/seeded", "--json")
+    assert done.status == 1, done.output
+    found = json.loads(done.output)
+    assert found["differences"]["seed"] == [7, 8]
+    assert set(found["differences"]) == {"seed", "config_digest"}
+    _check_first_that_differs(runs, "wide", "seeded", found)
+
+
+def test_the_first_sample_that_differs_is_found_in_the_middle(runs: dict[str, str], tokenloom: CommandLine) -> None:
+    done = tokenloom("verify", f"{runs['weighted']}/weighted", f"{runs['narrow']}/narrow", "--json")
+    assert done.status == 1, done.output
+    found = json.loads(done.output)
+    assert found["same_samples"] > 1, "else this shows nothing of the search"
+    _check_first_that_differs(runs, "weighted", "narrow", found)
+    text = tokenloom("verify", f"{runs['weighted']}/weighted", f"{runs['narrow']}/narrow").output
+    assert f"sample {found['same_samples']} is the first that differs" in text
+    assert f"sample {found['same_samples']} of A is of {found['sides'][0]['source_of_first_differing_sample']}" in text
+
+
+def _check_first_that_differs(runs: dict[str, str], a: str, b: str, found: dict[str, Any]) -> None:
+    """By asking for every index, which `verify` does not."""
+    digests = [(receipt(runs, a, n)["digest"], receipt(runs, b, n)["digest"]) for n in range(52)]
+    first = next(n for n, (ours, theirs) in enumerate(digests) if ours != theirs)
+    assert found["first_differing_sample"] == found["same_samples"] == first - 1
+    for run, side in zip((a, b), found["sides"], strict=True):
+        before, behind = (receipt(runs, run, n)["samples"] for n in (first - 1, first))
+        assert behind[side["source_of_first_differing_sample"]] == before[side["source_of_first_differing_sample"]] + 1
+
+
+def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other(
+    runs: dict[str, str], tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    wide, narrow = saved(runs, "wide", 40, tmp_path), saved(runs, "narrow", 40, tmp_path)
+    checkpoint = tmp_path / "checkpoint.json"
+    checkpoint.write_text(json.dumps({"step": 3, "data": {"tokenloom": narrow.read_text()}}), encoding="utf-8")
+    for a, b in ((wide, narrow), (wide, checkpoint), (checkpoint, f"{runs['rewound']}/rewound")):
+        done = tokenloom("verify", a, b)
+        assert done.status == 0, done.output
+        assert f"the same through sample index 40 ({40 * LENGTH:,} tokens)" in done.output
+    seeded = tokenloom("verify", saved(runs, "seeded", 40, tmp_path), f"{runs['wide']}/wide")
+    assert seeded.status == 1
+    assert "seed: A has 8, B has 7" in seeded.output
+    assert "the first sample that differs is one of" in seeded.output
+    unknown = tokenloom("verify", saved(runs, "wide", 41, tmp_path), saved(runs, "narrow", 49, tmp_path))
+    assert unknown.status == 2
+    assert "no other sample index up to 41 is known to both" in unknown.output
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fault"),
+    [
+        ("{wide}", "{narrow}/narrow", "serves rewound, untouched, wide; say which run is meant"),
+        ("{wide}/wide", "{narrow}/nothing", "NotFound"),
+        ("{wide}/wide", "{folder}/none.json", "cannot be read"),
+        ("{wide}/wide", "{folder}/first/ledger.db", "expected"),
+        ("{wide}/wide", "grpc://127.0.0.1:1/run", "expected the REST address"),
+        ("{wide}/wide", "http://127.0.0.1:1/run", "no answer"),
+        ("{wide}/untouched", "{narrow}/narrow", "nothing is proven"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_with_status_2(
+    a: str, b: str, fault: str, runs: dict[str, str], tokenloom: CommandLine
+) -> None:
+    done = tokenloom("verify", a.format(**runs), b.format(**runs))
+    assert done.status == 2, done.output
+    assert fault in done.output
+
+
+def test_a_file_that_is_torn_or_holds_no_snapshot_is_refused(
+    runs: dict[str, str], tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    whole = saved(runs, "wide", 16, tmp_path)
+    text = whole.read_text()
+    for content, fault in (
+        (text.replace('"seed":7', '"seed":8'), "checksum"),
+        (text[:-9], "is no JSON"),
+        ("{}", "holds no snapshots"),
+        (json.dumps([{"tokenloom": text}, {"tokenloom": text}]), "holds 2 snapshots"),
+    ):
+        torn = tmp_path / "torn.json"
+        torn.write_text(content, encoding="utf-8")
+        done = tokenloom("verify", torn, whole)
+        assert (done.status, fault in done.output) == (2, True), done.output
+
+
+def test_a_report_says_what_was_read_and_by_which_launches(
+    runs: dict[str, str], tokenloom: CommandLine, corpus: Corpus, sequence: list[Sample]
+) -> None:
+    done = tokenloom("report", runs["rewound"], "--run", "rewound", "--json")
+    assert done.status == 0, done.output
+    found = json.loads(done.output)
+    samples = sequence[:51]
+    assert (found["sample_index"], found["total_tokens"], found["seed"]) == (51, 51 * LENGTH, 7)
+    assert found["ended"] is None, "the end was produced, perhaps, but not reached"
+    assert found["digest"] == rolling_digest(samples)
+    for source, spec in zip(found["sources"], SPECS, strict=True):
+        assert source["spec"] == spec
+        assert source["tokens"] == corpus.tokens(samples)[spec]
+        assert source["rows"] == corpus.rows(samples)[spec]
+        assert source["share"] == pytest.approx(source["tokens"] / found["total_tokens"])
+    assert [source["files"] for source in found["sources"]] == [2, 1, 1, 2]
+    launches = [
+        (g["world_size"], g["batch_size"], g["start_index"], g["parent"], g["kept"]) for g in found["generations"]
+    ]
+    assert launches == [(2, 4, 0, 0, {"first": 0, "behind": 24}), (3, 1, 24, 1, {"first": 24, "behind": 51})]
+    assert found["software"]["tokenloom"]
+    assert found["tokenizer"]["engine"] in ("gigatoken", "tokenizers")
+    card = tokenloom("report", runs["rewound"], "--run", "rewound").output
+    assert f"{51 * LENGTH:,} tokens in 51 samples of {LENGTH}" in card
+    assert "| 2 |" in card and "3 × 1" in card
+    assert f"`{found['digest']}`" in card
+
+
+def test_unique_tokens_are_exact_once_the_epochs_are_over(
+    corpus: Corpus, tmp_path: Path, tokenloom: CommandLine
+) -> None:
+    server = ServerProcess(tmp_path, corpus.mixture("whole")).start()
+    try:
+        with World(server.url("whole"), 2, 3) as world:
+            samples = world.run().receipt.sequence()
+        found = json.loads(tokenloom("report", server.rest_url, "--json").output)
+    finally:
+        server.kill()
+    assert found["ended"]
+    assert found["sample_index"] == len(samples)
+    for source, (spec, stream) in zip(found["sources"], zip(SPECS, corpus.streams, strict=True), strict=True):
+        if not source["exhausted"]:
+            continue  # the last step was dropped before the mixer came to its end
+        assert source["unique_is_exact"]
+        one_epoch = len(stream) // (2 if spec == SPECS[1] else 1)
+        assert source["unique_tokens"] == min(one_epoch, source["tokens"])
+    assert any(source["exhausted"] and source["spec"] == SPECS[1] for source in found["sources"])
+
+
+def test_a_restarted_server_gives_the_same_receipts_and_the_same_report(
+    corpus: Corpus, tmp_path: Path, sequence: list[Sample]
+) -> None:
+    server = ServerProcess(tmp_path, corpus.mixture("restarted")).start()
+
+    def told() -> list[Any]:
+        with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as http:
+            paths = ("receipt", "receipt?sample_index=17", "report")
+            found = [http.get(f"/v1/runs/restarted/{path}") for path in paths]
+        assert [answer.status_code for answer in found] == [200] * 3
+        return [{key: value for key, value in answer.json().items() if key != "made_at"} for answer in found]
+
+    try:
+        with World(server.url("restarted"), 2, 5) as world:
+            world.steps(11)  # into the second epoch of the smallest source
+        before = told()
+        server.kill()
+        server.start()
+        assert told() == before
+        assert before[0]["digest"] == rolling_digest(sequence[:110])
+        assert any(source["epochs"] > 1 for source in before[2]["sources"])
+    finally:
+        server.kill()
+
+
+def test_revisions_are_part_of_the_proof_and_of_the_report(
+    corpus: Corpus, tmp_path: Path, tokenloom: CommandLine, sequence: list[Sample]
+) -> None:
+    names = ("revised", "revised-too", "plain")
+    rows = corpus.folder / "takedown.csv"
+    rows.write_text("spec,shard,row\n" + "".join(f"code,code-0.parquet,{row}\n" for row in range(20, 30)))
+    server = ServerProcess(tmp_path, *(corpus.mixture(run) for run in names)).start()
+    change = {
+        "sample_index": 21,
+        "reason": "taken down",
+        "author": "ada",
+        "set": [{"child": "code", "weight": 5}],
+        "exclude": {"file": str(rows)},
+    }
+    try:
+        with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as http:
+            for run in names[:2]:
+                answer = http.patch(f"/v1/runs/{run}/mixture", json=change)
+                assert answer.status_code in (200, 201), answer.text
+            with World(server.url("revised"), 2, 2) as world:
+                got = world.steps(11).receipt.sequence()
+            with World(server.url("revised-too"), 1, 7) as world:
+                world.steps(5)
+            with World(server.url("plain"), 3, 4) as world:
+                world.steps(1)
+            for index in (20, 21, 22, 35):
+                found = http.get(f"/v1/runs/revised/receipt?sample_index={index}").json()
+                assert found["digest"] == rolling_digest(got[:index])
+                assert len(found["revisions"]) == (index > 21)
+                assert sum(found["samples"].values()) == index
+        url = server.rest_url
+        same = tokenloom("verify", f"{url}/revised", f"{url}/revised-too")
+        assert (same.status, "the same through sample index 35" in same.output) == (0, True), same.output
+        before = tokenloom("verify", f"{url}/revised", f"{url}/plain", "--json")
+        assert (before.status, json.loads(before.output)["differences"]) == (0, {})
+        with World(server.url("plain"), 3, 4, resume="latest") as world:
+            world.steps(3)
+        other = tokenloom("verify", f"{url}/revised", f"{url}/plain", "--json")
+        assert other.status == 1, other.output
+        found = json.loads(other.output)
+        first = next(n for n, sample in enumerate(got) if sample != sequence[n])
+        assert found["first_differing_sample"] == first >= 21
+        assert found["differences"]["revisions"][1] == []
+        report = json.loads(tokenloom("report", url, "--run", "revised", "--json").output)
+        card = tokenloom("report", url, "--run", "revised").output
+    finally:
+        server.kill()
+    assert [(r["sample_index"], r["author"], r["reason"]) for r in report["revisions"]] == [(21, "ada", "taken down")]
+    assert [file["rows"] for file in report["exclusions"]] == [10]
+    assert [source["excluded_rows"] for source in report["sources"]] == [10, 0, 0, 0]
+    assert report["digest"] == rolling_digest(got)
+    assert "### Changes of the mixture" in card
+    assert "- `code`: 10 rows of each epoch" in card

@@ -1,0 +1,205 @@
+"""What a report counts: unique tokens, held against a recount; whose samples a run's are; and how a card is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.corpora import CODE, ROWS, flat, order_of, write_corpus
+from support.memory_service import run_report, run_stats, source_stats
+from tokenloom_server.accounts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.model_card import markdown
+from tokenloom_server.opening import JoinCall
+from tokenloom_server.order import Order
+from tokenloom_server.receipt import ExclusionReport, GenerationReport, Range, RevisionReport
+from tokenloom_server.run import Delivery
+from tokenloom_server.service import Runs
+from tokenloom_server.state import State
+from tokenloom_server.stats import SourceStats
+
+LENGTH = 8
+#: Tokens of one epoch: each row that has any is ended by one more.
+EPOCH = sum(len(row) + 1 for rows in ROWS[CODE] for row in rows if row)
+SHARD_ROWS = [len(rows) for rows in ROWS[CODE]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("counted"))
+
+
+def read_for(folder: Path, epochs: float) -> Order:
+    document = flat([CODE], "sequential")
+    document["mixture"]["children"][0]["epochs"] = epochs
+    return order_of(folder, document)
+
+
+def figure_of(state: State, epochs: float) -> SourceStats:
+    """As ``Figures`` has it, by rows."""
+    source = state.sources[0]
+    at = sum(SHARD_ROWS[: source.cursor.shard]) + source.cursor.row
+    epoch = epochs if source.exhausted else source.cursor.epoch + at / sum(SHARD_ROWS)
+    return source_stats(
+        0,
+        tokens=source.tokens,
+        rows=source.rows,
+        samples=source.samples,
+        epoch=epoch,
+        epochs=epochs,
+        exhausted=source.exhausted,
+        dropped_tokens=source.dropped_tokens,
+    )
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2, 3, 2.5])
+def test_unique_tokens_are_what_a_recount_finds_at_every_sample(folder: Path, epochs: float) -> None:
+    order = read_for(folder, epochs)
+    pipeline = order.pipeline(order.initial())
+    exact = []
+    while pipeline.ended is None:
+        state = pipeline.state()
+        _check(state, epochs)
+        exact.append(unique_tokens(figure_of(state, epochs), state.sources[0]).exact)
+        pipeline.advance(1)
+    state = pipeline.state()
+    assert state.sources[0].exhausted
+    found = _check(state, epochs)
+    assert found.exact is (float(epochs).is_integer() or epochs < 1)
+    assert exact.count(True) >= min(EPOCH // LENGTH, len(exact)) - 1, "within the first epoch nothing is estimated"
+    if epochs > 1:
+        assert not all(exact)
+
+
+def _check(state: State, epochs: float) -> Any:
+    found = unique_tokens(figure_of(state, epochs), state.sources[0])
+    truth = min(state.sources[0].tokens, EPOCH)
+    if found.exact:
+        assert found.tokens == truth
+    else:
+        assert found.tokens == pytest.approx(truth, rel=0.2), "by rows, which are of similar length in the mean"
+        assert found.tokens <= state.sources[0].tokens
+    return found
+
+
+def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: Path, tmp_path: Path) -> None:
+    document = flat([CODE])
+    document["mixture"]["children"][0] |= {"epochs": 3, "max_tokens": 800}
+    path = folder / "limited.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    ledger = SqliteLedger(tmp_path / "ledger.db")
+    runs = Runs(ledger)
+    try:
+        served = runs.add(path, None)
+        host = served.host
+        call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
+        session = host.attach(host.uid, served.opener.join(call).opening.generation, 0, "n", 0, 0)
+        host.progress(session, 0, 1000)
+        found = host.next_for(session, 20.0, lambda: False)
+        while isinstance(found, Delivery):
+            host.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
+            found = host.next_for(session, 20.0, lambda: False)
+        host.finish(session, 20.0)
+        report = runs.report("test")
+    finally:
+        runs.stop()
+        ledger.close()
+    assert report.total_tokens == 800 > EPOCH
+    assert report.ended is not None
+    assert "max_tokens" in report.ended
+    (source,) = report.sources
+    assert source.epochs == pytest.approx(800 / EPOCH, rel=0.1)
+    assert (source.unique_tokens, source.unique_is_exact) == (pytest.approx(EPOCH, rel=0.1), False)
+
+
+def opening(generation: int, parent: int, start: int) -> Opening:
+    return Opening(
+        generation=generation,
+        parent=parent,
+        attempt=f"a{generation}",
+        world_size=2,
+        batch_size=4,
+        group_steps=1,
+        start_index=start,
+        start_state="{}",
+        opened_at=1.8e9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("openings", "lineage"),
+    [
+        ([], []),
+        ([(1, 0, 0)], [1]),
+        ([(1, 0, 0), (2, 1, 40), (3, 2, 60)], [1, 2, 3]),
+        ([(1, 0, 0), (2, 1, 40), (3, 1, 20)], [1, 3]),
+        ([(1, 0, 0), (2, 1, 40), (3, 2, 40)], [1, 3]),
+        ([(1, 0, 0), (2, 1, 40), (3, 0, 0), (4, 3, 8)], [3, 4]),
+        ([(1, 0, 500), (2, 1, 700)], [1, 2]),
+    ],
+)
+def test_a_runs_samples_are_of_the_launches_that_were_not_replaced(
+    openings: list[tuple[int, int, int]], lineage: list[int]
+) -> None:
+    found = lineage_of([opening(*each) for each in openings])
+    assert [each.generation for each in found] == lineage
+    assert skipped_before(found, 100) == []
+
+
+def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> None:
+    odd = source_stats(1, alias="a|b `c`", spec="jsonl:x|y.jsonl:text")
+    stats = run_stats(sources=[source_stats(0, alias="code"), odd])
+    report = run_report(stats)
+    launch = GenerationReport(
+        generation=2,
+        parent=1,
+        attempt="a",
+        world_size=8,
+        batch_size=4,
+        opened_at=1.8e9,
+        start_index=64,
+        kept=Range(first=64, behind=4096),
+    )
+    gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None})
+    sources = [source.model_copy(update={"unique_is_exact": False}) for source in report.sources]
+    sources[0] = sources[0].model_copy(update={"excluded_rows": 7})
+    revision = RevisionReport(
+        number=1,
+        sample_index=640,
+        total_tokens=5120,
+        made_at=1.8e9,
+        author="ada",
+        reason="take|down",
+        changes=["code: weight 2 → 3", "code: 7 rows left out of each epoch"],
+    )
+    changes = {
+        "generations": [gone, launch],
+        "skipped": [Range(first=10, behind=20)],
+        "sources": sources,
+        "revisions": [revision],
+        "exclusions": [ExclusionReport(path="takedown|2.csv", sha256="12" * 32, rows=7)],
+        "unique_is_exact": False,
+        "parent_run": {"run": "base", "sample_index": 40},
+        "ended": "all sources are exhausted",
+    }
+    text = markdown(report.model_copy(update=changes))
+    assert "| 1 | 2027-01-15 08:00 | 8 × 4 | 0 | the beginning | none: a later launch began at or before it |" in text
+    assert "| 2 | 2027-01-15 08:00 | 8 × 4 | 64 | launch 1 | 64 to 4,095 |" in text
+    assert '| forked from | {"run":"base","sample_index":40} |' in text
+    assert "| skipped samples, given to no trainer | 10 to 19 |" in text
+    assert "2,097,152 tokens in 4,086 samples (of 512 tokens by now; phases before had others), where" in text
+    assert "2,097,152 tokens in 4,096 samples of 512. 2,097,152 of them unique" in markdown(report)
+    assert "where the data end: all sources are exhausted" in text
+    assert "| 640 | 5,120 | ada | take\\|down | code: weight 2 → 3; code: 7 rows left out of each epoch |" in text
+    assert f"| `takedown\\|2.csv` | 7 | `{'12' * 32}` |" in text
+    assert "- `code`: 7 rows of each epoch" in text
+    assert "about 1,048,576 (estimated)" in text
+    for value in (report.digest, report.config_digest, report.manifest_digest, report.tokenizer.digest, "0.10.0"):
+        assert value in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    (row,) = [line for line in tables if "`` a" in line]
+    assert row.startswith("| ``` a\\|b `c` ``` | ")
+    assert row.replace("\\|", "").count("|") == tables[0].count("|")

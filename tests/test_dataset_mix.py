@@ -1,0 +1,218 @@
+"""The short form of a flat mixture: what is found without being said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.server_process import ServerProcess, run_module
+from support.trainer import World
+from tokenloom_server import config, dataset_mix
+from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError
+
+RUN: dict[str, Any] = {"run": "mix", "seed": 3, "tokenizer": "bytes", "sequence_length": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of every scheme, some in folders, one with a space in its name."""
+    root = tmp_path_factory.mktemp("mix")
+    texts = pa.table({"id": list(range(9)), "text": ["some text of a row"] * 9})
+    ids = pa.table({"tokens": [[1, 2, 3, 4]] * 9, "length": [4] * 9})
+    for name, table in (("wiki/part-0", texts), ("wiki/part-1", texts), ("deep/a/b/x", ids), ("both", None)):
+        path = root / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": ["a"], "input_ids": [[1]]}) if table is None else table, path)
+    (root / "my notes").mkdir()
+    (root / "my notes" / "a.txt").write_text("a line\n" * 9)
+    for name in ("code.jsonl", "odd:name.jsonl", "a@b.jsonl"):
+        (root / name).write_text("".join(json.dumps({"path": "x", "text": f"line {i}"}) + "\n" for i in range(9)))
+    (root / "bodies.jsonl").write_text(json.dumps({"title": "a", "body": "b"}) + "\n")
+    (root / "mixed").mkdir()
+    (root / "mixed" / "a.txt").write_text("a\n")
+    (root / "mixed" / "a.parquet").write_bytes((root / "both.parquet").read_bytes())
+    (root / "empty").mkdir()
+    (root / "README.md").write_text("nothing to train on")
+    datasets.disable_progress_bars()
+    saved = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9, "labels": [[1, 2, 3]] * 9})
+    saved.save_to_disk(root / "saved")
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(root / "splits")
+    return root
+
+
+def children(mix: str, folder: Path) -> list[dict[str, Any]]:
+    """The sources of a short form, which is valid."""
+    document = dataset_mix.document(mix, folder, **RUN)
+    config.parse(document, where=dataset_mix.OPTION)
+    found: list[dict[str, Any]] = document["mixture"]["children"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("item", "source"),
+    [
+        ("wiki", "parquet:wiki/*.parquet:text"),
+        ("wiki/", "parquet:wiki/*.parquet:text"),
+        ("wiki/*.parquet", "parquet:wiki/*.parquet:text"),
+        ("wiki/part-0.parquet", "parquet:wiki/part-0.parquet:text"),
+        ("deep", "parquet:deep/**/*.parquet:tokens"),
+        ("my notes", "txt:my notes/*.txt:text"),
+        ("code.jsonl", "jsonl:code.jsonl:text"),
+        ("code.jsonl@path", "jsonl:code.jsonl:path"),
+        ("odd:name.jsonl", "jsonl:odd:name.jsonl:text"),
+        ("a@b.jsonl", "jsonl:a@b.jsonl:text"),
+        ("a@b.jsonl@path", "jsonl:a@b.jsonl:path"),
+        ("saved", "arrow:saved:input_ids"),
+        ("saved@labels", "arrow:saved:labels"),
+        ("splits/test", "arrow:splits/test:input_ids"),
+        ("both.parquet@text", "parquet:both.parquet:text"),
+        ("parquet:both.parquet:text", "parquet:both.parquet:text"),
+        ("arrow:saved:labels", "arrow:saved:labels"),
+    ],
+)
+@pytest.mark.parametrize(("behind", "weight"), [("", None), (":0.25", 0.25), (":3", 3), (":1e-3", 0.001)])
+def test_scheme_and_column_of_an_item_are_found(
+    item: str, source: str, behind: str, weight: float | None, folder: Path
+) -> None:
+    (child,) = children(shlex.quote(item + behind), folder)
+    assert child["source"] == source
+    assert child.get("weight") == weight
+
+
+def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tmp_path: Path) -> None:
+    document = dataset_mix.document("wiki:0.9 'my notes:0.1' code.jsonl", folder, **RUN, policy="weighted")
+    assert document == {
+        **RUN,
+        "mixture": {
+            "policy": "weighted",
+            "children": [
+                {"source": "parquet:wiki/*.parquet:text", "alias": "wiki", "weight": 0.9},
+                {"source": "txt:my notes/*.txt:text", "alias": "my notes", "weight": 0.1},
+                {"source": "jsonl:code.jsonl:text", "alias": "code"},
+            ],
+        },
+    }
+    path = tmp_path / "mixture.yaml"
+    path.write_text(dataset_mix.as_yaml(document), encoding="utf-8")
+    assert config.load(path) == config.parse(document, where=dataset_mix.OPTION)
+
+
+def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> None:
+    mix = "parquet:wiki/part-0.parquet:text wiki/part-[1-9]*.parquet mixed/a.txt 'my notes/a.txt' both.parquet@text"
+    found = [child["alias"] for child in children(mix, folder)]
+    assert found == ["part-0", "part", "mixed/a", "my notes/a", "both"]
+
+
+@pytest.mark.parametrize(
+    ("mix", "fault"),
+    [
+        ("", "is empty"),
+        ("'wiki", "No closing quotation"),
+        ("wiki:x", r"'wiki:x': the weight is 'x', expected a number above 0, as in wiki:0.9"),
+        ("wiki:", r"the weight is '', expected"),
+        ("wiki@text:1,5", r"the weight is '1,5', expected"),
+        ("wiki:0", "the weight is '0', expected a number above 0"),
+        ("wiki:-1", "the weight is '-1', expected"),
+        ("wiki:nan", "the weight is 'nan', expected"),
+        ("wiki:inf", "the weight is 'inf', expected"),
+        ("nothing:0.5", r"'nothing' names no file and no folder below '.*'; an item is path\[@column\]\[:weight\]"),
+        ("nothing/*.txt", "names no file and no folder"),
+        ("wiki code.jsonl wiki", r"'wiki' and 'wiki' both read 'wiki/part-0.parquet'; name each file once"),
+        ("wiki wiki/part-1.*:2", r"'wiki' and 'wiki/part-1.\*:2' both read 'wiki/part-1.parquet'"),
+        ("both.parquet:0.5", r"has text and input_ids; .* both.parquet@COLUMN:0.5, or parquet:both.parquet:COLUMN:0.5"),
+        ("bodies.jsonl", r"none of text, input_ids, ids, tokens; .* \(text or ids\): title \(text\), body \(text\)"),
+        ("mixed", r"several kinds \(.parquet, .txt\); name one: mixed/\*.parquet, mixed/\*.txt"),
+        ("mixed/*", r"matches files of several kinds \(.parquet, .txt\)"),
+        ("empty", "holds no file that ends with .parquet, .jsonl"),
+        ("README.md", "how 'README.md' is to be read does not show; expected a name that ends with .parquet"),
+        ("splits", "a dataset for each split; name one of them: splits/test, splits/train"),
+        ("saved/data-*.arrow@labels", "Arrow files are read by folder"),
+        ("deep/*", "matches folders only"),
+        ("x" * 5000, "cannot be looked at"),
+        ("s3://bucket/x.parquet:1", "is a URL"),
+        ("parquet:both.parquet", "expected parquet:GLOB:COLUMN, with no part empty"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(mix: str, fault: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        children(mix, folder)
+
+
+def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Path) -> None:
+    roots = DataRoots.of([folder / "wiki"])
+    assert dataset_mix.document("wiki", folder, roots, **RUN)
+    link = folder / "wiki" / "linked.txt"
+    link.symlink_to(folder / "my notes" / "a.txt")
+    try:
+        for mix in ("code.jsonl", "nothing-here", "saved", "txt:code.jsonl:text", "wiki/linked.txt", f"{tmp_path}/*"):
+            with pytest.raises(ConfigError, match="lies below no data root"):
+                dataset_mix.document(mix, folder, roots, **RUN)
+    finally:
+        link.unlink()
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+OPTIONS = ("--run", "mix", "--sequence-length", "8", "--tokenizer", "bytes")
+
+
+def test_validate_prints_a_file_to_go_on_with(folder: Path) -> None:
+    command = [sys.executable, "-m", "tokenloom_server", "validate", "--dataset-mix", "wiki:0.9 code.jsonl:0.1"]
+    done = subprocess.run([*command, *OPTIONS, "--print"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "valid" in done.stderr
+    path = folder / "gone-on-with.yaml"
+    path.write_text(done.stdout, encoding="utf-8")
+    try:
+        assert [source.weight for source in config.load(path).sources] == [0.9, 0.1]
+        assert run_module("validate", path).status == 0
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ((), "expected a mixture file or --dataset-mix, one of the two"),
+        (("a.yaml", "--dataset-mix", "wiki", *OPTIONS), "expected a mixture file or --dataset-mix, one of the two"),
+        (("a.yaml", "--seed", "3"), "--seed: belongs to --dataset-mix"),
+        (("--dataset-mix", "wiki"), "--dataset-mix needs --run and --sequence-length beside it"),
+        (("--dataset-mix", "wiki", *OPTIONS, "--policy", "best"), "--dataset-mix: mixture.policy: Input should be"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: tuple[str, ...], fault: str, folder: Path) -> None:
+    done = run_module("validate", *arguments, folder=folder)
+    assert done.status == 2
+    assert fault in done.output
+
+
+def test_a_server_serves_the_short_form_from_the_current_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    server = ServerProcess(tmp_path / "short", flags=("--dataset-mix", "wiki:0.9 code.jsonl:0.1", *OPTIONS)).start()
+    try:
+        with World(server.url("mix")) as world:
+            digest = world.steps(12).digest
+        assert "the mixture of --dataset-mix, as a file:\nrun: mix\n" in server.log
+        assert "  - source: jsonl:code.jsonl:text\n    alias: code\n    weight: 0.1\n" in server.log
+    finally:
+        server.kill()
+    path = folder / "long.yaml"
+    path.write_text(dataset_mix.as_yaml(dataset_mix.document("wiki:0.9 code.jsonl:0.1", folder, **RUN | {"seed": 0})))
+    server = ServerProcess(tmp_path / "long", path).start()
+    try:
+        with World(server.url("mix")) as world:
+            assert world.steps(12).digest == digest
+    finally:
+        server.kill()
+        path.unlink()
