@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
-from support.server_process import ServerProcess
+from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World
 from tokenloom import BeyondHorizon, JoinRefused, RemoteDataset, SnapshotInvalid
 
@@ -239,6 +240,47 @@ def test_a_restore_takes_an_older_payload_and_the_next_job_begins_there(
         world.join()
         assert (world.sample_index, world.digest) == (pinned["sample_index"], pinned["digest"])
         assert by_source(world.run().receipt.sequence(pinned["sample_index"])) == expected(corpus)
+
+
+@pytest.mark.parametrize("form", ["datasets", "sample_index"])
+def test_samples_behind_an_older_checkpoint_can_be_skipped(
+    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path, form: str
+) -> None:
+    run = f"older-skip-{form.partition('_')[0]}"
+    server = start_server(corpus.mixture(run), flags=("--liveness", 1))
+    payload: dict[str, Any] = older(corpus) if form == "datasets" else {"sample_index": 41}
+    begin = start_of(corpus) if form == "datasets" else 41
+    with World(server.url(run), state=payload) as world:
+        whole = world.run().receipt.sequence(begin)
+        digest = world.digest
+    (tmp_path / "older.json").write_text(json.dumps(payload))
+    done = tokenloom("restore", server.rest_url, "--state", tmp_path / "older.json", "--skip-samples", 7)
+    assert done.status == 0, done.output
+    assert f"samples {begin} to {begin + 6} are skipped" in done.output
+    attempt = {"world_size": 2, "attempt": "skips"}
+    first = RemoteDataset(server.url(run), 1, rank=0, **attempt)
+    first.load_state_dict(payload)
+    iter(first)
+    assert first.sample_index == begin + 7
+    server.kill()
+    server.start()
+    # Opened before the restart: another rank with the same checkpoint still agrees.
+    second = RemoteDataset(server.url(run), 1, rank=1, **attempt)
+    second.load_state_dict(payload)
+    iter(second)
+    state = second.state_dict()
+    first.close()
+    second.close()
+    with World(server.url(run), state=state, takeover=True) as world:
+        assert world.run().receipt.sequence(begin + 7) == whole[7:]
+        assert world.digest == digest
+    traced = tokenloom("trace", server.rest_url, "--sample", begin + 9, "--json")
+    assert traced.status == 0, traced.output
+    assert json.loads(traced.output)["sample"] == begin + 9
+    if form == "datasets":
+        before = tokenloom("trace", server.rest_url, "--sample", begin - 1)
+        assert before.status != 0
+        assert "from an older data loader's checkpoint" in before.output
 
 
 def test_a_peek_does_not_begin_an_order_of_its_own(corpus: Corpus, start_server: StartServer) -> None:
