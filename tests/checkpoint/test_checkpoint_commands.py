@@ -332,6 +332,27 @@ def test_counters_of_nested_nodes_that_are_missing_are_found_without_a_mixture(t
     )
 
 
+def test_what_was_forked_skipped_or_left_adds_up(text: str, tmp_path: Path) -> None:
+    def fork(document: dict[str, Any]) -> None:
+        resume = document["resume_state"]
+        resume["origin"] = {"run": "parent", "sample_index": 10, "left_samples": 7}
+        resume["sample_index"], document["sample_index"] = 67, 70
+        resume["revisions"] = [{"sample_index": 40, "content": {}}, {"sample_index": 69, "content": {}}]
+        resume["datasets"][0] |= {"skipped_samples": 3, "skipped_rows": 1, "skipped_tokens": 24}
+
+    content = content_of(changed(text, fork), tmp_path)
+    assert faults(content) == []
+    out = io.StringIO()
+    report.show(content, Console(file=out, width=160))
+    for said in (
+        "it was forked from run parent at sample 10",
+        "a revision of the mixture is in force since sample 40",
+        "a revision of the mixture follows at sample 69",
+        "3 samples, 24 tokens",
+    ):
+        assert said in out.getvalue()
+
+
 def test_a_broken_seal_is_named_and_the_rest_is_shown(text: str, tmp_path: Path) -> None:
     content = content_of(text.replace('"samples":27', '"samples":26'), tmp_path)
     assert any(line.startswith("checksum: the snapshot's checksum is 'sha256:") for line in faults(content))

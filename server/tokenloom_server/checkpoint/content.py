@@ -35,12 +35,18 @@ class Source:
     exhausted: bool
     skipped_samples: int
     skipped_rows: int
+    skipped_tokens: int
     unknown: bool
     """Of an older payload, and in no mixture of the run since."""
 
     @property
     def name(self) -> str:
         return self.alias or self.spec
+
+    @property
+    def skips(self) -> bool:
+        """Whether a restore jumped over some of it; ``samples``, ``rows`` and ``tokens`` have that in them."""
+        return bool(self.skipped_samples or self.skipped_rows or self.skipped_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,8 @@ class Content:
     sequence_length: int | None = None
     imported: Mapping[str, Any] | None = None
     """Where the order began from an older data loader's checkpoint."""
+    forked: Mapping[str, Any] | None = None
+    """The run that this one was forked from, and where; ``left_samples`` of it are of sources that this one lacks."""
     revisions: tuple[int, ...] = ()
     """The sample indices of the revisions that it carries: the one in force, and those that follow shortly."""
     mixture: str | None = None
@@ -140,6 +148,7 @@ def read(path: Path, found: Found, mixture: RunConfig | None = None) -> Content:
         counted_at=index,
         sequence_length=length or (mixture.sequence_length if mixture is not None else None),
         imported=_mapping(resume.get("imported")) or None,
+        forked=_mapping(resume.get("origin")) or None,
         revisions=tuple(
             index
             for revision in _list(resume.get("revisions"))
@@ -177,6 +186,7 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
                 exhausted=entry.get("exhausted") is True,
                 skipped_samples=_count(entry.get("skipped_samples")) or 0,
                 skipped_rows=_count(entry.get("skipped_rows")) or 0,
+                skipped_tokens=_count(entry.get("skipped_tokens")) or 0,
                 unknown=entry.get("unknown") is True,
             )
         )
@@ -284,6 +294,11 @@ def _summed(nodes: Sequence[Node], sources: Sequence[Source], mixture: RunConfig
 
 def _name(tree: Mapping[int, Mapping[str, Any]], number: int) -> str:
     return _text(tree.get(number, {}).get("alias")) or ("the root" if number == 0 else f"node {number}")
+
+
+def left_samples(content: Content) -> int:
+    """Samples before the state that none of its sources gave: those of a forked run's parent alone."""
+    return _count((content.forked or {}).get("left_samples")) or 0
 
 
 def _count(value: Any) -> int | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenloom_server.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source
+from tokenloom_server.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source, left_samples
 from tokenloom_server.checkpoint.probabilities import points
 from tokenloom_server.snapshot import FORMAT, VERSION
 from tokenloom_server.state import MAX_COUNTER
@@ -79,11 +79,13 @@ def _of_sums(content: Content) -> Iterator[str]:
     if content.kind != SNAPSHOT or content.counted_at is None:
         return
     known = [source for source in content.sources if not source.unknown]
+    left = left_samples(content)
     samples = sum(source.samples or 0 for source in known)
-    if samples != content.counted_at:
-        yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {samples}"
+    if samples != content.counted_at - left:
+        given = samples + left
+        yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {given}"
     tokens, total = sum(source.tokens or 0 for source in known), content.document["resume_state"].get("total_tokens")
-    if tokens != total:
+    if tokens != total and not left:
         yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}"
 
 
@@ -131,7 +133,7 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
     if _lacks_weights(content, node):
         yield f"{where}: the weights in force are missing; they would be made anew from the counters"
     issued = sum(child.samples or 0 for child in node.children)
-    if node.id == 0 and content.counted_at is not None and issued != content.counted_at:
+    if node.id == 0 and content.counted_at is not None and issued != content.counted_at - left_samples(content):
         yield f"{where}: its children have {issued} samples, but resume_state.sample_index is {content.counted_at}"
     for child in node.children:
         if child.id is not None:

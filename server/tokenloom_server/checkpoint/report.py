@@ -60,6 +60,8 @@ def _heading(content: Content) -> Iterator[str]:
     if content.imported:
         begin = content.imported.get("sample_index")
         yield f"its order began at sample {begin}, from an older data loader's checkpoint"
+    if content.forked:
+        yield f"it was forked from run {content.forked.get('run')} at sample {content.forked.get('sample_index')}"
     for index in content.revisions:
         in_force = content.counted_at is not None and index <= content.counted_at
         yield f"a revision of the mixture {'is in force since' if in_force else 'follows at'} sample {index:,}"
@@ -67,14 +69,14 @@ def _heading(content: Content) -> Iterator[str]:
 
 def _sources(content: Content) -> Table:
     table = Table()
-    skips = any(source.skipped_samples or source.skipped_rows for source in content.sources)
+    skips = any(source.skips for source in content.sources)
     headings = ["id", "source", "stands at", "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
     for heading in headings:
         left = heading in ("source", "stands at")
         table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for source in content.sources:
         share = "not in the mixture" if source.unknown else f"{source.share:.2%}" if source.share is not None else "?"
-        skipped = [f"{source.skipped_samples:,} samples, {source.skipped_rows:,} rows"] if skips else []
+        skipped = [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"] if skips else []
         table.add_row(
             _number(source.id),
             source.name,
