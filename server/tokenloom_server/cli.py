@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tokenloom_server import cli_mixture
+from tokenloom_server import cli_checkpoint, cli_mixture
 from tokenloom_server.cli_parts import TlsCa, TlsCert, TlsKey, TokenFile, console, fail
 from tokenloom_server.errors import ConfigError, TokenloomError
 
@@ -31,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(cli_mixture.app)
+app.add_typer(cli_checkpoint.app)
 _REST_URL = typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")
 _Mixture = Annotated[
     Path | None,

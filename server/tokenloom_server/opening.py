@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokenloom_server.errors import (
@@ -205,7 +206,7 @@ class Opener:
                 self._refused.clear()
                 host.committed_state, host.committed_at = start, opening.opened_at
                 host.install(opening, start, committed, resumed=False, process=call.process)
-        self._log_resume(opening, start)
+        self._log_resume(opening, start, point.notes)
         return opening
 
     def _parent_run(self, stored: StoredRun) -> str:
@@ -279,7 +280,8 @@ class Opener:
             index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
             if opening.skipped:
                 digest = self._history.digest_at(index)
-            asked = "state", _position(index, digest)
+            known = self._history.parse(call.state).digest is not None
+            asked = "state", _position(index, digest if known else None)
         else:
             return
         if theirs_asked != asked:
@@ -303,10 +305,10 @@ class Opener:
         if stored.pin is not None:
             self._revising.take_over(stored.pin)
             pinned, start, skipped = self._history.pinned(stored.pin)
-            if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
+            if brought is not None and not _same_place(brought, pinned):
                 raise JoinRefused(
-                    f"a restore pinned sample {pinned.sample_index} (digest {pinned.digest}) as the next resume point, "
-                    f"but rank {call.rank} resumes from sample {brought.sample_index} (digest {brought.digest}): join "
+                    f"a restore pinned {_position(pinned.sample_index, pinned.digest)} as the next resume point, but "
+                    f"rank {call.rank} resumes from {_position(brought.sample_index, brought.digest)}: join "
                     "without a state to take the pin, or restore to the trainer's own state"
                 )
             return start, skipped, asked
@@ -361,7 +363,7 @@ class Opener:
                 self._refused.popitem(last=False)
             self._host.changed.notify_all()
 
-    def _log_resume(self, opening: Opening, start: State) -> None:
+    def _log_resume(self, opening: Opening, start: State, notes: Sequence[str]) -> None:
         host = self._host
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
@@ -379,6 +381,10 @@ class Opener:
                     "%s: revision %d applies at sample %d (%s)",
                     host.name, revision.number, revision.sample_index, revision.reason,
                 )  # fmt: skip
+        for note in notes:
+            _log.info(note)
+        if notes:
+            return
         order = host.course.at(start.sample_index)
         for spec, source, shards in zip(order.specs, start.sources, order.shard_paths, strict=True):
             cursor = source.cursor
@@ -409,8 +415,13 @@ def _check(call: JoinCall, sample_bytes: int) -> None:
             raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")
 
 
-def _position(sample_index: int, digest: str) -> str:
-    return f"sample {sample_index} (digest {digest})"
+def _same_place(a: ResumePoint, b: ResumePoint) -> bool:
+    """An older payload may know no digest; then its sample index is all that it says."""
+    return a.sample_index == b.sample_index and (None in (a.digest, b.digest) or a.digest == b.digest)
+
+
+def _position(sample_index: int, digest: str | None) -> str:
+    return f"sample {sample_index} ({f'digest {digest}' if digest is not None else 'an older checkpoint'})"
 
 
 def _describe(asked: tuple[str, str]) -> str:

@@ -291,12 +291,14 @@ class Runs:
                 f"{MAX_SKIPPED_TOKENS} at most"
             )
         pin = served.peeks.pin(text, skip)
+        for note in point.notes:
+            _log.info("%s: %s", run, note)
         host.ledger.pin(host.uid, host.stream, host.epoch, pin)
         start = point.sample_index + skip
         _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
-        return ResumePoint(
-            sample_index=point.sample_index, digest=point.digest, skipped_samples=skip, start_index=start
-        )
+        digest = point.digest or served.history.pinned(pin).point.digest
+        assert digest is not None, "what is pinned has been gone forward to"
+        return ResumePoint(sample_index=point.sample_index, digest=digest, skipped_samples=skip, start_index=start)
 
     def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
         return self.get(run).traces.sample(index, generation, text)
@@ -329,6 +331,7 @@ class Runs:
         own = served.forking.fork(text)
         host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(own, 0))
         point = served.history.parse(own)
+        assert point.digest is not None, "a fork begins from a snapshot"
         _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
         return ResumePoint(
             sample_index=point.sample_index,
