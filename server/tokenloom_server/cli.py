@@ -8,15 +8,15 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tokenloom_server import cli_mixture
+from tokenloom_server.cli_parts import TlsCa, TlsCert, TlsKey, TokenFile, console, fail
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tokenloom_server.config import RunConfig
     from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.traced import TracedSample, TracedStep
@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cli_mixture.app)
 _REST_URL = typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")
 _Mixture = Annotated[
     Path | None,
@@ -39,19 +40,6 @@ _Mixture = Annotated[
         show_default=False,
     ),
 ]
-# What those who only look may show a server.
-_TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN.",
-        show_default=False,
-    ),
-]
-_TlsCa = Annotated[Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.", show_default=False)]
-_TlsCert = Annotated[
-    Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.", show_default=False)
-]
-_TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.", show_default=False)]
 _DataRoots = Annotated[
     list[Path] | None,
     typer.Option(
@@ -131,7 +119,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        _console().print(f"tokenloom {version('tokenloom')}")
+        console().print(f"tokenloom {version('tokenloom')}")
         raise typer.Exit
 
 
@@ -288,7 +276,7 @@ def serve(
         )
         serving.set()
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
@@ -327,31 +315,24 @@ def validate(
     """
     from rich.table import Table
 
-    from tokenloom_server import config
     from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import Order
 
     _set_up_logging("warning")
-    out = _console(stderr=print_file)
+    out = console(stderr=print_file)
     try:
         roots = DataRoots.of(data_root or ())
         fields = _fields(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
-        short = _short_form(dataset_mix, fields, roots)
-        if short is not None and mixture is None:
-            (found, text), base_dir = short, Path.cwd()
-        elif short is None and mixture is not None:
-            found, text, base_dir = config.load(mixture), "", mixture.resolve().parent
-        else:
-            raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+        found, text, base_dir = _one_mixture(mixture, _short_form(dataset_mix, fields, roots))
         if print_file and not text:
             raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
-        with _console(stderr=True).status("opening sources and tokeniser"):
+        with console(stderr=True).status("opening sources and tokeniser"):
             order = Order.create(found, base_dir, None, roots)
             samples = order.pipeline(order.initial())
             samples.advance(1)
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     table = Table(title=f"run {found.run}: sequence length {found.sequence_length}, {found.packing}, seed {found.seed}")
     for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
@@ -373,26 +354,108 @@ def validate(
 
 
 @app.command()
+def plan(
+    mixture: _Mixture = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]').",
+            show_default=False,
+        ),
+    ] = None,
+    data_root: _DataRoots = None,
+    dataset_mix: _DatasetMix = None,
+    run: _MixRun = None,
+    sequence_length: _MixLength = None,
+    tokenizer: _MixTokenizer = None,
+    seed: _MixSeed = None,
+    policy: _MixPolicy = None,
+    vocab_size: _MixVocabSize = None,
+    end_of_text_id: _MixEndOfText = None,
+) -> None:
+    """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
+
+    Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
+    tokens are planned. Drawn policies are planned at their mean.
+    """
+    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.course import Course
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.order import Order
+    from tokenloom_server.planning.planner import Planner
+
+    _set_up_logging("warning")
+    try:
+        until = None if tokens is None else parse_amount(tokens, "--tokens")
+        form = None if picture is None else _picture_format(picture)
+        roots = DataRoots.of(data_root or ())
+        fields = _fields(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        found, _, base_dir = _one_mixture(mixture, _short_form(dataset_mix, fields, roots))
+        with console(stderr=True).status("opening sources and tokeniser") as status:
+            order = Order.create(found, base_dir, None, roots)
+            course = Course(order)
+            planner = Planner(lambda name: status.update(f"measuring {name}"))
+            made = planner.plan(course, course.initial(), until)
+        if picture is not None and form is not None:
+            from tokenloom_server.picture import draw
+
+            _write(picture, draw(made, form))
+    except TokenloomError as error:
+        fail(error)
+    if as_json:
+        print(made.model_dump_json(indent=2))
+        return
+    from tokenloom_server.planning.report import report
+
+    out = console()
+    for part in report(made):
+        out.print(part, highlight=False)
+    if picture is not None:
+        out.print(f"the picture is {picture}", highlight=False)
+
+
+def _picture_format(path: Path) -> Literal["svg", "png"]:
+    match path.suffix.lower():
+        case ".svg":
+            return "svg"
+        case ".png":
+            return "png"
+    raise ConfigError(f"--picture {path}: expected a file name that ends with .svg or .png")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+@app.command()
 def stats(
     url: Annotated[str, _REST_URL],
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
     from rich.table import Table
 
     from tokenloom_server.remote import Remote
 
-    out = _console()
+    out = console()
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
         found = remote.stats(run)
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     for document in found:
         if as_json:
             print(json.dumps(document.model_dump(), ensure_ascii=False))
@@ -402,6 +465,11 @@ def stats(
             f"{document.tokens_per_s:,.0f} tokens/s; generation {document.generation}, "
             f"{document.world_size} ranks × {document.batch_size}; ledger {document.ledger.backend}"
         )
+        coming = document.next_revision
+        if document.revision or coming:
+            behind = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
+            what = f"revision {document.revision}" if document.revision else "the mixture that the run began with"
+            out.print(f"in force: {what}{behind} (tokenloom mixture show)")
         table = Table()
         for heading in ("source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"):
             table.add_column(heading, justify="left" if heading == "source" else "right")
@@ -450,10 +518,10 @@ def verify(
     run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.", show_default=False)] = None,
     run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Prove whether two runs had the same data, on any topology, and up to which sample.
 
@@ -468,16 +536,16 @@ def verify(
         return Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
 
     try:
-        with _console(stderr=True).status("comparing"):
+        with console(stderr=True).status("comparing"):
             both = sides.side(a, run_a, connect), sides.side(b, run_b, connect)
             verdict = comparison.compare(*both)
             lines = comparison.explain(verdict, *both)
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         print(json.dumps(comparison.document(verdict, *both), ensure_ascii=False))
     else:
-        out = _console()
+        out = console()
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         out.print(comparison.PROVES, style="dim", highlight=False)
@@ -489,10 +557,10 @@ def report(
     url: Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")],
     run: Annotated[str | None, typer.Option(help="The run, where the server has several.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Write what a model card needs to say about a run's data: sources, tokens, epochs, digests, launches."""
     from tokenloom_server.model_card import markdown
@@ -500,9 +568,9 @@ def report(
 
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-        found = remote.report(run or remote.only_run())
+        found = remote.report(remote.only_run(run))
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     print(
         json.dumps(found.model_dump(), ensure_ascii=False) if as_json else markdown(found), end="\n" if as_json else ""
     )
@@ -530,10 +598,10 @@ def peek(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the samples as JSON, one a line, with ids, text and digest.")
     ] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Look at the samples of a served run, as the model sees them, without taking part in it.
 
@@ -558,7 +626,7 @@ def peek(
             tls_key=tls_key,
         )
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         for seen in view.samples:
             print(json.dumps(seen.document(view.decode), ensure_ascii=False))
@@ -567,7 +635,7 @@ def peek(
     else:
         _print_samples(view)
     if view.end is not None:
-        _console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
+        console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
 
 
 def _print_samples(view: View) -> None:
@@ -575,7 +643,7 @@ def _print_samples(view: View) -> None:
 
     from tokenloom_server.tokenizer.text import on_one_line
 
-    out = _console()
+    out = console()
     out.print(f"{view.run}: {view.committed:,} samples are committed", highlight=False)
     table = Table(expand=True)
     for heading in ("sample", "source", "tokens", "documents"):
@@ -590,7 +658,7 @@ def _print_samples(view: View) -> None:
 def _print_texts(view: View) -> None:
     from tokenloom_server.tokenizer.text import as_lines
 
-    out = _console()
+    out = console()
     for seen in view.samples:
         out.rule(
             f"sample {seen.index:,}: {seen.source}, {len(seen.ids):,} tokens, {seen.documents:,} documents",
@@ -621,10 +689,10 @@ def trace(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids.")
     ] = False,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Show which documents a sample was made of, or what each rank got in a step: file, row, and tokens of the row.
 
@@ -648,13 +716,13 @@ def trace(
             assert sample is not None
             found = remote.trace_sample(name, sample, generation=generation, text=text)
     except TokenloomError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         print(json.dumps(found.model_dump(), ensure_ascii=False))
     else:
         from tokenloom_server.trace_report import print_trace
 
-        print_trace(_console(), name, found, text)
+        print_trace(console(), name, found, text)
 
 
 @app.command()
@@ -682,9 +750,9 @@ def restore(
             help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
         ),
     ] = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Pin where the next launch of the trainers starts, and what it jumps over behind that point.
 
@@ -712,8 +780,8 @@ def restore(
             asked["snapshot"] = _snapshot_text(state)
         point = remote.restore(name, **asked)
     except TokenloomError as error:
-        _fail(error)
-    out = _console()
+        fail(error)
+    out = console()
     out.print(
         f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})", highlight=False
     )
@@ -735,6 +803,59 @@ def _snapshot_text(path: Path) -> str:
     if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
         return str(document["tokenloom"])
     return text.strip()
+
+
+@app.command()
+def fork(
+    url: Annotated[str, _REST_URL],
+    run: Annotated[str, typer.Option(help="The new run; its mixture file is served already.")],
+    parent: Annotated[
+        str | None,
+        typer.Option("--from", help="The run that it begins from, served there, too.", show_default=False),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="Where that run stood; what it has committed if not given.", show_default=False),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --from: a file with its snapshot, or with what state_dict() gave, as JSON.",
+            show_default=False,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+        ),
+    ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Begin a run where another one stands: a branch off one checkpoint, with a mixture of its own.
+
+    Sources that both mixtures have go on where they stood; others begin at their first row. Sample index, tokens and
+    rolling digest go on. The first launch of the new run then joins without a state; in a trainer,
+    RemoteDataset(…, fork_from=state_dict) does the same.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if (parent is None) == (state is None):
+            raise ConfigError("give one of --from and --state")
+        remote = Remote(
+            url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, control=True
+        )
+        text = _snapshot_text(state) if state is not None else None
+        point = remote.fork(run, parent=parent, sample_index=sample, snapshot=text)
+    except TokenloomError as error:
+        fail(error)
+    console().print(
+        f"{run}: begins at sample {point.sample_index:,} (digest {point.digest}), with the first launch",
+        highlight=False,
+    )
 
 
 @app.command()
@@ -772,6 +893,17 @@ def _fields(
     }
 
 
+def _one_mixture(mixture: Path | None, short: tuple[RunConfig, str] | None) -> tuple[RunConfig, str, Path]:
+    """The config of the file or of the short form, the text that the latter stands for, and where paths begin."""
+    from tokenloom_server import config
+
+    if short is not None and mixture is None:
+        return *short, Path.cwd()
+    if short is None and mixture is not None:
+        return config.load(mixture), "", mixture.resolve().parent
+    raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+
+
 def _short_form(mix: str | None, fields: dict[str, str | int | None], roots: DataRoots) -> tuple[RunConfig, str] | None:
     """The mixture of --dataset-mix, below the current folder, and its text as a file; None without it."""
     named = [f"--{name.replace('_', '-')}" for name, value in fields.items() if value is not None]
@@ -794,18 +926,3 @@ def _set_up_logging(level: str) -> None:
         raise typer.BadParameter(f"{level!r}; expected debug, info, warning or error", param_hint="--log-level")
     # Plain lines, never wrapped: logs are read with grep as often as by eye.
     logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(message)s")
-
-
-def _console(*, stderr: bool = False) -> Console:
-    # Imports of rich stand in functions: a server needs none of it, and somebody waits for its start.
-    from rich.console import Console
-
-    # Names come from mixture files: nothing in them is markup or an emoji code.
-    return Console(markup=False, emoji=False, stderr=stderr)
-
-
-def _fail(error: TokenloomError) -> None:
-    err = _console(stderr=True)
-    err.print(f"{error.name}: ", style="bold red", end="")
-    err.print(str(error), highlight=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -59,8 +59,13 @@ class Origin:
     state: str = ""
 
     def to_json(self) -> str:
-        """Canonical JSON, which ``Origin(**json.loads(…))`` reads."""
+        """Canonical JSON, as an opening keeps it."""
         return str(canonical(asdict(self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Origin | None:
+        """Reads ``to_json``; None for the empty text of a run that was not forked."""
+        return cls(**json.loads(text)) if text else None
 
 
 class Course:
@@ -115,7 +120,18 @@ class Course:
 
     def initial(self) -> State:
         """The state before the first sample."""
-        return self.at(0).initial() if self.origin is None else self.decode(self.origin.state)
+        origin = self.origin
+        if origin is None:
+            return self.at(0).initial()
+        if origin.state:
+            return self.decode(origin.state)
+        # Of use for figures alone: nobody can begin there (see ``History.beginning``).
+        return replace(
+            self.at(0).initial(),
+            sample_index=origin.sample_index,
+            total_tokens=origin.total_tokens,
+            digest=int(origin.digest, 16),
+        )
 
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
         """As ``Order.pipeline``; goes over from stretch to stretch by itself."""
@@ -149,7 +165,7 @@ class Course:
         shape = self.at(sample_index).shape
         held = [revision for revision in self.revisions if revision.sample_index <= sample_index]
         if held:
-            shape = replace(shape, revision=(held[-1].sample_index, held[-1].content))
+            shape = replace(shape, revision=(held[-1].sample_index, snapshot.what_of(json.loads(held[-1].content))))
         if self._one_length:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0

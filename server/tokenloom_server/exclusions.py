@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,11 +60,12 @@ NOTHING_EXCLUDED = Exclusions((), {})
 def describe(path: str, base_dir: Path) -> ExclusionFile:
     """A file of rows as it is now. Raises ``ConfigError``."""
     try:
+        if not (base_dir / path).is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file")  # a pipe would never end
         data = (base_dir / path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"exclude.file: {path!r} cannot be read ({error.strerror}); the path is this server's"
-        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"exclude.file: {path!r} cannot be read ({reason}); the path is this server's") from None
     return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
 
 

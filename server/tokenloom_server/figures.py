@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 
+from tokenloom_server.course import Course
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
 from tokenloom_server.state import SourceState, State
-from tokenloom_server.stats import LedgerStats, RankStats, RunStats, SourceStats
+from tokenloom_server.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
@@ -64,12 +65,15 @@ class Figures:
                     )
                     for slot, position in zip(generation.slots, positions, strict=True)
                 ]
-        order = host.course.at(state.sample_index)
+            course = host.course
+        order = course.at(state.sample_index)
         shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
         totals = _consumed(committed), _consumed(earlier)
         engine = order.engine
+        tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
+        made = [revision.sample_index <= committed.sample_index for revision in course.revisions]
         return RunStats(
             run=host.name,
             stream=host.stream,
@@ -86,12 +90,14 @@ class Figures:
             digest=committed.digest,
             total_tokens=committed.total_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
-            tokens_per_s=(committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0,
+            tokens_per_s=tokens_per_s,
             window_fill=min(1.0, held / window),
             waiting_for=waiting_for,
             ended=ended,
             error=f"{error.name}: {error}" if error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
+            revision=sum(made),
+            next_revision=_planned(course, sum(made), committed.total_tokens, tokens_per_s),
             sources=[
                 self._source(order, i, source, committed, earlier, totals, over, shares[i])
                 for i, source in enumerate(state.sources)
@@ -155,6 +161,7 @@ class Figures:
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
+            excluded_rows=order.excluded.count(spec),
             skipped_samples=state.skipped_samples,
             skipped_rows=state.skipped_rows,
             skipped_tokens=state.skipped_tokens,
@@ -197,3 +204,16 @@ class Figures:
                         # The producer meets the same fault and says it; figures go without.
                         self._rows[key] = None
             return self._rows[key]
+
+
+def _planned(course: Course, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
+    """The revision behind those in force."""
+    if in_force == len(course.revisions):
+        return None
+    coming = course.revisions[in_force]
+    left = course.tokens_at(coming.sample_index) - total_tokens
+    return PlannedRevision(
+        number=coming.number,
+        sample_index=coming.sample_index,
+        eta_s=round(left / tokens_per_s, 1) if tokens_per_s > 0 else None,
+    )

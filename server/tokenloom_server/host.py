@@ -132,9 +132,9 @@ class Host:
         self.doubts = 0
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
+        #: Openings and revisions: one at a time, since each builds on what the one before made.
+        self.one_change = threading.RLock()
         self.lock = threading.Lock()
-        #: Held by whoever opens a generation or revises the course: each builds on what the other left.
-        self.turning = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.live: Live | None = None
         self.committed: Commit | None = None
@@ -239,14 +239,15 @@ class Host:
             self.wake_all()
             self.live = None
 
-    def doubt(self, error: TokenloomError) -> None:
-        """Nobody knows whether an opening was written, or will be yet (the caller holds the lock). Nothing is sent
-        until the lease is taken anew: that shuts out a write that is still on its way, and shows one that was done."""
-        _log.warning("%s: nothing is sent until the ledger tells whether a generation was opened: %s", self.name, error)
+    def doubt(self, what: str, error: TokenloomError) -> None:
+        """Nobody knows whether an opening or a revision was written, or will be yet (the caller holds the lock).
+        Nothing is sent until the lease is taken anew: that shuts out a write that is still on its way, and shows one
+        that was done."""
+        _log.warning("%s: nothing is sent until the ledger tells whether %s: %s", self.name, what, error)
         self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
         self.doubts += 1
         self.lease_wakes.notify_all()
-        self.stands_by_for = f"the ledger did not say whether a generation was opened: {error}"
+        self.stands_by_for = f"the ledger did not say whether {what}: {error}"
         self.wake_all()
         self.live = None
 
@@ -594,7 +595,13 @@ class Host:
 
     def first_revisable(self) -> int:
         """The first sample index from which on a revision may hold: the first state boundary behind all that may have
-        been produced (the caller holds the lock)."""
+        been produced, and not before the newest revision (the caller holds the lock)."""
+        revisions = self.course.revisions
+        newest = revisions[-1].sample_index if revisions else 0
+        return max(newest, self.first_unproduced())
+
+    def first_unproduced(self) -> int:
+        """The first state boundary behind all that may have been produced (the caller holds the lock)."""
         if self.live is None or self.committed is None:
             return 0
         generation = self.live.generation
@@ -604,13 +611,17 @@ class Host:
         groups = (horizon - plan.start_index) // plan.group_samples + 1
         return plan.start_index + groups * plan.group_samples
 
-    def revise(self, course: Course, epoch: int) -> None:
-        """A course of a server epoch is in force; nothing changes where that epoch is over, for then what the ledger
-        had was read anew."""
+    def revise(self, epoch: int, course: Course | None = None) -> None:
+        """What the ledger has is in force, and production goes on; None: nothing was changed."""
         with self.lock:
-            if self.epoch == epoch:
-                self.course, self.revising_at = course, None
-                self.wake_all()
+            if self.epoch != epoch:
+                return  # the run was taken up anew since, with what the ledger has
+            self.revising_at = None
+            if course is not None:
+                self.course = course
+                if self.live is None:
+                    self.committed_state = course.initial()
+            self.wake_all()
 
     def publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
         """The group got steps, or the data ended; ``fresh``: they are its first."""

@@ -61,6 +61,11 @@ RUN_FIGURES: tuple[Figure[RunStats], ...] = (
     Figure("tokenloom_world_size", "Ranks of the present generation.", lambda run: run.world_size),
     Figure("tokenloom_batch_size", "Samples per rank and step.", lambda run: run.batch_size),
     Figure("tokenloom_sequence_length", "Tokens per sample.", lambda run: run.sequence_length),
+    Figure(
+        "tokenloom_revision",
+        "Number of the mixture's revision in force; 0 for the one that the run began with.",
+        lambda run: run.revision,
+    ),
     Figure("tokenloom_window_fill", "Produced and not committed; fraction of the window.", lambda run: run.window_fill),
     Figure("tokenloom_waiting", "1 while production waits for something.", lambda run: bool(run.waiting_for)),
     Figure("tokenloom_ended", "1 once the data has ended.", lambda run: run.ended is not None),
@@ -80,6 +85,11 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
         "tokenloom_source_dropped_tokens_total",
         "Tail that filled no sample; known once the source is exhausted.",
         lambda source: source.dropped_tokens,
+    ),
+    Figure(
+        "tokenloom_source_excluded_rows",
+        "Rows of an epoch that the revision in force leaves out.",
+        lambda source: source.excluded_rows,
     ),
     Figure(
         "tokenloom_source_skipped_tokens_total",

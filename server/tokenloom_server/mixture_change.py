@@ -8,14 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Asked(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class Setting(_Asked):
-    """New values for one source or node."""
+    """New values for one source or node. What is null is not given any more: an alias, a limit."""
 
     child: str
-    """Its alias or spec; a node without an alias by its place in the file, such as ``mixture.children.2``."""
+    """Its alias or spec; a node without an alias by its place in the mixture in force, such as
+    ``mixture.children.2``."""
     weight: Any = None
     policy: str | None = None
     on_exhausted: str | None = None
@@ -34,7 +35,7 @@ class Addition(_Asked):
     child: dict[str, Any]
     """A source or a node, as in a mixture file."""
     to: str = "mixture"
-    """The node that gets it: its alias, or its place in the file."""
+    """The node that gets it: its alias, or its place."""
 
 
 class Exclusion(_Asked):
@@ -54,6 +55,8 @@ class MixtureChange(_Asked):
     """From this sample on; the first that is possible if neither this nor ``total_tokens`` is given."""
     total_tokens: Annotated[int, Field(ge=0)] | None = None
     """From the first sample on before which the run has had so many tokens."""
+    dry_run: bool = False
+    """Changes nothing: the answer is the revision that this would make now."""
     set: list[Setting] = Field(default_factory=list)
     add: list[Addition] = Field(default_factory=list)
     drop: list[str] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A running server, asked over REST: figures, traces, receipts, reports, restore."""
+"""A running server, asked over REST: figures, traces, receipts, reports, restore, the mixture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     READ_VARIABLE,
@@ -27,10 +27,12 @@ from tokenloom_proto.credentials import (
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.receipt import Receipt, RunReport
-from tokenloom_server.stats import ResumePoint, RunStats
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunStats
 from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
+#: A new mixture's files are listed, and looked into, before the answer, seconds.
+_REVISE_TIMEOUT_S = 300.0
 #: What goes forward to a sample may take so long, seconds: longer than the server tries (``tracing.MAX_FORWARD_S``).
 _FORWARD_TIMEOUT_S = 900.0
 #: Going forward through what a restore skips, seconds: for as much as the server allows (``MAX_SKIPPED_TOKENS``).
@@ -69,7 +71,9 @@ class Remote:
             )
         try:
             if control:
-                self._token = find_token(CONTROL_VARIABLE, environment, token_file)
+                # Where there is only the one for reading, the server says that it is not enough.
+                found = find_token(CONTROL_VARIABLE, environment, token_file)
+                self._token = found or find_token(READ_VARIABLE, environment)
             else:
                 self._token = token_to_look(environment, token_file)
             if self._token is not None and parts.scheme == "http":
@@ -91,7 +95,7 @@ class Remote:
         """The names of the server's runs."""
         return list(json.loads(self._get("/v1/runs"))["runs"])
 
-    def only_run(self, run: str | None = None) -> str:
+    def only_run(self, run: str | None) -> str:
         """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
         found = [run] if run is not None else self.runs()
         if len(found) != 1:
@@ -120,21 +124,49 @@ class Remote:
 
     def report(self, run: str) -> RunReport:
         """What a model card needs to say about a run's data."""
-        return self._read(RunReport, self._get(f"{_path(run)}/report"))
+        return self._read(RunReport, self._get(f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S))
+
+    def fork(self, run: str, **asked: str | int | None) -> ResumePoint:
+        """Pins where a run that has not begun begins. ``asked``: the body, as the route has it."""
+        body = json.dumps({name: value for name, value in asked.items() if value is not None}).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/fork", body, timeout_s=_RESTORE_TIMEOUT_S))
+
+    def mixture(self, run: str) -> MixtureInfo:
+        """The mixture in force, and its revisions."""
+        return self._read(MixtureInfo, self._get(f"{_path(run)}/mixture"))
+
+    def revise(self, run: str, change: Mapping[str, Any]) -> RevisionInfo:
+        """Makes a revision. ``change``: the body, as the route has it."""
+        body = json.dumps(change).encode()
+        answer = self._get(f"{_path(run)}/mixture", body, method="PATCH", timeout_s=_REVISE_TIMEOUT_S)
+        return self._read(RevisionInfo, answer)
+
+    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
+        """Takes a revision and all after it back; returns them."""
+        answer = self._get(f"{_path(run)}/mixture/revisions/{number}", b"", method="DELETE")
+        try:
+            return TypeAdapter(list[RevisionInfo]).validate_json(answer)
+        except ValidationError:
+            raise self._stranger("list of revisions") from None
 
     def _read(self, kind: type[_Document], body: bytes) -> _Document:
         try:
             return kind.model_validate_json(body)
         except ValidationError:
-            raise ServerUnreachable(
-                f"{self._base}: the answer is no {kind.__name__}; is it a Tokenloom server of this release?"
-            ) from None
+            raise self._stranger(kind.__name__) from None
 
-    def _get(self, path: str, body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S) -> bytes:
-        """The answer to a GET, or with a JSON ``body`` to a POST."""
+    def _stranger(self, expected: str) -> ServerUnreachable:
+        return ServerUnreachable(
+            f"{self._base}: the answer is no {expected}; is it a Tokenloom server of this release?"
+        )
+
+    def _get(
+        self, path: str, body: bytes | None = None, *, method: str | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> bytes:
+        """The answer to a GET, or with a JSON ``body`` to a POST or another ``method``."""
         url = f"{self._base}{path}"
         try:
-            request = urllib.request.Request(url, body)
+            request = urllib.request.Request(url, body, method=method)
             if body is not None:
                 request.add_header("Content-Type", "application/json")
             if self._token is not None:
@@ -151,7 +183,10 @@ class Remote:
             except (ValueError, KeyError, TypeError):
                 name, message = "", text[:200]
             known = getattr(errors, name, None)
-            kind = known if isinstance(known, type) and issubclass(known, TokenloomError) else ServerUnreachable
+            if isinstance(known, type) and issubclass(known, TokenloomError):
+                raise known(f"{url}: {error.code}: {message}") from None
+            # What only HTTP has a name for: a request that is wrong, or something that is no Tokenloom server.
+            kind = ConfigError if name and error.code < 500 else ServerUnreachable
             raise kind(f"{url}: {error.code}: {message}") from None
         except (urllib.error.URLError, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)

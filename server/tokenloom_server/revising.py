@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.course import Course
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerUnavailable, NotFound
+from tokenloom_server import snapshot
+from tokenloom_server.course import Course, Origin
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LedgerUnavailable,
+    LimitExceeded,
+    NotFound,
+    SnapshotInvalid,
+)
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixture_change import MixtureChange
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class _Held:
-    """A change under way. ``course`` is the one before until the body gives the one behind it."""
-
-    course: Course
-    index: int
-    uid: str
-    epoch: int
-    generation: int
+#: Of one run. Each is kept with a mixture of its own, and all are read when a server takes the run up.
+MAX_REVISIONS = 1000
 
 
 class Revising:
@@ -36,7 +34,8 @@ class Revising:
         self._host = host
 
     def revise(self, change: MixtureChange) -> StoredRevision:
-        """Makes a change hold from a sample index on; returns once that is durable.
+        """Makes a change hold from a sample index on; returns once that is durable. One that is only tried is returned
+        as it would be.
 
         Raises ``ConfigError``, ``SourceError``, ``BeyondHorizon`` for an index that may have been produced already,
         and the ledger's errors.
@@ -44,22 +43,44 @@ class Revising:
         host = self._host
         if change.sample_index is not None and change.total_tokens is not None:
             raise ConfigError("sample_index and total_tokens are both given; name one of them, or neither")
-        with host.turning, self._held(lambda course: self._index(change, course)) as held:
-            course = held.course
-            content = course.revise(change, held.index, held.generation)
+        with host.one_change:
+            with host.lock:
+                host.require_lead()
+                course, epoch = host.course, host.epoch
+                if len(course.revisions) >= MAX_REVISIONS and not change.dry_run:
+                    raise LimitExceeded(
+                        f"run {host.name!r} has {len(course.revisions)} revisions, and a run may have {MAX_REVISIONS}: "
+                        "put several changes into one, or plan them (a schedule, or phases) in a run forked from here"
+                    )
+                index = self._index(course, change)
+                generation = host.live.generation.number if host.live is not None else 0
+                if not change.dry_run:
+                    # Production waits there from now on.
+                    host.revising_at = index
+            try:
+                content = course.revise(change, index, generation)
+            except BaseException:
+                host.revise(epoch)
+                raise
             revision = StoredRevision(
                 number=len(course.revisions) + 1,
-                sample_index=held.index,
+                sample_index=index,
                 made_at=host.wall_clock(),
                 author=change.author,
                 reason=change.reason,
                 content=canonical(content),
             )
-            held.course = course.with_revisions((*course.revisions, revision))
-            host.ledger.revise(held.uid, host.stream, held.epoch, revision)
+            if change.dry_run:
+                return revision
+            self._write(
+                lambda: host.ledger.revise(host.uid, host.stream, epoch, revision),
+                epoch,
+                course,
+                (*course.revisions, revision),
+            )
         _log.info(
             "%s: revision %d holds from sample %d on (%s): %s",
-            host.name, revision.number, held.index, revision.reason, "; ".join(content["changes"]),
+            host.name, revision.number, index, revision.reason, "; ".join(content["changes"]),
         )  # fmt: skip
         return revision
 
@@ -69,67 +90,121 @@ class Revising:
         Raises ``NotFound``, ``BeyondHorizon`` and the ledger's errors.
         """
         host = self._host
-
-        def index(course: Course) -> int:
-            if not 1 <= number <= len(course.revisions):
-                raise NotFound(f"run {host.name!r} has {len(course.revisions)} revisions, and none of number {number}")
-            found = course.revisions[number - 1].sample_index
-            self._refuse_produced(found)
-            return found
-
-        with host.turning, self._held(index) as held:
-            dropped = held.course.revisions[number - 1 :]
-            held.course = held.course.with_revisions(held.course.revisions[: number - 1])
-            host.ledger.drop_revisions(held.uid, host.stream, held.epoch, number)
+        with host.one_change:
+            with host.lock:
+                host.require_lead()
+                course, epoch = host.course, host.epoch
+                if not 1 <= number <= len(course.revisions):
+                    raise NotFound(
+                        f"run {host.name!r} has {len(course.revisions)} revisions, and none of number {number}"
+                    )
+                dropped = course.revisions[number - 1 :]
+                least = host.first_unproduced()
+                if dropped[0].sample_index < least:
+                    raise BeyondHorizon(
+                        f"revision {number} holds from sample {dropped[0].sample_index} on, and samples before {least} "
+                        f"may have been produced already: undo it by another revision of run {host.name!r}, or restore "
+                        "to a sample before it first"
+                    )
+                host.revising_at = dropped[0].sample_index
+            self._write(
+                lambda: host.ledger.drop_revisions(host.uid, host.stream, epoch, number),
+                epoch,
+                course,
+                course.revisions[: number - 1],
+            )
         _log.info("%s: revisions %d to %d are dropped", host.name, number, dropped[-1].number)
         return list(dropped)
 
-    @contextmanager
-    def _held(self, index: Callable[[Course], int]) -> Iterator[_Held]:
-        """Production waits before the sample index; behind it ``course`` is in force, unless the body fails.
-
-        Everything is of one server epoch: where another began meanwhile, its leader has read what the ledger has.
-        """
+    def _write(
+        self, write: Callable[[], None], epoch: int, course: Course, revisions: tuple[StoredRevision, ...]
+    ) -> None:
+        """Writes, and puts in force what was written; production waits meanwhile."""
         host = self._host
-        with host.lock:
-            host.require_lead()
-            live = host.live
-            generation = live.generation.number if live is not None else 0
-            held = _Held(host.course, index(host.course), host.uid, host.epoch, generation)
-            host.revising_at = held.index
-        before = held.course
         try:
-            yield held
+            revised = course.with_revisions(revisions)
+            write()
         except LedgerUnavailable as error:
             with host.lock:
-                if host.epoch == held.epoch:
-                    host.doubt(error)
+                host.doubt("a revision was written", error)
             raise
         except BaseException:
-            host.revise(before, held.epoch)
+            host.revise(epoch)
             raise
-        host.revise(held.course, held.epoch)
+        host.revise(epoch, revised)
 
-    def _index(self, change: MixtureChange, course: Course) -> int:
-        """The sample index from which on a change is to hold (the caller holds the host's lock)."""
+    def adopt(self, text: str | bytes) -> None:
+        """A ledger that never opened the run takes over the revisions, and the origin of a fork, that a snapshot of it
+        carries. What is no such snapshot is left to who reads it."""
+        host = self._host
+        try:
+            found = snapshot.foreign(text)
+        except SnapshotInvalid:
+            return
+        if found is None or found.run != host.name or not (found.revisions or found.origin):
+            return
+        with host.one_change:
+            stored = host.ledger.read_run(host.name, host.stream)
+            if stored is None or stored.opening is not None or host.course.revisions:
+                return
+            course, epoch = host.course, host.epoch
+            if course.origin is None and found.origin is not None:
+                course = course.with_origin(Origin(**found.origin))
+            revisions = [
+                StoredRevision(
+                    number=number,
+                    sample_index=index,
+                    made_at=host.wall_clock(),
+                    author="",
+                    reason="brought by a trainer's state",
+                    content=canonical({**content, "generation": 0}),
+                )
+                for number, (index, content) in enumerate(found.revisions, start=1)
+            ]
+            course = course.with_revisions(revisions)
+            # Before anything is written: that the state is one of this run under them.
+            snapshot.parse(text, host.order.template("", host.stream, 0), course.shape_at)
+            try:
+                for revision in revisions:
+                    host.ledger.revise(host.uid, host.stream, epoch, revision)
+            except LedgerUnavailable as error:
+                with host.lock:
+                    host.doubt("a revision was written", error)
+                raise
+            host.revise(epoch, course)
+        for revision in revisions:
+            _log.info(
+                "%s: revision %d, from sample %d on, came with a trainer's state",
+                host.name,
+                revision.number,
+                revision.sample_index,
+            )
+
+    def _index(self, course: Course, change: MixtureChange) -> int:
+        """The sample index from which on a change is to hold (the caller holds the lock)."""
+        host = self._host
         newest = course.revisions[-1] if course.revisions else None
         wished = change.sample_index
         if change.total_tokens is not None:
             wished = course.index_at(change.total_tokens)
-        if wished is None:
-            return max(self._host.first_revisable(), newest.sample_index if newest is not None else 0)
-        if newest is not None and wished < newest.sample_index:
+        if wished is not None and newest is not None and wished < newest.sample_index:
             raise ConfigError(
                 f"revision {newest.number} holds from sample {newest.sample_index} on, and one at sample {wished} "
                 "would come before it: choose a later sample, or drop that one first"
             )
-        self._refuse_produced(wished)
-        return wished
-
-    def _refuse_produced(self, index: int) -> None:
-        least = self._host.first_revisable()
-        if index < least:
+        end = host.live.generation.end if host.live is not None else None
+        # A phase with another sequence length ends what a generation produces, but not the data.
+        if end is not None and not any(stretch.begin == end.end_index for stretch in course.stretches):
             raise BeyondHorizon(
-                f"sample {index} may have been produced already: a revision of run {self._host.name!r} can hold from "
+                f"the data of run {host.name!r} end at sample {end.end_index} ({end.reason}), and no sample behind "
+                "that can be under a revision: restore to a sample before it, or fork a new run from there"
+            )
+        least = host.first_revisable()
+        if wished is None:
+            return least
+        if wished < least:
+            raise BeyondHorizon(
+                f"sample {wished} may have been produced already: a revision of run {host.name!r} can hold from "
                 f"sample {least} on"
             )
+        return wished

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.plan import RunPlan
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.traced import TracedSample, TracedStep
 
@@ -40,6 +41,8 @@ class SourceStats(_Figures):
     exhausted: bool
     dropped_tokens: int
     """The tail that filled no sample; known once exhausted."""
+    excluded_rows: int
+    """Rows of an epoch that the revision in force leaves out."""
     skipped_samples: int
     """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
     skipped_rows: int
@@ -68,6 +71,16 @@ class LedgerStats(_Figures):
     error: str | None
     last_commit_index: int
     last_commit_age_s: float | None
+
+
+class PlannedRevision(_Figures):
+    """A revision that production has yet to reach, or samples of which are not committed yet."""
+
+    number: int
+    sample_index: int
+    """Of the first sample under it."""
+    eta_s: float | None
+    """Seconds until it is committed up to there, at the present rate; null where nothing moves."""
 
 
 class RunStats(_Figures):
@@ -107,6 +120,10 @@ class RunStats(_Figures):
     """What stopped the run; null while it is well."""
     tokenizer: str
     """Engine and version."""
+    revision: int
+    """The number of the revision in force; 0 for the mixture that the run began with."""
+    next_revision: PlannedRevision | None
+    """The next one, which samples to come will be under; null where none was made."""
     sources: list[SourceStats]
     ranks: list[RankStats]
     ledger: LedgerStats
@@ -175,7 +192,7 @@ class MixtureInfo(_Figures):
     mixture: dict[str, Any]
     """The mixture in force at ``sample_index``, as a mixture file has it, without what was dropped."""
     paused: list[str]
-    """Sources and nodes that give nothing until they are set to go on."""
+    """Sources and nodes that give nothing until they are set to go on; a node without an alias by its place."""
     dropped: list[str]
     """Sources that left; their cursors and counters stay."""
     phases: list[PhaseInfo]
@@ -195,6 +212,13 @@ class RunService(Protocol):
     def names(self) -> list[str]: ...
 
     def stats(self, run: str) -> RunStats: ...
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        """What the run will be from where it is committed, up to a total of tokens or, for None, to its end.
+
+        Measures its sources the first time: seconds. Raises ``ConfigError`` for a total that it has already, or for
+        None where it never ends; ``SourceError``, ``TokenizerError``.
+        """
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
@@ -239,6 +263,12 @@ class RunService(Protocol):
 
         Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
         """
+
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
+        one), or as the snapshot ``text`` of another run says."""
 
     def mixture(self, run: str) -> MixtureInfo: ...
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.resume import NamedSource, sources_of
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
@@ -131,6 +132,7 @@ def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, c
     request = wire.JoinRequest(run=run, peek=True, world_size=1, batch_size=1, resume=resume)
     joined = stub.Join(request, timeout=_DEADLINE_S, metadata=metadata)
     samples: list[Seen] = []
+    sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
     committed, end = 0, None
     seen_all = threading.Event()
     try:
@@ -140,7 +142,10 @@ def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, c
             if response.WhichOneof("kind") == "end_of_data":
                 end = response.end_of_data.reason
                 break
-            samples += _samples(joined, response.batches)
+            if response.batches.HasField("base"):
+                # A revision may have brought more since the Join.
+                sources |= sources_of(response.batches.base.resume_state)
+            samples += _samples(joined, sources, response.batches)
             if len(samples) >= count:
                 break
     finally:
@@ -167,7 +172,7 @@ def _requests(
     seen_all.wait(_DEADLINE_S)
 
 
-def _samples(joined: wire.JoinResponse, batches: wire.Batches) -> Iterator[Seen]:
+def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
     """The samples of a message: its steps are of one sample each."""
     length = joined.sequence_length
     width = length + (joined.labels == wire.LABELS_SHIFTED)
@@ -179,8 +184,8 @@ def _samples(joined: wire.JoinResponse, batches: wire.Batches) -> Iterator[Seen]
         inside = sum(start < length for start in starts)
         yield Seen(
             index=step.end_index - 1,
-            source=joined.sources[source].alias,
-            spec=joined.sources[source].spec,
+            source=sources[source].alias,
+            spec=sources[source].spec,
             ids=row[:length],
             # What goes on from the sample before is a document of this one, too.
             documents=inside + (0 not in starts),

@@ -454,7 +454,7 @@ class World(Scheduler):
     def _ask_for_revision(self, server: Server) -> None:
         """An operator changes the mixture, as the REST API has it done."""
         host = server.host
-        if host is None or host.turning.locked():
+        if host is None or server.one_change.locked():
             return
         asked = {"reason": f"at {self.now:.3f}", **self._change(host.course.at(2**40).config)}
         if self.rng.random() < 0.4:
@@ -494,7 +494,7 @@ class World(Scheduler):
 
     def _ask_for_drop(self, server: Server) -> None:
         host = server.host
-        if host is None or host.turning.locked() or not host.course.revisions:
+        if host is None or server.one_change.locked() or not host.course.revisions:
             return
         number = self.rng.randint(1, len(host.course.revisions))
         self.checker.asked_to_drop(host.course.revisions[number - 1 :])

@@ -17,8 +17,8 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt"),
-        ("config", "stats"),
+        ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
+        ("config", "stats", "picture"),
         ("sources",),
         ("tokenizer", "dataset_mix"),
         ("packing",),
@@ -28,17 +28,19 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("careful", "extents"),
         ("order", "run"),
         ("course",),
+        ("planning",),
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),
-        ("opening", "peeking", "revising"),
+        ("forking", "revising"),
+        ("opening", "peeking"),
         ("tracing", "accounts"),
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo"),
-        ("viewer", "trace_report", "sides", "model_card"),
-        ("comparison",),
+        ("viewer", "trace_report", "sides", "model_card", "mixture_report", "cli_parts"),
+        ("comparison", "cli_mixture"),
         ("cli",),
         ("__main__",),
     ),
@@ -51,7 +53,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
     ),
     PROTO: (
-        ("__init__", "seal", "credentials", "dataloader_pb2"),
+        ("__init__", "seal", "credentials", "resume", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }
@@ -85,7 +87,9 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
-    (("typer",), frozenset({f"{SERVER}.cli"})),
+    (("matplotlib",), frozenset({f"{SERVER}.picture"})),
+    # The command line, in parts.
+    (("typer",), frozenset({f"{SERVER}.{name}" for name in ("cli", "cli_parts", "cli_mixture")})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -105,6 +109,7 @@ NEEDS = {
     SERVER: frozenset(
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
+            *("matplotlib",),  # of the extra for pictures
             *("awkward", "fastapi", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
         }
@@ -134,7 +139,7 @@ IMPORT_TIME_CALLS = frozenset(
     {
         *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
         *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
-        *("partial", "fromkeys", "version", "cast"),
+        *("partial", "fromkeys", "version", "cast", "add_typer"),
     }
 )
 IMPORT_TIME_BANNED = re.compile(

@@ -67,6 +67,7 @@ class DataLoader:
                 state=request.state_json,
                 process=request.process,
                 takeover=request.takeover,
+                fork=request.fork,
             )
             joined = served.opener.join(call)
             opening = joined.opening
@@ -372,7 +373,10 @@ def _join_response(
     skipped: int = 0,
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
-    order = host.course.at(start.sample_index)
+    course = host.course
+    order = course.at(start.sample_index)
+    # Those that phases and revisions bring later, too: ids are never given twice.
+    sources = [*order.config.sources, *course.stretches[-1].order.config.sources[len(order.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
         generation=generation,
@@ -383,9 +387,7 @@ def _join_response(
         id_type=_ID_TYPES[order.dtype.itemsize],
         labels=wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME,
         vocab_size=order.vocab_size,
-        sources=[
-            wire.Source(id=i, spec=source.source, alias=source.name) for i, source in enumerate(order.config.sources)
-        ],
+        sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
         group_steps=group_steps,
         snapshot_template=canonical(order.template(uid, host.stream, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),

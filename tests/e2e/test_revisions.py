@@ -1,0 +1,569 @@
+"""A mixture that changes while ranks train on it: real servers, held against the order that a course gives here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from conftest import StartServer
+from support.corpora import write_parquet
+from support.redis_server import RedisServer
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import Sample, World, rolling_digest
+from tokenloom import RemoteDataset
+from tokenloom_proto.seal import canonical
+from tokenloom_server import config
+from tokenloom_server.course import Course
+from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.order import Order
+from tokenloom_server.state import digest_hex
+
+LENGTH = 16
+RANKS, BATCH = 2, 1
+#: Samples between two state boundaries of such a generation.
+GROUP = 64 * RANKS * BATCH
+WINDOW = 16
+#: Every token of a row is the row's own number, so that samples tell which rows they are of.
+NUMBERS = {"a": 1_000, "b": 10_000, "c": 20_000, "late": 30_000, "more": 40_000}
+NODE = {
+    "policy": "least_consumed",
+    "children": [
+        {"source": "parquet:a-*.parquet:ids", "alias": "a", "weight": 2},
+        {"source": "parquet:b.parquet:ids", "alias": "b"},
+        {"source": "parquet:c.parquet:ids", "alias": "c"},
+    ],
+}
+LATE = {"source": "parquet:late.parquet:ids", "alias": "late"}
+
+
+def rows(name: str, count: int = 400) -> list[list[int]]:
+    lengths = random.Random(name)
+    return [[NUMBERS[name] + row] * lengths.randrange(5, 60) for row in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("revised")
+    for name in ("a", "b", "c", "late"):
+        write_parquet(folder / f"{'a-0' if name == 'a' else name}.parquet", rows(name), group=50)
+    return folder
+
+
+def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
+    document = {
+        "run": run,
+        "seed": 3,
+        "vocab_size": 60_000,
+        "end_of_text_id": 0,
+        "sequence_length": LENGTH,
+        "window_steps": WINDOW,
+        "mixture": NODE,
+    }
+    path = folder / f"{run}.yaml"
+    path.write_text(yaml.safe_dump(document | fields), encoding="utf-8")
+    return path
+
+
+def course_of(mixture: Path) -> Course:
+    """The order of the run, worked out here and not by any server."""
+    return Course(Order.create(config.load(mixture), mixture.parent, None))
+
+
+def revised(course: Course, sample_index: int, **change: Any) -> Course:
+    content = course.revise(MixtureChange.model_validate({"reason": "why", **change}), sample_index)
+    revision = StoredRevision(
+        number=len(course.revisions) + 1,
+        sample_index=sample_index,
+        made_at=0.0,
+        author="",
+        reason="why",
+        content=canonical(content),
+    )
+    return course.with_revisions((*course.revisions, revision))
+
+
+def check(world: World, course: Course, begin: int = 0) -> list[Sample]:
+    """That the ranks got the course's order from ``begin`` on, nothing else, nothing twice; returns the samples."""
+    samples = world.receipt.sequence(begin)
+    pipeline = course.pipeline(course.initial())
+    pipeline.advance(begin)
+    start = digest_hex(pipeline.state().digest)
+    pipeline.advance(len(samples))
+    assert pipeline.sample_index == begin + len(samples)
+    assert rolling_digest(samples, digest=start) == digest_hex(pipeline.state().digest) == world.digest
+    return samples
+
+
+class Mixture:
+    """The mixture's routes of one run."""
+
+    def __init__(self, server: ServerProcess, run: str) -> None:
+        self._http = httpx.Client(base_url=server.rest_url, trust_env=False, timeout=60)
+        self._path = f"/v1/runs/{run}/mixture"
+        self._run = run
+
+    def patch(self, **change: Any) -> httpx.Response:
+        return self._http.patch(self._path, json={"reason": "why", **change})
+
+    def patch_text(self, text: str) -> httpx.Response:
+        return self._http.patch(self._path, content=text, headers={"content-type": "application/json"})
+
+    def revise(self, **change: Any) -> dict[str, Any]:
+        answer = self.patch(**change)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def undo(self, number: int) -> httpx.Response:
+        content_type = {"content-type": "application/json"}
+        return self._http.delete(f"{self._path}/revisions/{number}", headers=content_type)
+
+    def read(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.get(self._path).json()
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.get(f"/v1/runs/{self._run}/stats").json()
+        return found
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@pytest.fixture
+def mixture_of() -> Iterator[Any]:
+    opened: list[Mixture] = []
+
+    def connect(server: ServerProcess, run: str) -> Mixture:
+        opened.append(Mixture(server, run))
+        return opened[-1]
+
+    yield connect
+    for each in opened:
+        each.close()
+
+
+def refused(answer: httpx.Response, status: int, error: str) -> str:
+    found = answer.json()
+    assert (answer.status_code, found["error"]) == (status, error), answer.text
+    return str(found["message"])
+
+
+def until(world: World, sample_index: int) -> World:
+    while world.sample_index < sample_index:
+        assert world.step() is not None, "the data ended"
+    return world
+
+
+def test_a_change_holds_for_all_ranks_from_the_index_that_was_told(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "changed"
+    path = write_mixture(folder, run)
+    server = start_server(path, ledger=ledger)
+    mixture = mixture_of(server, run)
+    change = {"set": [{"child": "a", "weight": 0.5}, {"child": "c", "weight": 6}]}
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 40)
+        tried = mixture.revise(**change, dry_run=True)
+        made = mixture.revise(**change, author="ada")
+        assert (made["number"], made["sample_index"], made["in_force"]) == (1, GROUP, False)
+        assert made["changes"] == tried["changes"] == ["a: weight 2 → 0.5", "c: weight 1 → 6"]
+        assert made["total_tokens"] == GROUP * LENGTH
+        assert len(mixture.read()["revisions"]) == 1, "what was only tried was made"
+        until(world, 3 * GROUP)
+    samples = check(world, revised(course_of(path), made["sample_index"], **change))
+    before, behind = samples[:GROUP], samples[GROUP:]
+    for part, weights in ((before, (2, 1, 1)), (behind, (0.5, 1, 6))):
+        for source, weight in enumerate(weights):
+            got = sum(sample.source == source for sample in part)
+            assert abs(got - len(part) * weight / sum(weights)) <= 1.5
+    found = mixture.read()
+    assert [(each["author"], each["in_force"]) for each in found["revisions"]] == [("ada", True)]
+    assert found["mixture"]["children"][2]["weight"] == 6
+    assert f"{run}: revision 1 holds from sample {GROUP} on (why): a: weight 2 → 0.5" in server.log
+
+
+def test_a_revision_outlasts_a_killed_server_before_and_behind_its_index(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "killed"
+    path = write_mixture(folder, run)
+    server = start_server(path, ledger=ledger)
+    change = {"set": [{"child": "b", "weight": 5}], "add": [{"child": LATE}]}
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 20)
+        made = mixture_of(server, run).revise(**change)
+        server.kill()
+        server.start()
+        assert [each["sample_index"] for each in mixture_of(server, run).read()["revisions"]] == [GROUP]
+        until(world, made["sample_index"] + 30)
+        server.kill()
+        server.start()
+        until(world, made["sample_index"] + 2 * GROUP)
+        assert {rank.generation for rank in world.ranks} == {1}
+        samples = check(world, revised(course_of(path), made["sample_index"], **change))
+        assert {sample.source for sample in samples} == {0, 1, 2, 3}
+
+
+def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_so(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "again"
+    path = write_mixture(folder, run)
+    server = start_server(path, ledger=ledger)
+    mixture = mixture_of(server, run)
+    change = {"drop": ["c"], "set": [{"child": "a", "weight": 1}]}
+    with World(server.url(run), RANKS, BATCH) as world:
+        early = until(world, 30).state()
+        made = mixture.revise(**change)
+        late = until(world, made["sample_index"] + 10).state()
+    course = revised(course_of(path), made["sample_index"], **change)
+    # Another world and batch: the revision lies within a step, and within a group, of theirs.
+    with World(server.url(run), 3, 5, state=early) as world:
+        until(world, 300)
+        check(world, course, 30)
+    assert server.log.count(f"{run}: revision 1 applies at sample {made['sample_index']} (why)") == 1
+    with World(server.url(run), 1, 7, state=late) as world:
+        until(world, 400)
+        check(world, course, made["sample_index"] + 10)
+    assert mixture.read()["dropped"] == ["c"]
+
+
+def test_a_revision_may_be_taken_back_before_production_reaches_it_and_not_behind(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "undone"
+    path = write_mixture(folder, run)
+    server = start_server(path, ledger=ledger)
+    mixture = mixture_of(server, run)
+    first = {"set": [{"child": "a", "weight": 7}]}
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 10)
+        mixture.revise(**first)
+        for index in (2 * GROUP, 3 * GROUP + 1):
+            mixture.revise(set=[{"child": "b", "weight": index}], sample_index=index)
+        assert "none of number 4" in refused(mixture.undo(4), 404, "NotFound")
+        assert [each["number"] for each in mixture.undo(2).json()] == [2, 3]
+        until(world, GROUP + 10)
+        message = refused(mixture.undo(1), 416, "BeyondHorizon")
+        assert f"revision 1 holds from sample {GROUP} on, and samples before {2 * GROUP} may have been" in message
+        until(world, 4 * GROUP)
+        check(world, revised(course_of(path), GROUP, **first))
+
+
+def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(
+    folder: Path, start_server: StartServer, mixture_of: Any, tokenloom: CommandLine
+) -> None:
+    run = "widened"
+    path = write_mixture(folder, run)
+    server = start_server(path)
+    # Not at a state boundary: it comes within a group.
+    add = {"add": [{"child": LATE | {"weight": 3}}], "sample_index": GROUP + 21}
+    with World(server.url(run), RANKS, BATCH) as world, RemoteDataset(server.url(run), 1, peek=True) as peek:
+        until(world, 10)
+        looked = [int(batch["source_ids"][0]) for _, batch in zip(range(20), peek, strict=False)]
+        assert set(looked) <= {0, 1, 2}
+        mixture_of(server, run).revise(**add)
+        assert [source.alias for source in world.ranks[1].sources] == ["a", "b", "c"]
+        until(world, GROUP + 40)
+        assert any(sample.source == 3 for sample in world.receipt.samples.values())
+        for rank in world.ranks:
+            assert [(s.id, s.spec, s.alias) for s in rank.sources][3] == (3, LATE["source"], "late")
+        until(world, 3 * GROUP)
+        check(world, revised(course_of(path), GROUP + 21, add=add["add"]))
+        state = world.state()
+        # Somebody who looked since before the revision goes on into it.
+        looked += [int(batch["source_ids"][0]) for _, batch in zip(range(2 * GROUP), peek, strict=False)]
+        assert 3 in looked
+        assert peek.sources[3].alias == "late"
+    assert [entry["spec"] for entry in json.loads(state["tokenloom"])["resume_state"]["datasets"]][3] == LATE["source"]
+    shown = tokenloom("peek", server.url(run), "--at", GROUP, "--samples", 60)
+    assert shown.status == 0, shown.output
+    assert " late " in shown.output
+    with World(server.url(run), 1, 1, state=state) as world:
+        assert world.join().ranks[0].sources[3].alias == "late"
+
+
+def test_files_that_appear_are_read_once_they_are_appended(
+    tmp_path: Path, start_server: StartServer, mixture_of: Any
+) -> None:
+    run = "grown"
+    for name in ("a", "b", "c"):
+        write_parquet(tmp_path / f"{'a-0' if name == 'a' else name}.parquet", rows(name, 150), group=50)
+    path = write_mixture(tmp_path, run)
+    plain = course_of(path)
+    server = start_server(path)
+    mixture = mixture_of(server, run)
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 10)
+        message = refused(mixture.patch(append_files=["a"]), 422, "ConfigError")
+        assert "has no file that the run does not read already" in message
+        write_parquet(tmp_path / "a-1.parquet", rows("more"), group=50)
+        made = mixture.revise(append_files=["a"])
+        assert made["changes"] == ["parquet:a-*.parquet:ids: 1 files more"]
+        world.run()
+    samples = check(world, revised(plain, made["sample_index"], append_files=["a"]))
+    got = {token for sample in samples for token in sample.ids}
+    assert got >= {NUMBERS["more"] + row for row in range(399)}
+    # The server reads them behind a restart, too.
+    server.kill()
+    server.start()
+    with World(server.url(run), 1, 4, resume="fresh") as world:
+        assert world.run().receipt.sequence()[: len(samples)] == samples
+
+
+def test_excluded_rows_are_absent_from_then_on_and_counted(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "taken-down"
+    path = write_mixture(folder, run)
+    server = start_server(path, ledger=ledger)
+    mixture = mixture_of(server, run)
+    gone = {"a": range(0, 400, 3), "parquet:b.parquet:ids": range(0, 400, 2)}
+    with (folder / "gone.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("spec", "shard", "row"))
+        for spec, numbers in gone.items():
+            shard = "a-0.parquet" if spec == "a" else "b.parquet"
+            writer.writerows((spec, shard, row) for row in numbers)
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 10)
+        made = mixture.revise(exclude={"file": "gone.csv"})
+        assert made["changes"] == ["a: 134 rows left out of each epoch", "b: 200 rows left out of each epoch"]
+        until(world, 6 * GROUP)
+    samples = check(world, revised(course_of(path), made["sample_index"], exclude={"file": "gone.csv"}))
+    for source, (name, step) in enumerate((("a", 3), ("b", 2))):
+        ids = [token - NUMBERS[name] for s in samples[GROUP:] if s.source == source for token in s.ids if token]
+        begun = ids[0]  # a row that was begun before is read to its end
+        assert len(set(ids)) > 40
+        assert not any(row % step == 0 for row in ids if row != begun)
+    assert {s["alias"]: s["excluded_rows"] for s in mixture.stats()["sources"]} == {"a": 134, "b": 200, "c": 0}
+    # The file has to stay as it is.
+    (folder / "gone.csv").write_text("spec,shard,row\na,a-0.parquet,1\n", encoding="utf-8")
+    server.kill()
+    with pytest.raises(RuntimeError, match=r"SourceChanged: 'gone.csv' lists the rows that a revision left out"):
+        server.start()
+
+
+def test_what_is_paused_gives_nothing_and_goes_on_where_it_stood(
+    folder: Path, start_server: StartServer, mixture_of: Any
+) -> None:
+    run = "paused"
+    path = write_mixture(folder, run)
+    server = start_server(path)
+    mixture = mixture_of(server, run)
+    pause, resume = ({"set": [{"child": "b", "paused": value}]} for value in (True, False))
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 10)
+        mixture.revise(**pause)
+        mixture.revise(**resume, total_tokens=(2 * GROUP - 3) * LENGTH - 1)
+        until(world, GROUP + 10)
+        assert mixture.read()["paused"] == ["b"]
+        until(world, 3 * GROUP)
+    assert mixture.read()["paused"] == []
+    course = revised(revised(course_of(path), GROUP, **pause), 2 * GROUP - 3, **resume)
+    samples = check(world, course)
+    by_b = [index for index, sample in enumerate(samples) if sample.source == 1]
+    assert not any(GROUP <= index < 2 * GROUP - 3 for index in by_b)
+    ids = [token for index in by_b for token in samples[index].ids]
+    stream = [token for row in rows("b") for token in [*row, 0]]
+    assert ids == stream[: len(ids)]
+
+
+def test_a_phase_with_another_mixture_begins_at_its_tokens_and_takes_revisions(
+    folder: Path, start_server: StartServer, mixture_of: Any
+) -> None:
+    run = "annealed"
+    anneal = {"policy": "weighted", "children": [NODE["children"][1], LATE]}
+    begin = 150
+    path = write_mixture(folder, run, phases=[{"until_tokens": begin * LENGTH}, {"mixture": anneal}])
+    server = start_server(path)
+    mixture = mixture_of(server, run)
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 10)
+        assert [source.alias for source in world.ranks[0].sources] == ["a", "b", "c", "late"]
+        made = mixture.revise(set=[{"child": "late", "weight": 4}], sample_index=2 * GROUP)
+        until(world, 3 * GROUP)
+    samples = check(world, revised(course_of(path), made["sample_index"], set=[{"child": "late", "weight": 4}]))
+    assert {sample.source for sample in samples[:begin]} == {0, 1, 2}
+    assert {sample.source for sample in samples[begin:]} == {1, 3}
+    found = mixture.read()
+    assert [(phase["sample_index"], phase["number"]) for phase in found["phases"]] == [(0, 0), (begin, 1)]
+
+
+def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "longer"
+    begin = 101
+    phases = [{"until_tokens": begin * LENGTH}, {"sequence_length": 4 * LENGTH}]
+    path = write_mixture(folder, run, phases=phases, last_step="pad")
+    server = start_server(path, ledger=ledger)
+    with World(server.url(run), RANKS, BATCH) as world:
+        state = world.run().state()
+        assert (world.sample_index, world.ranks[0].total_tokens) == (begin, begin * LENGTH)
+        reason = world.ranks[0].end_reason
+        assert reason is not None
+        assert f"sample {begin} begins phase 1, with a sequence length of {4 * LENGTH} instead of {LENGTH}" in reason
+        check(world, course_of(path))
+    # Between the phases a revision is not behind the end of the data.
+    change = {"set": [{"child": "c", "weight": 3}]}
+    made = mixture_of(server, run).revise(**change)
+    assert made["sample_index"] == GROUP
+    server.kill()
+    server.start()
+    with World(server.url(run), RANKS, BATCH, state=state) as world:
+        until(world, 2 * GROUP)
+        assert {rank.sequence_length for rank in world.ranks} == {4 * LENGTH}
+        samples = check(world, revised(course_of(path), made["sample_index"], **change), begin)
+        assert {len(sample.ids) for sample in samples} == {4 * LENGTH}
+        assert world.ranks[0].total_tokens == (begin + 4 * (world.sample_index - begin)) * LENGTH
+
+
+def test_a_ledger_that_is_away_refuses_a_change_and_all_is_consistent_behind_it(
+    folder: Path, start_server: StartServer, mixture_of: Any, tmp_path: Path
+) -> None:
+    run = "away"
+    redis_folder = tmp_path / "redis"
+    redis_folder.mkdir()
+    redis = RedisServer(redis_folder).start()
+    try:
+        path = write_mixture(folder, run)
+        server = start_server(path, ledger=redis.url(), flags=("--lease", 2))
+        mixture = mixture_of(server, run)
+        course = course_of(path)
+        with World(server.url(run), RANKS, BATCH) as world:
+            until(world, 10)
+            redis.stop()
+            refused(mixture.patch(set=[{"child": "a", "weight": 9}]), 503, "LedgerUnavailable")
+            redis.start()
+            until(world, 40)
+            # Whether that one was written is the ledger's to say; it was stopped before.
+            assert mixture.read()["revisions"] == []
+            change = {"set": [{"child": "b", "weight": 9}]}
+            made = mixture.revise(**change)
+            until(world, 3 * GROUP)
+            check(world, revised(course, made["sample_index"], **change))
+    finally:
+        redis.stop()
+
+
+def test_two_changes_at_once_build_on_each_other(
+    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+) -> None:
+    run = "at-once"
+    path = write_mixture(folder, run)
+    server = start_server(path, ledger=ledger)
+    mixture = mixture_of(server, run)
+    changes = [{"set": [{"child": child, "weight": 2 + i}]} for i, child in enumerate(("a", "b", "c", "a", "b"))]
+    together = threading.Barrier(len(changes))
+
+    def ask(change: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        client = Mixture(server, run)
+        together.wait(20)
+        try:
+            return client.revise(**change), change
+        finally:
+            client.close()
+
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 10)
+        with ThreadPoolExecutor(len(changes)) as pool:
+            made = sorted(pool.map(ask, changes[:3] + changes[3:]), key=lambda each: int(each[0]["number"]))
+        assert [each["number"] for each, _ in made] == [1, 2, 3, 4, 5]
+        course = course_of(path)
+        for each, change in made:
+            course = revised(course, each["sample_index"], **change)
+        until(world, 3 * GROUP)
+        check(world, course)
+    assert len(mixture.read()["revisions"]) == 5
+
+
+@pytest.fixture(scope="module")
+def strict(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+    """A run that trains, and whose mixture nothing may change."""
+    server = ServerProcess(tmp_path_factory.mktemp("strict"), write_mixture(folder, "strict")).start()
+    mixture = Mixture(server, "strict")
+    with World(server.url("strict"), RANKS, BATCH) as world:
+        until(world, 10)
+        before = mixture.read()
+        yield mixture
+        assert mixture.read() == before
+        until(world, 3 * GROUP)
+        check(world, course_of(folder / "strict.yaml"))
+    mixture.close()
+    server.kill()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"set": [{"child": "a", "wieght": 2}]}, "body.set.0.wieght: found a field that is not known here"),
+        ({"sett": []}, "body.sett: found a field that is not known here"),
+        ({"reason": ""}, "body.reason: found"),
+        ({"set": [{"child": "a", "paused": "yes"}]}, "body.set.0.paused: found"),
+        ({"sample_index": True, "drop": ["c"]}, "body.sample_index: found true"),
+        (
+            {"set": [{"child": "d", "weight": 2}]},
+            "set.0.child: the mixture has no 'd'; it has 'mixture', 'a', 'b', 'c'",
+        ),
+        (
+            {"set": [{"child": "a", "weight": -1}]},
+            "mixture.children.0.weight: Input should be greater than 0; found -1",
+        ),
+        ({"set": [{"child": "a"}]}, "set.0: sets nothing of 'a'; expected one of weight, policy"),
+        ({"set": [{"child": "a", "policy": "weighted"}]}, "set.0.policy: a source has no policy"),
+        ({"set": [{"child": "mixture", "policy": "fair"}]}, "mixture.policy: Input should be"),
+        ({"drop": ["mixture"]}, "drop.0: 'mixture' is the whole mixture"),
+        ({"add": [{"child": {"source": "parquet:a-*.parquet:ids"}}]}, "is in the mixture already; use set"),
+        ({"add": [{"child": LATE, "to": "a"}]}, "add.0.to: 'a' is a source"),
+        ({"add": [{"child": {"sourc": "x"}}]}, "add.0.child.source: is missing"),
+        ({"add": [{"child": {"source": "parquet:none-*.parquet:ids"}}]}, "no file matches"),
+        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, "\x00"),
+        ({"mixture": NODE, "drop": ["a"]}, "mixture: a whole mixture is given, so set, add and drop must be left out"),
+        ({"mixture": {"policy": "weighted", "children": []}}, "mixture.children: "),
+        ({"append_files": ["d"]}, "append_files: the mixture has no source 'd'"),
+        ({"exclude": {"file": "none.csv"}}, "exclude.file: 'none.csv' cannot be read (no such file)"),
+        ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
+        ({"exclude": {"file": "a\x00b"}}, "cannot be read (embedded null byte)"),
+        ({"exclude": {"file": "a-0.parquet"}}, "'a-0.parquet' cannot be read as JSON lines"),
+        ({"drop": ["a"], "sample_index": 5, "total_tokens": 80}, "name one of them, or neither"),
+        ({"set": [{"child": "a", "weight": 2}]}, "this changes nothing"),
+        ({}, "this changes nothing"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_by_name(strict: Mixture, change: dict[str, Any], message: str) -> None:
+    answer = strict.patch(**change)
+    assert answer.status_code in (422, 500), answer.text
+    assert answer.json()["error"] in ("InvalidRequest", "ConfigError", "SourceError")
+    assert message in answer.json()["message"]
+
+
+def test_an_index_that_may_have_been_produced_is_refused_with_the_limit(strict: Mixture) -> None:
+    for place in ({"sample_index": GROUP - 1}, {"total_tokens": 3}):
+        message = refused(strict.patch(drop=["c"], **place), 416, "BeyondHorizon")
+        assert f"a revision of run 'strict' can hold from sample {GROUP} on" in message
+    assert strict.read()["first_revisable"] == GROUP
+
+
+def test_a_huge_or_deep_change_is_refused_and_harms_nothing(strict: Mixture) -> None:
+    children = [{"source": f"parquet:{'x' * 900}-{i}.parquet:ids"} for i in range(1200)]
+    node = {"policy": "weighted", "children": children}
+    assert refused(strict.patch(mixture=node), 413, "BodyTooLarge")
+    assert strict.patch(mixture={**node, "children": children[:500]}).status_code in (422, 500)
+    for depth in (50, 300, 5000):
+        text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
+        text += json.dumps(LATE) + "]}" * depth + "}"
+        assert strict.patch_text(text).status_code == (200 if depth == 50 else 422), depth
