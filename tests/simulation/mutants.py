@@ -83,7 +83,7 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(Host, "doubt", lambda self, error: None)
+    patch.setattr(Host, "doubt", lambda self, what, error: None)
     return MemoryLedger
 
 
