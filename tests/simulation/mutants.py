@@ -108,12 +108,6 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
     return MemoryLedger
 
 
-def production_that_waits_for_no_revision(patch: pytest.MonkeyPatch) -> MakeLedger:
-    """While a revision is written, samples behind its index are produced."""
-    patch.setattr(Host, "revising_at", property(lambda self: None, lambda self, index: None), raising=False)
-    return MemoryLedger
-
-
 def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A revision may hold from a sample on that was produced already."""
 
@@ -153,7 +147,6 @@ MUTANTS: dict[str, Mutant] = {
         opening_of_unknown_outcome_forgotten,
         lease_ignored,
         credits_ignored,
-        production_that_waits_for_no_revision,
         revisions_below_the_horizon,
         revisions_not_read_when_leading,
         revisions_not_told_to_the_producer,

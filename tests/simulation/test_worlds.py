@@ -21,7 +21,6 @@ CAUGHT = {
     "ledger_that_ignores_the_epoch": (1, 15),
     "opening_of_unknown_outcome_forgotten": (44, 134),
     "lease_ignored": (81,),
-    "production_that_waits_for_no_revision": (933, 1426),
     "revisions_below_the_horizon": (37, 40),
     "revisions_not_read_when_leading": (37, 44),
     "revisions_not_told_to_the_producer": (40, 92),
