@@ -165,7 +165,7 @@ class Course:
         shape = self.at(sample_index).shape
         held = [revision for revision in self.revisions if revision.sample_index <= sample_index]
         if held:
-            shape = replace(shape, revision=(held[-1].sample_index, held[-1].content))
+            shape = replace(shape, revision=(held[-1].sample_index, snapshot.what_of(json.loads(held[-1].content))))
         if self._one_length:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0

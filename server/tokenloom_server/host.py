@@ -604,7 +604,9 @@ class Host:
             return 0
         generation = self.live.generation
         plan = generation.plan
-        produced = generation.index_of(generation.produced)
+        # Ranks may hold more than this server has produced again, and than its own window allows, behind a restart.
+        sent = max(slot.sent for slot in generation.slots)
+        produced = generation.index_of(max(generation.produced, sent))
         horizon = max(produced, self.committed.sample_index + generation.window_steps * plan.step_samples)
         groups = (horizon - plan.start_index) // plan.group_samples + 1
         return plan.start_index + groups * plan.group_samples

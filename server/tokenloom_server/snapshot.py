@@ -174,7 +174,7 @@ class Shape:
     mixture: tuple[Mapping[str, Any], ...] = ()
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
-    """The newest revision that holds: its sample index and content."""
+    """The newest revision that holds: its sample index and ``what_of`` its content."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
@@ -452,13 +452,18 @@ def _check_mixture(resume: _ResumeState, shape: Shape) -> None:
             )
     # Limits, files and rows that are left out are not among what describes a node.
     held = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
-    made_under = (held[-1].sample_index, canonical(held[-1].content)) if held else None
+    made_under = (held[-1].sample_index, what_of(held[-1].content)) if held else None
     if made_under != shape.revision:
         raise SnapshotInvalid(
             f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
             f"there is {_of_revision(shape.revision)}: it was dropped, or made on another line of the run; use that "
             "run's ledger, or resume from a state of the present line"
         )
+
+
+def what_of(content: Mapping[str, Any]) -> str:
+    """What a revision makes of the run, as canonical JSON: not during which generation it was made."""
+    return canonical({key: value for key, value in content.items() if key != "generation"})
 
 
 def _of_revision(revision: tuple[int, str] | None) -> str:

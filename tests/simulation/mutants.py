@@ -83,7 +83,7 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(Host, "doubt", lambda self, error: None)
+    patch.setattr(Host, "doubt", lambda self, what, error: None)
     return MemoryLedger
 
 
@@ -105,12 +105,6 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
             slot.credit_steps = given
 
     patch.setattr(Generation, "_sendable", generous)
-    return MemoryLedger
-
-
-def production_that_waits_for_no_revision(patch: pytest.MonkeyPatch) -> MakeLedger:
-    """While a revision is written, samples behind its index are produced."""
-    patch.setattr(Host, "revising_at", property(lambda self: None, lambda self, index: None), raising=False)
     return MemoryLedger
 
 
@@ -153,7 +147,6 @@ MUTANTS: dict[str, Mutant] = {
         opening_of_unknown_outcome_forgotten,
         lease_ignored,
         credits_ignored,
-        production_that_waits_for_no_revision,
         revisions_below_the_horizon,
         revisions_not_read_when_leading,
         revisions_not_told_to_the_producer,

@@ -454,7 +454,7 @@ class World(Scheduler):
     def _ask_for_revision(self, server: Server) -> None:
         """An operator changes the mixture, as the REST API has it done."""
         host = server.host
-        if host is None or host.one_change.locked():
+        if host is None or server.one_change.locked():
             return
         asked = {"reason": f"at {self.now:.3f}", **self._change(host.course.at(2**40).config)}
         if self.rng.random() < 0.4:
@@ -464,8 +464,7 @@ class World(Scheduler):
         except (ConfigError, LedgerError) as error:
             self.note(server.name, "no revision", error.name, str(error))
         except BeyondHorizon as error:
-            # Behind the end of the data there is nothing to change.
-            if "sample_index" not in asked and "end at sample" not in str(error):
+            if "sample_index" not in asked and "the data of run" not in str(error):
                 self.checker.fail(f"a revision without a sample index was refused: {error}")
             self.note(server.name, "no revision", error.name)
         else:
@@ -495,7 +494,7 @@ class World(Scheduler):
 
     def _ask_for_drop(self, server: Server) -> None:
         host = server.host
-        if host is None or host.one_change.locked() or not host.course.revisions:
+        if host is None or server.one_change.locked() or not host.course.revisions:
             return
         number = self.rng.randint(1, len(host.course.revisions))
         self.checker.asked_to_drop(host.course.revisions[number - 1 :])
