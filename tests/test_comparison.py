@@ -152,8 +152,8 @@ def test_revisions_are_named_where_they_differ_before_the_end_of_the_shorter() -
 class FakeRemote:
     """A server of one run, of which no receipt is asked here."""
 
-    def only_run(self) -> str:
-        return "the-run"
+    def runs(self) -> list[str]:
+        return ["the-run"]
 
 
 @pytest.mark.parametrize(

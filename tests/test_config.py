@@ -47,6 +47,16 @@ def put(path: str, value: Any) -> Change:
     return change
 
 
+def scheduled(points: Any, **node: Any) -> Change:
+    """Makes the root a schedule, with points for its first child."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["mixture"] |= {"policy": "schedule"} | node
+        document["mixture"]["children"][0]["weight"] = points
+
+    return change
+
+
 BAD = [
     ("sequenze_length", 8, "unknown key"),
     ("mixture.children.0.epoch", 2, "unknown key"),
@@ -223,6 +233,89 @@ def test_source_ids_are_depth_first() -> None:
     ]
 
 
+BAD_SCHEDULES = [
+    ([], "mixture.children.0.weight: List should have at least 1 item"),
+    ([[0, 1], [0, 2]], "mixture.children.0.weight: the point at 0 tokens stands behind the one at 0"),
+    ([[9, 1], [5, 2]], "mixture.children.0.weight: the point at 5 tokens stands behind the one at 9"),
+    ([[0, -1]], "mixture.children.0.weight.0.1: "),
+    ([[-1, 1]], "mixture.children.0.weight.0.0: "),
+    ([[0, True]], "mixture.children.0.weight.0.1: "),
+    ([[0.5, 1]], "mixture.children.0.weight.0.0: "),
+    ([[0, math.nan]], "mixture.children.0.weight.0.1: "),
+    ([[0, 1, 2]], "mixture.children.0.weight.0: "),
+    ([3], "mixture.children.0.weight.0: "),
+    ([[0, 0], [7, 0]], "mixture.children.0.weight: every point has the weight 0"),
+]
+
+
+@pytest.mark.parametrize(("points", "says"), BAD_SCHEDULES)
+def test_points_that_mean_nothing_are_refused(points: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(changed(scheduled(points)))
+    assert str(caught.value).startswith(f"mixture.yaml: {says}")
+
+
+def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
+    def points(*weights: Any, **node: Any) -> dict[str, Any]:
+        document = flat([f"txt:{i}:text" for i in range(len(weights))], "schedule")
+        for child, weight in zip(document["mixture"]["children"], weights, strict=True):
+            child["weight"] = weight
+        document["mixture"] |= node
+        return document
+
+    over = [[0, 1], [100, 0]]
+    for later in ([[0, 0], [200, 1]], [[0, 0], [99, 0], [101, 1]], [[100, 0.1]]):
+        assert parsed(points(over, later)).mixture.policy == "schedule"
+    with pytest.raises(ConfigError, match="children: at 100 tokens every weight is 0"):
+        parsed(points(over, [[100, 0], [200, 1]]))
+    with pytest.raises(ConfigError, match="children: at 100 tokens every weight is 0"):
+        parsed(points(over, [[0, 0], [200, 1]], interpolate="step"))
+    with pytest.raises(ConfigError, match="children: at 0 tokens every weight is 0"):
+        parsed(points([[0, 0], [100, 1]], [[50, 0], [100, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (put("mixture.children.0.weight", [[0, 1]]), "mixture: children.0.weight: found 1 points, but the policy"),
+        (put("mixture.weight", [[0, 1]]), "mixture.weight: found points, but the root has no siblings"),
+        (put("mixture.policy", "balance_remaining"), "mixture: children.0.weight: found 2, but the policy"),
+        (put("mixture.policy", "soft_sequential"), "mixture: children.0.weight: found 2, but the policy"),
+        (put("mixture.unit", "samples"), "mixture: unit: is for the policy 'weighted', but this is 'least_consumed'"),
+        (put("mixture.interpolate", "step"), "mixture: interpolate: is for the policy 'schedule'"),
+        (put("mixture.children.0.max_tokens", 7), "mixture.children.0.max_tokens: 7 is less than one sample of 8"),
+        (put("mixture.max_tokens", 7), "mixture.max_tokens: 7 is less than one sample of 8 tokens"),
+    ],
+)
+def test_an_option_where_it_has_no_meaning_is_refused(change: Change, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(changed(change))
+    assert says in str(caught.value)
+
+
+def test_numbers_of_tokens_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.yaml"
+    text = MINIMAL.replace("least_consumed", "schedule").replace(
+        "epochs: .inf", "max_tokens: 1e9\n      weight: [[0, 1], [2.5e8, 1e-3]]"
+    )
+    path.write_text(text)
+    source = config.load(path).sources[1]
+    assert (source.max_tokens, source.weight) == (10**9, [(0, 1.0), (250_000_000, 0.001)])
+
+
+@pytest.mark.parametrize("policy", ["soft_sequential", "balance_remaining"])
+def test_what_has_no_end_is_refused_where_its_end_decides(policy: str) -> None:
+    document = flat(["txt:0:text"], policy)
+    inner: dict[str, Any] = {"policy": "weighted", "epochs": math.inf, "children": [{"source": "txt:1:text"}]}
+    document["mixture"]["children"].append(inner)
+    with pytest.raises(ConfigError, match=rf"children\.1\.children\.0\.epochs: found \.inf, but the policy '{policy}'"):
+        parsed(document)
+    parsed(document | {"mixture": document["mixture"] | {"children": [inner | {"max_tokens": 100}]}})
+    # A limit above the policy ends it, but tells nothing about what its children have left.
+    with pytest.raises(ConfigError):
+        parsed(document | {"mixture": document["mixture"] | {"max_tokens": 100}})
+
+
 def reversed_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: reversed_keys(value[key]) for key in reversed(value)}
@@ -258,6 +351,12 @@ DEFAULTS = {
     "mixture.children.1.weight": 1,
     "mixture.children.0.epochs": 1,
     "mixture.children.2.children.0.add_bos": None,
+    "mixture.epochs": 1,
+    "mixture.max_tokens": None,
+    "mixture.unit": "tokens",
+    "mixture.interpolate": "linear",
+    "mixture.children.0.max_tokens": None,
+    "mixture.children.0.on_exhausted": None,
 }
 SAME_ORDER |= {f"the default of {path} written out": put(path, value) for path, value in DEFAULTS.items()}
 
@@ -282,6 +381,18 @@ OTHER_ORDER: dict[str, Change] = {
     "endless epochs": put("mixture.children.1.epochs", math.inf),
     "a policy": put("mixture.policy", "weighted"),
     "on_exhausted": put("mixture.on_exhausted", "stop"),
+    "a source's on_exhausted": put("mixture.children.0.on_exhausted", "stop"),
+    "a source's on_exhausted that its node has, too": put("mixture.children.0.on_exhausted", "drop"),
+    "a source's max_tokens": put("mixture.children.0.max_tokens", 800),
+    "a node's max_tokens": put("mixture.children.2.max_tokens", 800),
+    "the root's max_tokens": put("mixture.max_tokens", 800),
+    "a node's epochs": put("mixture.children.2.epochs", 2),
+    "the root's epochs": put("mixture.epochs", 2),
+    "the unit of draws": put("mixture.children.2.unit", "samples"),
+    "a schedule": scheduled([[0, 1], [1000, 2]]),
+    "a schedule's weight in its last digit": scheduled([[0, 1], [1000, math.nextafter(2, 3)]]),
+    "a schedule's tokens": scheduled([[0, 1], [1001, 2]]),
+    "a schedule in steps": scheduled([[0, 1], [1000, 2]], interpolate="step"),
     "nested on_exhausted": put("mixture.children.2.on_exhausted", "stop"),
     "the order of children": lambda d: d["mixture"]["children"].reverse(),
     "phases": put(

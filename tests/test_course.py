@@ -235,3 +235,62 @@ def test_a_source_that_comes_back_goes_on_where_it_stood(folder: Path) -> None:
     assert states[10] == states[19]
     assert states[30].samples > states[20].samples
     assert [child.id for child in course.at(25).config.sources] == [0, 1, 2, 3]
+
+
+def test_a_state_under_a_schedule_is_read_back(folder: Path) -> None:
+    points = [[0, 1.0], [100, 0.0]]
+    children = [{"source": CODE, "weight": points}, {"source": WIKI}]
+    course = Course(order_of(folder, mixture(mixture={"policy": "schedule", "children": children})))
+    states = walked(course, 20)
+    assert [course.encode(course.decode(text)) for text in states] == states
+
+
+def test_files_appended_by_the_first_of_two_revisions_at_one_sample_wake_their_source(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    children = [{"source": CODE, "alias": "code", "weight": 9}, {"source": WIKI, "alias": "wiki"}]
+    course = Course(order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children})))
+    write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
+    out = next(at for at, text in enumerate(walked(course)) if json.loads(text)["datasets"][0].get("exhausted"))
+    appended = revised(course, out + 1, append_files=["code"])
+    both = revised(appended, out + 1, set=[{"child": "wiki", "weight": 2}])
+    assert _end(both).sources[0].tokens == _end(appended).sources[0].tokens > _end(course).sources[0].tokens
+    assert both.stretches[1].grown == (0,)
+
+
+def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
+    document = mixture(last_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}])
+    course = revised(Course(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}])
+    (switch,) = course.switches(0)
+    assert switch.ends is not None and "sample 10 begins phase 1" in switch.ends
+    assert [(each.begin, each.phase, each.revision is None) for each in course.stretches] == [
+        (0, 0, True),
+        (10, 1, False),
+    ]
+
+
+def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
+    children = [
+        {"source": CODE, "alias": "code"},
+        {"policy": "round_robin", "alias": "inner", "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}]},
+    ]
+    course = Course(order_of(folder, mixture(mixture={"policy": "round_robin", "children": children})))
+    course = revised(course, 20, drop=["docs"])
+    course = revised(course, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
+    states = walked(course, 60)
+    # Turn by turn, though the inner node has only half of the samples that it gave.
+    given = [[child.samples for child in course.decode(states[at]).nodes[0]] for at in (20, 26)]
+    assert [after - before for before, after in zip(*given, strict=True)] == [2, 2, 2]
+    for at in range(20, 30):
+        pipeline = course.pipeline(course.decode(states[at]))
+        pipeline.advance(3)
+        assert course.encode(pipeline.state()) == states[at + 3]
+
+
+def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
+    phases = [{"until_tokens": 90}, {"until_tokens": 95, "sequence_length": 4}, {"sequence_length": 16}]
+    course = Course(order_of(folder, mixture(last_step="pad", phases=phases)))
+    assert [(each.begin, each.phase) for each in course.stretches] == [(0, 0), (12, 2)]
+    pipeline = course.pipeline(course.initial())
+    pipeline.advance(12)
+    assert course.encode(pipeline.state()) == course.encode(course.decode(walked(course, 12)[12]))
+    assert pipeline.state() == course.decode(course.encode(pipeline.state()))

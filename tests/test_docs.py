@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import tokenloom
 import yaml
-from tokenloom_server import config, errors, peeking, traced, tracing
+from tokenloom_server import config, errors, extents, peeking, picture, traced, tracing
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
@@ -19,7 +19,8 @@ from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
 from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
 from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.peeking import MAX_PEEKS
-from tokenloom_server.rest_api.app import create_app
+from tokenloom_server.planning import stretches
+from tokenloom_server.rest_api.app import MAX_PLANS, create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
 from tokenloom_server.revising import MAX_REVISIONS
@@ -104,6 +105,15 @@ def test_the_client_has_a_class_for_every_error_that_the_server_can_send() -> No
         name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.TokenloomError)
     }
     assert sent <= by_name
+
+
+def test_the_bounds_of_plans_are_in_the_reference() -> None:
+    section = REFERENCE.split("## Plans")[1].split("\n## ")[0]
+    for size in (extents.COUNTED_BYTES, extents.READ_BYTES, extents.ENCODED_BYTES):
+        assert f"{size // 2**20} MiB" in section
+    assert f"| plans at a time over REST | {MAX_PLANS};" in REFERENCE
+    for number in (extents.MOST_PLACES, picture.SHOWN_SOURCES, stretches.MAX_STRETCHES):
+        assert f" {number} " in section
 
 
 def test_the_bounds_of_peeks_are_in_the_reference() -> None:

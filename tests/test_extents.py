@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import corpora
@@ -12,6 +13,7 @@ from tokenloom_server.order import Order
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.state import Cursor
+from tokenloom_server.tokenizer import Documents as Encoded
 
 
 def counted(order: Order, source_id: int) -> tuple[int, int]:
@@ -47,7 +49,12 @@ def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path:
         assert extents.measure(order, 0).tokens == tokens
 
 
-def test_rows_are_exact_and_tokens_near_where_a_sample_stands_for_many_shards(tmp_path: Path) -> None:
+def test_rows_are_exact_and_tokens_near_where_a_sample_stands_for_many_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents, "MOST_PLACES", 8)
+    monkeypatch.setattr(extents, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(extents, "ENCODED_BYTES", 1 << 16)
     # Twelve shards of unequal length, whose rows become longer from one to the next.
     for shard in range(12):
         lengths = corpora.numbers(900 + 50 * shard, shard, 100 * shard, 400 + 100 * shard)
@@ -60,7 +67,16 @@ def test_rows_are_exact_and_tokens_near_where_a_sample_stands_for_many_shards(tm
     assert extents.measure(order_over(tmp_path, "parquet:*.parquet:ids"), 0) == found
 
 
-def test_the_rows_of_one_long_shard_are_taken_from_all_over_it(tmp_path: Path) -> None:
+def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -> None:
+    for shard in range(70):
+        corpora.write_txt(tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8)
+    order = order_over(tmp_path, "txt:*.txt:text")
+    rows, tokens = counted(order, 0)
+    assert extents.measure(order, 0) == Extent(rows, round(1000 * tokens / rows))
+
+
+def test_the_rows_of_one_long_shard_are_taken_from_all_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "READ_BYTES", 1 << 20)
     # Sorted by length: its head alone would say a tenth of the truth.
     rows = ["x" * (1 + row // 10) for row in range(20_000)]
     corpora.write_txt(tmp_path / "sorted.txt", rows)
@@ -87,7 +103,7 @@ def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: p
     found = extents.measure(order, 0)
     assert {path.name for path in index.glob("lines-*")} == before
     rows_read, tokens = counted(order, 0)
-    # Eight heads of 500 KB each of ten shards of that size: nearly all of it.
+    # Of each shard the head, which here is all of it.
     assert found.rows == pytest.approx(rows_read, rel=0.03)
     assert found.tokens == pytest.approx(tokens, rel=0.03)
 
@@ -95,12 +111,37 @@ def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: p
 def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A place has room for a fraction of these: without the row that crosses its end there would be none, or only
     # the short ones.
-    monkeypatch.setattr(extents, "PLACE_BYTES", 3_000)
+    monkeypatch.setattr(extents, "READ_BYTES", 24_000)
+    monkeypatch.setattr(extents, "ENCODED_BYTES", 8_000)
     corpora.write_txt(tmp_path / "a.txt", long_rows(4_000, 5, 1, 8_000))
     order = order_over(tmp_path, "txt:a.txt:text")
     _, tokens = counted(order, 0)
     # Eight places of one or two rows each: their mean is right within its own error, and never far below.
     assert extents.measure(order, 0).tokens == pytest.approx(tokens, rel=0.6)
+
+
+def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpora.write_txt(tmp_path / "a.txt", long_rows(20_000, 3, 1, 300))
+    order = order_over(tmp_path, "txt:a.txt:text")
+    rows, tokens = counted(order, 0)
+    monkeypatch.setattr(extents, "ENCODED_BYTES", 80_000)
+    encoder = order.encoder(0, order.open(0))
+    encoded = 0
+
+    class Counting:
+        def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
+            nonlocal encoded
+            found = encoder.encode(column, first_row, shard)
+            encoded += len(found.values)
+            return found
+
+    monkeypatch.setattr(order, "encoder", lambda *_: Counting())
+    found = extents.measure(order, 0)
+    assert encoded < 1.2 * 80_000 < tokens / 10
+    # All lengths were looked at; only the ids that end a text are estimated.
+    assert found == Extent(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
 
 
 def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
 
 
 @pytest.mark.browser
+def test_the_plan_of_a_run_is_one_click_away(page: Page) -> None:
+    page.get_by_role("link", name="Plan").click()
+    page.wait_for_url(f"**/v1/runs/{RUN}/plan.svg")
+    expect(page.get_by_text(f"run {RUN}: ends at 10.2M tokens")).to_be_visible()
+
+
+@pytest.mark.browser
 def test_a_script_in_an_alias_is_shown_as_text(page: Page, service: MemoryService) -> None:
     evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
     source = source_stats(0, alias=evil, spec=f"txt:{evil}:text")
@@ -370,6 +377,7 @@ def test_links_bring_the_token_and_give_the_exact_bytes(guarded: tuple[Page, Mem
     enter(page, READ)
     for link, content in (
         ("s0-4096", service.saved[RUN]["s0-4096"].encode()),
+        ("Plan", b"<?xml"),
         ("Prometheus metrics", b"# HELP"),
         ("OpenAPI", b'{"openapi"'),
     ):

@@ -395,6 +395,35 @@ GOLDEN_CONFIGS = CONFIGS | {
     "all four, equal weights": flat([CODE, DOCS, PROSE, WIKI]),
     "all four, drawn": flat([CODE, DOCS, PROSE, WIKI], "weighted", seed=2**63 - 1),
     "rows that end themselves": flat([CODE, PROSE], add_eot="auto", end_of_text_id=32, sequence_length=32),
+    "what is left decides": mixture(sequence_length=2)
+    | {
+        "mixture": {
+            "policy": "balance_remaining",
+            "children": [
+                {"source": CODE},
+                {"policy": "soft_sequential", "epochs": 2, "children": [{"source": DOCS}, {"source": PROSE}]},
+                {"source": WIKI, "max_tokens": 500},
+            ],
+        }
+    },
+    "a schedule": mixture(sequence_length=2)
+    | {
+        "mixture": {
+            "policy": "schedule",
+            "children": [
+                {"source": CODE, "weight": [[0, 3], [1000, 0.5]]},
+                {"source": DOCS, "weight": [[400, 0], [1200, 2]], "epochs": 3},
+                {
+                    "policy": "schedule",
+                    "interpolate": "step",
+                    "children": [
+                        {"source": PROSE, "weight": [[0, 1], [600, 0]], "on_exhausted": "stop"},
+                        {"source": WIKI, "weight": [[0, 0], [600, 1]]},
+                    ],
+                },
+            ],
+        }
+    },
     "ids without a tokeniser": {
         **{key: value for key, value in flat([CODE, WIKI]).items() if key != "tokenizer"},
         "vocab_size": 70_000,

@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.memory_service import MemoryService, run_stats
+from support.memory_service import MemoryService, run_plan, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.page import FILES
+from tokenloom_server.rest_api.app import MAX_PLANS
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.problems import HTTP_ERRORS, SECURITY_HEADERS
 from tokenloom_server.rest_api.server import RestServer
@@ -101,6 +102,62 @@ def test_stats_are_the_services_figures(http: httpx.Client, service: MemoryServi
     answer = http.get(f"/v1/runs/{RUN}/stats")
     assert answer.status_code == 200
     assert answer.json() == service.runs[RUN].model_dump(mode="json")
+
+
+def test_a_plan_goes_to_the_end_or_as_far_as_it_is_asked_to(http: httpx.Client) -> None:
+    whole = http.get(f"/v1/runs/{RUN}/plan")
+    assert whole.status_code == 200
+    assert whole.json() == run_plan(RUN).model_dump(mode="json")
+    for text, tokens in (("10B", 10**10), ("1.5t", 15 * 10**11), ("2_500_000", 2_500_000)):
+        assert http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}).json()["until_tokens"] == tokens
+    for text, part in (("ten", "such as 500M"), ("0", "from 1"), ("1", "the run has 2097152 already")):
+        refused = problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}), 422, "ConfigError")
+        assert "tokens: " in refused
+        assert part in refused
+    problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": "1" * 33}), 422, "InvalidRequest")
+    problem(http.get("/v1/runs/other/plan"), 404, "NotFound")
+
+
+def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    service.gate = threading.Event()
+    answers: list[int] = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.get(http.base_url.join(f"/v1/runs/{RUN}/plan"), trust_env=False, timeout=30).status_code
+            )
+        )
+        for _ in range(MAX_PLANS)
+    ]
+    try:
+        for thread in asking:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while service.calls < MAX_PLANS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for route in ("plan", "plan.svg"):
+            assert "ask again" in problem(http.get(f"/v1/runs/{RUN}/{route}"), 409, "LimitExceeded")
+        assert http.get("/v1/runs").status_code == 200
+    finally:
+        service.gate.set()
+        for thread in asking:
+            thread.join()
+    assert answers == [200] * MAX_PLANS
+    assert http.get(f"/v1/runs/{RUN}/plan").status_code == 200
+
+
+def test_a_plan_is_a_picture_too(http: httpx.Client) -> None:
+    answer = http.get(f"/v1/runs/{RUN}/plan.svg", params={"tokens": "10B"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "image/svg+xml"
+    assert "up to 10.0B tokens" in answer.text
+    # Its colours are styles within it, which pages are not allowed; scripts are not, either.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    assert answer.headers.get_list("content-security-policy") == [policy]
+    problem(http.get("/v1/runs/other/plan.svg"), 404, "NotFound")
 
 
 def test_a_receipt_is_of_the_index_that_is_asked_for_or_of_the_committed_one(http: httpx.Client) -> None:
@@ -366,7 +423,7 @@ def test_poison_is_refused_on_every_route(http: httpx.Client, service: MemorySer
 
 def test_every_post_route_refuses_what_the_guard_refuses(http: httpx.Client, service: MemoryService) -> None:
     writes = [(method, path.format(run=RUN, number=1)) for path, method, _ in operations(http) if method != "get"]
-    assert len(writes) == 4
+    assert len(writes) == 5
     for each in writes:
         plain = {"content-type": "text/plain"}
         problem(http.request(*each), 415, "ContentTypeRequired")
@@ -523,12 +580,15 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
     assert paths == {
         "GET /v1/runs",
         "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/plan",
+        "GET /v1/runs/{run}/plan.svg",
         "GET /v1/runs/{run}/receipt",
         "GET /v1/runs/{run}/report",
         "POST /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots",
         "GET /v1/runs/{run}/snapshots/{snapshot_id}",
         "POST /v1/runs/{run}/restore",
+        "POST /v1/runs/{run}/fork",
         "GET /v1/runs/{run}/samples/{index}",
         "GET /v1/runs/{run}/steps/{step}",
         "GET /v1/runs/{run}/mixture",

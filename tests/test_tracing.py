@@ -20,6 +20,7 @@ from tokenloom_server.errors import (
     NotFound,
     OrderMismatch,
     ServerStopping,
+    SnapshotInvalid,
     TooManyPeeks,
 )
 from tokenloom_server.host import Waiting
@@ -463,20 +464,24 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served, ExitStack() as open_peeks:
         rank = Rank0(served, "a").train(4)
-        near, far = (open_peeks.enter_context(served.peeks.open(served.host.uid, at, 1)) for at in (5, 70))
+        near, far, resting = (open_peeks.enter_context(served.peeks.open(served.host.uid, at, 1)) for at in (5, 70, 70))
         seen = []
-        for peek, at in ((near, 5), (far, 70)):
+        for peek, at in ((near, 5), (far, 70), (resting, 70)):
             peek.progress(at, 1)
             seen.append(_taken(peek, 1))
+        monkeypatch.setattr("tokenloom_server.peeking.REST_S", 0.0)
+        assert isinstance(resting.next(0.01, lambda: False), Waiting)
+        assert resting._way is None
         index = served.revising.revise(change(drop=[PROSE])).sample_index
         assert 6 < index < 60
         near.progress(6, 100)
         rank.train(10**6)
         shown = seen[0] + _taken(near, 60)
         assert shown == [rank.samples[at][1] for at in range(5, 66)]
-        far.progress(71, 1)
-        with pytest.raises(OrderMismatch, match=rf"the mixture was revised at sample {index} while this peek was at"):
-            _taken(far, 1)
+        for peek in (far, resting):
+            peek.progress(71, 1)
+            with pytest.raises(OrderMismatch, match=rf"the mixture was revised at sample {index} while this peek was"):
+                _taken(peek, 1)
         with served.peeks.open(served.host.uid, 70, 1) as again:
             again.progress(70, 1)
             assert _taken(again, 1) == [rank.samples[70][1]]
@@ -508,3 +513,23 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         whole = Rank0(served, "c", resume="fresh").train(90)
         assert {at: whole.samples[at] for at in range(68, 90)} == {at: behind.samples[at] for at in range(68, 90)}
         assert {at: whole.samples[at] for at in range(8)} == {at: rank.samples[at] for at in range(8)}
+
+
+def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+        first = Rank0(served, "a").train(4)
+        text, _ = served.history.snapshot(4)
+        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        for to in range(8, 60, 4):
+            first.train(to)
+        told_as_received(served, first, range(56))
+        second = Rank0(served, "b", text.encode()).train(5)
+        told_as_received(served, first, range(56), 1)
+        served.revising.drop(1)
+        told_as_received(served, second, range(4, 5))
+        for at in (index - 1, index, 50):
+            with pytest.raises(SnapshotInvalid, match="a revision was dropped"):
+                served.traces.sample(at, 1, False)

@@ -218,4 +218,4 @@ def test_the_command_works_in_the_servers_image(installed: Path, server_environm
     result = _run(server_environment, _entry_point(installed), "--help")
 
     assert result.returncode == 0, result.stderr
-    assert all(command in result.stdout for command in ("serve", "validate", "stats", "peek", "demo"))
+    assert all(command in result.stdout for command in ("serve", "validate", "plan", "stats", "peek", "demo"))

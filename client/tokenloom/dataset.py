@@ -42,6 +42,9 @@ class RemoteDataset(IterableDataset[Batch]):
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
 
+    ``fork_from`` is another run's ``state_dict()``: this run, which must not have begun, begins there, under its own
+    mixture. A state that is loaded comes first, so a script that is restarted from its checkpoint may leave it there.
+
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
     ``peek=True`` only looks: it joins nothing, counts nothing and fences nobody, whatever the run is doing. The whole
@@ -66,6 +69,7 @@ class RemoteDataset(IterableDataset[Batch]):
         process_group: ProcessGroup | None = None,
         resume: str | None = None,
         takeover: bool = False,
+        fork_from: Mapping[str, Any] | None = None,
         stream: str = "train",
         prefetch_steps: int | None = None,
         peek: bool = False,
@@ -105,6 +109,9 @@ class RemoteDataset(IterableDataset[Batch]):
         self._batch_size = batch_size
         self._resume = resume or ""
         self._takeover = takeover
+        if fork_from is not None and resume:
+            raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
+        self._fork = Loaded.read(fork_from) if fork_from is not None else None
         self._stream = stream
         self._prefetch_steps = prefetch_steps
         self._document_ids = document_ids
@@ -115,7 +122,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._peek = peek
         if peek:
             given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
-            _refuse_with_peek(**given, takeover=takeover)
+            _refuse_with_peek(**given, takeover=takeover, fork_from=fork_from)
             self._topology = topology.ALONE
         else:
             self._topology = topology.resolve(
@@ -276,6 +283,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def _join(self) -> None:
         if self._closed:
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+        fork = self._fork if self._loaded is None else None
+        loaded = self._loaded or fork
         connection = Connection(
             Request(
                 address=self._address,
@@ -283,12 +292,13 @@ class RemoteDataset(IterableDataset[Batch]):
                 stream=self._stream,
                 topology=self._topology,
                 batch_size=self._batch_size,
-                resume="" if self._loaded else self._resume,
-                state=self._loaded.text if self._loaded else "",
+                resume="" if loaded else self._resume,
+                state=loaded.text if loaded else "",
                 position_ids=self._position_ids,
                 document_ids=self._document_ids,
                 prefetch_steps=self._prefetch_steps,
                 takeover=self._takeover,
+                fork=fork is not None,
                 peek=self._peek,
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
@@ -296,10 +306,10 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         )
         start, skipped = connection.opening.start, connection.opening.skipped_samples
-        if self._loaded and not self._loaded.leads_to(start, skipped):
+        if loaded and not loaded.leads_to(start, skipped):
             connection.close()
             raise ProtocolError(
-                f"the loaded state stands at sample index {self._loaded.sample_index} (digest {self._loaded.digest}), "
+                f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
                 f"but the server starts at {start.sample_index} (digest {start.digest}), {skipped} skipped samples "
                 "behind it"
             )
@@ -312,7 +322,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = self._joined_in[0] = os.getpid()
         # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
-        self._history = History(connection.opening.template, start, None if skipped else self._loaded)
+        # And a state of the run that was forked is none of this one.
+        self._history = History(connection.opening.template, start, None if skipped or fork else self._loaded)
 
     def _check_worker(self) -> None:
         worker = get_worker_info()

@@ -28,7 +28,7 @@ LABELS_SAME: Labels
 LABELS_SHIFTED: Labels
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process", "peek")
+    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process", "peek", "fork")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class JoinRequest(_message.Message):
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     rank: int
@@ -53,7 +54,8 @@ class JoinRequest(_message.Message):
     takeover: bool
     process: str
     peek: bool
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ..., peek: bool = ...) -> None: ...
+    fork: bool
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ..., peek: bool = ..., fork: bool = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("id", "spec", "alias")

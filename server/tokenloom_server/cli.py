@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -315,7 +315,6 @@ def validate(
     """
     from rich.table import Table
 
-    from tokenloom_server import config
     from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import Order
@@ -325,13 +324,7 @@ def validate(
     try:
         roots = DataRoots.of(data_root or ())
         fields = _fields(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
-        short = _short_form(dataset_mix, fields, roots)
-        if short is not None and mixture is None:
-            (found, text), base_dir = short, Path.cwd()
-        elif short is None and mixture is not None:
-            found, text, base_dir = config.load(mixture), "", mixture.resolve().parent
-        else:
-            raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+        found, text, base_dir = _one_mixture(mixture, _short_form(dataset_mix, fields, roots))
         if print_file and not text:
             raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
         with console(stderr=True).status("opening sources and tokeniser"):
@@ -358,6 +351,88 @@ def validate(
     out.print("valid", style="green")
     if print_file:
         print(text, end="")
+
+
+@app.command()
+def plan(
+    mixture: _Mixture = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]').",
+            show_default=False,
+        ),
+    ] = None,
+    data_root: _DataRoots = None,
+    dataset_mix: _DatasetMix = None,
+    run: _MixRun = None,
+    sequence_length: _MixLength = None,
+    tokenizer: _MixTokenizer = None,
+    seed: _MixSeed = None,
+    policy: _MixPolicy = None,
+    vocab_size: _MixVocabSize = None,
+    end_of_text_id: _MixEndOfText = None,
+) -> None:
+    """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
+
+    Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
+    tokens are planned. Drawn policies are planned at their mean.
+    """
+    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.course import Course
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.order import Order
+    from tokenloom_server.planning.planner import Planner
+
+    _set_up_logging("warning")
+    try:
+        until = None if tokens is None else parse_amount(tokens, "--tokens")
+        form = None if picture is None else _picture_format(picture)
+        roots = DataRoots.of(data_root or ())
+        fields = _fields(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        found, _, base_dir = _one_mixture(mixture, _short_form(dataset_mix, fields, roots))
+        with console(stderr=True).status("opening sources and tokeniser") as status:
+            order = Order.create(found, base_dir, None, roots)
+            course = Course(order)
+            planner = Planner(lambda name: status.update(f"measuring {name}"))
+            made = planner.plan(course, course.initial(), until)
+        if picture is not None and form is not None:
+            from tokenloom_server.picture import draw
+
+            _write(picture, draw(made, form))
+    except TokenloomError as error:
+        fail(error)
+    if as_json:
+        print(made.model_dump_json(indent=2))
+        return
+    from tokenloom_server.planning.report import report
+
+    out = console()
+    for part in report(made):
+        out.print(part, highlight=False)
+    if picture is not None:
+        out.print(f"the picture is {picture}", highlight=False)
+
+
+def _picture_format(path: Path) -> Literal["svg", "png"]:
+    match path.suffix.lower():
+        case ".svg":
+            return "svg"
+        case ".png":
+            return "png"
+    raise ConfigError(f"--picture {path}: expected a file name that ends with .svg or .png")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 @app.command()
@@ -493,7 +568,7 @@ def report(
 
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-        found = remote.report(run or remote.only_run())
+        found = remote.report(remote.only_run(run))
     except TokenloomError as error:
         fail(error)
     print(
@@ -731,6 +806,59 @@ def _snapshot_text(path: Path) -> str:
 
 
 @app.command()
+def fork(
+    url: Annotated[str, _REST_URL],
+    run: Annotated[str, typer.Option(help="The new run; its mixture file is served already.")],
+    parent: Annotated[
+        str | None,
+        typer.Option("--from", help="The run that it begins from, served there, too.", show_default=False),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="Where that run stood; what it has committed if not given.", show_default=False),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --from: a file with its snapshot, or with what state_dict() gave, as JSON.",
+            show_default=False,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+        ),
+    ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Begin a run where another one stands: a branch off one checkpoint, with a mixture of its own.
+
+    Sources that both mixtures have go on where they stood; others begin at their first row. Sample index, tokens and
+    rolling digest go on. The first launch of the new run then joins without a state; in a trainer,
+    RemoteDataset(…, fork_from=state_dict) does the same.
+    """
+    from tokenloom_server.remote import Remote
+
+    try:
+        if (parent is None) == (state is None):
+            raise ConfigError("give one of --from and --state")
+        remote = Remote(
+            url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, control=True
+        )
+        text = _snapshot_text(state) if state is not None else None
+        point = remote.fork(run, parent=parent, sample_index=sample, snapshot=text)
+    except TokenloomError as error:
+        fail(error)
+    console().print(
+        f"{run}: begins at sample {point.sample_index:,} (digest {point.digest}), with the first launch",
+        highlight=False,
+    )
+
+
+@app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
     steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,
@@ -763,6 +891,17 @@ def _fields(
         "sequence_length": sequence_length,
         "policy": policy,
     }
+
+
+def _one_mixture(mixture: Path | None, short: tuple[RunConfig, str] | None) -> tuple[RunConfig, str, Path]:
+    """The config of the file or of the short form, the text that the latter stands for, and where paths begin."""
+    from tokenloom_server import config
+
+    if short is not None and mixture is None:
+        return *short, Path.cwd()
+    if short is None and mixture is not None:
+        return config.load(mixture), "", mixture.resolve().parent
+    raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
 
 
 def _short_form(mix: str | None, fields: dict[str, str | int | None], roots: DataRoots) -> tuple[RunConfig, str] | None:

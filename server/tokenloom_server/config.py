@@ -316,11 +316,11 @@ class RunConfig(_Model):
 
     @model_validator(mode="after")
     def _sources_are_distinct(self) -> Self:
-        for mixture, at in self._mixtures():
+        for mixture, at in self.mixtures():
             _check_distinct(mixture, at)
             if isinstance(mixture.weight, list):
                 raise ValueError(f"{at}.weight: found points, but the root has no siblings; leave it out")
-            self._check_limits(mixture, at, False, None)
+            _check_ends(mixture, at, False, None)
         if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
             raise ValueError(
                 "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
@@ -332,7 +332,7 @@ class RunConfig(_Model):
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
         return self
 
-    def _mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
+    def mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
         """Every mixture in the file, with its place."""
         yield self.mixture, "mixture"
         yield from (
@@ -342,32 +342,11 @@ class RunConfig(_Model):
     def named_sources(self) -> Iterator[tuple[str, SourceConfig]]:
         """Every source of every phase with its place in the file; each spec once."""
         seen: set[str] = set()
-        for mixture, at in self._mixtures():
+        for mixture, at in self.mixtures():
             for path, source in _walk(mixture, at):
                 if source.source not in seen:
                     seen.add(source.source)
                     yield path, source
-
-    def _check_limits(self, child: Child, path: str, endless: bool, estimated: str | None) -> None:
-        """That ``max_tokens`` hold a sample, and that what a policy estimates has an end. ``estimated``: the policy
-        above that does so, unless a limit lies between."""
-        if child.max_tokens is not None:
-            estimated = None
-            if child.max_tokens < self.sequence_length:
-                raise ValueError(
-                    f"{path}.max_tokens: {child.max_tokens} is less than one sample of {self.sequence_length} tokens; "
-                    "give at least that many, or leave the child out"
-                )
-        endless = endless or math.isinf(child.epochs)
-        if isinstance(child, NodeConfig):
-            for i, below in enumerate(child.children):
-                by = child.policy if child.estimates else estimated
-                self._check_limits(below, f"{path}.children.{i}", endless, by)
-        elif endless and estimated is not None and child.presence != "dropped":
-            raise ValueError(
-                f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; "
-                "give a number, or max_tokens to the source or to a node between"
-            )
 
     def sources_with_paths(self) -> Iterator[tuple[str, SourceConfig]]:
         """Every source with its place in the file, depth first: the order of source ids in a mixture that was never
@@ -468,6 +447,34 @@ def _check_distinct(mixture: NodeConfig, at: str) -> None:
         named[source.name] = path
 
 
+def _check_ends(child: Child, path: str, endless: bool, estimated: str | None) -> None:
+    """That what a policy estimates has an end. ``estimated``: the policy above that does so, unless a limit lies
+    between."""
+    if child.max_tokens is not None:
+        estimated = None
+    endless = endless or math.isinf(child.epochs)
+    if isinstance(child, NodeConfig):
+        for i, below in enumerate(child.children):
+            _check_ends(below, f"{path}.children.{i}", endless, child.policy if child.estimates else estimated)
+    elif endless and estimated is not None and child.presence != "dropped":
+        raise ValueError(
+            f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; give "
+            "a number, or max_tokens to the source or to a node between"
+        )
+
+
+def _too_small_limits(child: Child, path: str, sample_tokens: int) -> Iterator[str]:
+    """Limits that do not hold one sample."""
+    if child.max_tokens is not None and child.max_tokens < sample_tokens:
+        yield (
+            f"{path}.max_tokens: {child.max_tokens} is less than one sample of {sample_tokens} tokens; give at least "
+            "that many, or leave the child out"
+        )
+    if isinstance(child, NodeConfig):
+        for i, below in enumerate(child.children):
+            yield from _too_small_limits(below, f"{path}.children.{i}", sample_tokens)
+
+
 def _walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
     for i, child in enumerate(node.children):
         at = f"{path}.children.{i}"
@@ -494,7 +501,7 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
     """A child's order-affecting fields: no alias, and no override that says what the run says."""
-    fields: dict[str, Any] = {"weight": _order_of_weight(child.weight)}
+    fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
@@ -521,7 +528,8 @@ def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def _order_of_weight(weight: float | list[tuple[int, float]]) -> Any:
+def weight_text(weight: float | list[tuple[int, float]]) -> Any:
+    """A weight as it is recorded: the shortest text of the number, and of those in points."""
     if isinstance(weight, list):
         return [[tokens, _number(value)] for tokens, value in weight]
     return _number(weight)
@@ -563,6 +571,10 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     found = list(_given_by_the_server(document, ""))
     if found:
         raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
+    shortest = min([config.sequence_length, *(phase.sequence_length or math.inf for phase in config.phases)])
+    small = [line for mixture, at in config.mixtures() for line in _too_small_limits(mixture, at, int(shortest))]
+    if small:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in small))
     return config
 
 

@@ -37,9 +37,9 @@ class Stretch:
     order: Order
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
-    #: The phase that begins here, counted from 0; None where it is a revision that does.
+    #: The phase that begins here, counted from 0.
     phase: int | None = None
-    #: The revision that begins here; None where it is a phase that does.
+    #: The revision that begins here, the last of them.
     revision: StoredRevision | None = None
 
 
@@ -59,8 +59,13 @@ class Origin:
     state: str = ""
 
     def to_json(self) -> str:
-        """Canonical JSON, which ``Origin(**json.loads(…))`` reads."""
+        """Canonical JSON, as an opening keeps it."""
         return str(canonical(asdict(self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Origin | None:
+        """Reads ``to_json``; None for the empty text of a run that was not forked."""
+        return cls(**json.loads(text)) if text else None
 
 
 class Course:
@@ -115,7 +120,18 @@ class Course:
 
     def initial(self) -> State:
         """The state before the first sample."""
-        return self.at(0).initial() if self.origin is None else self.decode(self.origin.state)
+        origin = self.origin
+        if origin is None:
+            return self.at(0).initial()
+        if origin.state:
+            return self.decode(origin.state)
+        # Of use for figures alone: nobody can begin there (see ``History.beginning``).
+        return replace(
+            self.at(0).initial(),
+            sample_index=origin.sample_index,
+            total_tokens=origin.total_tokens,
+            digest=int(origin.digest, 16),
+        )
 
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
         """As ``Order.pipeline``; goes over from stretch to stretch by itself."""
@@ -269,14 +285,25 @@ class Course:
                 revision = waiting.pop(0)
                 content = json.loads(revision.content)
                 tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
+                order = _revised(stretch.order, content)
+                more, phase_here = _grown(stretch.order, order), None
                 if revision.sample_index > stretch.begin:
                     yield stretch
-                order = _revised(stretch.order, content)
-                stretch = Stretch(revision.sample_index, tokens, order, _grown(stretch.order, order), revision=revision)
-            yield stretch
-            if end is not None:
-                tokens = stretch.tokens + (end - stretch.begin) * length
-                stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), phase=number + 1)
+                else:
+                    # Nothing was given between: what began here before begins together with it.
+                    more, phase_here = tuple(sorted({*more, *stretch.grown})), stretch.phase
+                stretch = Stretch(revision.sample_index, tokens, order, more, phase_here, revision)
+            if end is None:
+                yield stretch
+                return
+            grown: tuple[int, ...] = ()
+            if end > stretch.begin:
+                yield stretch
+            else:
+                # A phase of less than a sample: nothing is given in it.
+                grown = stretch.grown
+            tokens = stretch.tokens + (end - stretch.begin) * length
+            stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), grown, phase=number + 1)
 
 
 class _Lazily:

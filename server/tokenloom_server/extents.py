@@ -16,12 +16,16 @@ from typing import NamedTuple, Protocol
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.line_index import BOM
 from tokenloom_server.sources.lines import LinesSource
 
-#: Places that are read of a source: spread over its shards, or within them where there are fewer.
-PLACES = 8
-#: Bytes of text or ids that are read at a place, and the row that reaches beyond them.
-PLACE_BYTES = 1 << 19
+#: Places that are read of a source: spread over its shards, or within them where there are few.
+LEAST_PLACES, MOST_PLACES = 16, 64
+#: Bytes of text or ids that are read of a source for how long rows are, which differs much more than the tokens that a
+#: byte makes. A source whose files have no more is read whole.
+READ_BYTES = 1 << 25
+#: Bytes of these that are encoded.
+ENCODED_BYTES = 1 << 22
 #: A source of lines with at most so many bytes in its files is counted; beyond that, rows follow from the sample.
 COUNTED_BYTES = 1 << 26
 
@@ -58,50 +62,82 @@ class _Stratum(NamedTuple):
     rows: int
 
 
+class _Budget(NamedTuple):
+    """Bytes that may be read, and encoded, at a place."""
+
+    read: int
+    encoded: int
+
+    @classmethod
+    def of(cls, total: int, places: int) -> _Budget:
+        """Of a source whose files have ``total`` bytes. Compressed, they may hold some times as much."""
+        return cls(
+            READ_BYTES if total <= READ_BYTES else max(1, READ_BYTES // places),
+            ENCODED_BYTES if total <= ENCODED_BYTES else max(1, ENCODED_BYTES // places),
+        )
+
+
 class _Sample(NamedTuple):
+    """Rows with their bytes of text or ids; of the first ``encoded_bytes`` of these, the tokens, and the rows."""
+
     rows: int
+    bytes: int
+    encoded_rows: int
+    encoded_bytes: int
     tokens: int
+
+    @property
+    def all_tokens(self) -> Fraction:
+        """Tokens of all the rows, by their bytes."""
+        if not self.encoded_bytes:
+            return Fraction(self.tokens * self.rows, self.encoded_rows)
+        return Fraction(self.tokens * self.bytes, self.encoded_bytes)
 
 
 def measure(order: Readable, source_id: int) -> Extent:
     """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
 
-    Reads ``PLACES`` × ``PLACE_BYTES`` and as many row groups at most, beside footers, headers and ``COUNTED_BYTES`` of
-    lines. Raises ``SourceError`` and ``TokenizerError`` for a file, or a row of the sample, that is not readable.
+    Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
+    and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
+    or a row of the sample, that is not readable.
     """
     reader = order.open(source_id)
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
         return _of_many_lines(reader, encoder)
     counts = [reader.row_count(shard) for shard in range(len(reader.shards))]
-    strata = list(_strata(counts))
+    filled = [shard for shard, rows in enumerate(counts) if rows]
+    total = sum(shard.size for shard in reader.shards)
+    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
+    budget = _Budget.of(total, len(strata))
     tokens = Fraction(0)
     for stratum in strata:
-        found = _sample(reader, encoder, stratum)
-        tokens += Fraction(found.tokens * stratum.rows, found.rows)
+        found = _sample(reader, encoder, stratum, budget)
+        tokens += found.all_tokens * stratum.rows / found.rows
     stood_for = sum(stratum.rows for stratum in strata)
     return Extent(sum(counts), round(1000 * tokens / stood_for))
 
 
 def _of_many_lines(reader: LinesSource, encoder: Encoder) -> Extent:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
-    rows = tokens = size = 0
-    filled = [shard for shard, file in enumerate(reader.shards) if file.size]
-    for shard in _spread(filled):
+    rows = size = 0
+    tokens = Fraction(0)
+    # No file with a line is smaller than a byte order mark and it.
+    filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
+    chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
+    budget = _Budget.of(total, len(chosen))
+    for shard in chosen:
         # No file has more lines than bytes.
-        found = _sample(reader, encoder, _Stratum(shard, 0, reader.shards[shard].size))
+        found = _sample(reader, encoder, _Stratum(shard, 0, reader.shards[shard].size), budget)
         rows += found.rows
-        tokens += found.tokens
+        tokens += found.all_tokens
         size += reader.head_bytes(shard, found.rows)
-    total = sum(shard.size for shard in reader.shards)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
-    return Extent(max(1, round(Fraction(total * rows, size))), round(Fraction(1000 * tokens, rows)))
+    return Extent(max(1, round(Fraction(total * rows, size))), round(1000 * tokens / rows))
 
 
-def _strata(counts: list[int]) -> Iterator[_Stratum]:
-    filled = [shard for shard, rows in enumerate(counts) if rows]
-    chosen = _spread(filled)
-    parts = PLACES // len(chosen)
+def _strata(chosen: list[int], counts: list[int]) -> Iterator[_Stratum]:
+    parts = max(1, LEAST_PLACES // len(chosen))
     for shard in chosen:
         edges = [counts[shard] * part // parts for part in range(parts + 1)]
         for begin, end in pairwise(edges):
@@ -110,21 +146,25 @@ def _strata(counts: list[int]) -> Iterator[_Stratum]:
 
 
 def _spread(shards: list[int]) -> list[int]:
-    """At most ``PLACES`` of them, from the middle of as many equal parts."""
-    places = min(len(shards), PLACES)
+    """At most ``MOST_PLACES`` of them, from the middle of as many equal parts."""
+    places = min(len(shards), MOST_PLACES)
     return [shards[(2 * place + 1) * len(shards) // (2 * places)] for place in range(places)]
 
 
-def _sample(reader: Source, encoder: Encoder, stratum: _Stratum) -> _Sample:
-    """The first rows of a stratum, up to the one with which they reach ``PLACE_BYTES``: leaving that one out would
+def _sample(reader: Source, encoder: Encoder, stratum: _Stratum, budget: _Budget) -> _Sample:
+    """The first rows of a stratum, up to the one with which they reach what may be read: leaving that one out would
     leave out long rows more often than short ones."""
-    rows = tokens = size = 0
+    rows = size = encoded_rows = encoded_bytes = tokens = 0
     for piece in reader.read(stratum.shard, stratum.row):
-        fits = columns.reach(piece.column, PLACE_BYTES - size)
-        column = piece.column[: min(fits.rows, stratum.rows - rows)]
-        tokens += len(encoder.encode(column, piece.first_row, stratum.shard).values)
+        column = piece.column[: stratum.rows - rows]
+        column = column[: columns.reach(column, budget.read - size).rows]
+        if encoded_bytes < budget.encoded:
+            part = columns.reach(column, budget.encoded - encoded_bytes)
+            tokens += len(encoder.encode(column[: part.rows], piece.first_row, stratum.shard).values)
+            encoded_rows += part.rows
+            encoded_bytes += part.bytes
         rows += len(column)
-        size += fits.bytes
-        if rows == stratum.rows or size >= PLACE_BYTES:
+        size += columns.reach(column, budget.read).bytes
+        if rows == stratum.rows or size >= budget.read:
             break
-    return _Sample(rows, tokens)
+    return _Sample(rows, size, encoded_rows, encoded_bytes, tokens)

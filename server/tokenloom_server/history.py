@@ -14,6 +14,7 @@ from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.order import Order
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
@@ -119,8 +120,27 @@ class History:
             )
 
     def beginning(self) -> ResumePoint:
-        """Sample 0."""
-        return ResumePoint(sample_index=0, digest=digest_hex(0), total_tokens=0, base=None, run_uid=None, generation=0)
+        """Where the run begins: sample 0, or where it was forked from another.
+
+        Raises ``NotFound`` where only the ledger that a fork began with knows that."""
+        origin = self._host.course.origin
+        if origin is not None and not origin.state:
+            raise NotFound(
+                f"run {self._host.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and this "
+                "ledger does not have the state there: load a checkpoint"
+            )
+        return ResumePoint(
+            sample_index=origin.sample_index if origin is not None else 0,
+            digest=origin.digest if origin is not None else digest_hex(0),
+            total_tokens=origin.total_tokens if origin is not None else 0,
+            base=None,
+            run_uid=None,
+            generation=0,
+        )
+
+    def order_at(self, sample_index: int) -> Order:
+        """The order in force at a sample index."""
+        return self._host.course.at(sample_index)
 
     def committed_point(self, stored: StoredRun) -> ResumePoint:
         """Where the ledger stands."""
@@ -173,7 +193,7 @@ class History:
         state, committed = self._journalled(opening, index, course), host.committed
         if generation not in (None, openings[-1].generation):
             assert generation is not None
-            return Known(state, opening.generation, self._farthest(generation), course)
+            return Known(state, opening.generation, self._farthest(generation, course), course)
         if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = course.decode(committed.state)
@@ -187,12 +207,16 @@ class History:
             return host.course
         return host.course.with_revisions([r for r in host.course.revisions if r.made_at < later[0].opened_at])
 
-    def _farthest(self, generation: int) -> int:
-        """How far a generation that is over may have come. Its journal tells that no better than it is dense."""
+    def _farthest(self, generation: int, course: Course) -> int:
+        """How far a generation that is over may have come. Its journal tells that no better than it is dense.
+
+        Raises ``SnapshotInvalid`` where it came there under a revision that was dropped since.
+        """
         host = self._host
         last = host.ledger.journal(host.uid, host.stream, generation, MAX_COUNTER)
         if last is None:
             return 0
+        course.decode(last.state)
         before = host.ledger.journal(host.uid, host.stream, generation, max(0, last.sample_index - 1))
         # Every second entry may have gone since, the newest too.
         return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))

@@ -133,7 +133,7 @@ class Host:
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         #: Openings and revisions: one at a time, since each builds on what the one before made.
-        self.one_change = threading.Lock()
+        self.one_change = threading.RLock()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.live: Live | None = None

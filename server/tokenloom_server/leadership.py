@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 
+from tokenloom_server.course import Origin
 from tokenloom_server.errors import (
     LeaseHeld,
     LedgerRolledBack,
@@ -121,7 +122,11 @@ class Leadership(threading.Thread):
             raise LedgerRolledBack(
                 f"run {host.name!r} is gone from {host.ledger.description}, right after its lease was taken"
             )
-        course = host.course.with_revisions(host.ledger.revisions(stored.uid, host.stream))
+        openings = host.ledger.openings(stored.uid, host.stream)
+        course = host.course
+        if openings:
+            course = course.with_origin(Origin.from_json(openings[0].parent_run))
+        course = course.with_revisions(host.ledger.revisions(stored.uid, host.stream))
         host.lead(epoch, stored, course, began, began + self._lease_s)
         self._away_since = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenloom_server.errors import (
     AttemptUsed,
@@ -18,9 +18,11 @@ from tokenloom_server.errors import (
     ServerStopping,
     TokenloomError,
 )
+from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.revising import Revising
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import State, digest_hex
 
@@ -55,6 +57,8 @@ class JoinCall:
     process: str = ""
     #: End an attempt that is still alive.
     takeover: bool = False
+    #: ``state`` is another run's: this one, which has not begun, begins there.
+    fork: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,11 @@ class Joined:
 class Opener:
     """Answers the Joins of one run."""
 
-    def __init__(self, host: Host, history: History) -> None:
+    def __init__(self, host: Host, history: History, revising: Revising, forking: Forking) -> None:
         self._host = host
         self._history = history
+        self._revising = revising
+        self._forking = forking
         #: The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._asked: tuple[str, tuple[str, str]] | None = None
         # By attempt and by what rank 0 asked for: the same id may be tried again with another resume point.
@@ -83,6 +89,7 @@ class Opener:
         Raises ``JoinRefused``, ``AttemptUsed``, ``RunBusy``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
+        call = self._as_own(call)
         joined = self.try_join(call)
         if joined is not None:
             return joined
@@ -103,6 +110,7 @@ class Opener:
         """``join`` without waiting: None where rank 0 has to join first."""
         _check(call, self._host.course.sample_bytes)
         self._host.require_lead()
+        call = self._as_own(call)
         if call.rank == 0:
             try:
                 opening = self._open(call)
@@ -122,6 +130,23 @@ class Opener:
         host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
         host.heard(opening.generation, call.rank)
         return Joined(uid=host.uid, opening=opening, start=host.course.decode(opening.start_state))
+
+    def _as_own(self, call: JoinCall) -> JoinCall:
+        """A call whose state is one of this run: of a fork it is made from the other run's. What it says of the run's
+        revisions and its origin is taken over by a ledger that never opened the run."""
+        if not call.state:
+            return call
+        if not call.fork:
+            self._revising.adopt(call.state)
+            return call
+        stored = self._stored()
+        if stored.opening is not None and stored.opening.attempt != call.attempt:
+            raise JoinRefused(
+                f"run {self._host.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: "
+                "leave fork_from out and load this run's own checkpoint with load_state_dict, or say resume='fresh' to "
+                "begin again where it was forked"
+            )
+        return replace(call, state=self._forking.fork(call.state).encode(), fork=False)
 
     def no_rank_0(self, call: JoinCall) -> JoinRefused:
         """Why a rank stops waiting for rank 0, after ``RANK_0_WAIT_S``."""
@@ -164,6 +189,7 @@ class Opener:
                 start_state=text,
                 opened_at=host.wall_clock(),
                 skipped=skipped,
+                parent_run=self._parent_run(stored),
             )
             committed = host.commit_of(start, text)
             # Also where the answer of the write is lost: the same rank will ask again.
@@ -181,6 +207,10 @@ class Opener:
                 host.install(opening, start, committed, resumed=False, process=call.process)
         self._log_resume(opening, start)
         return opening
+
+    def _parent_run(self, stored: StoredRun) -> str:
+        origin = self._host.course.origin
+        return origin.to_json() if stored.opening is None and origin is not None else ""
 
     def _refuse_busy(self, call: JoinCall) -> None:
         """A second launch, or a notebook, must not end a training run by mistake."""
@@ -271,6 +301,7 @@ class Opener:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         brought = self._history.asked_for(stored, call.state, call.resume)
         if stored.pin is not None:
+            self._revising.adopt(stored.pin)
             pinned, start, skipped = self._history.pinned(stored.pin)
             if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
                 raise JoinRefused(

@@ -23,9 +23,9 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, SourceConfig, weight_text
 from tokenloom_server.data_roots import DataRoots
-from tokenloom_server.errors import ConfigError, LedgerError, SourceError, TokenizerError
+from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
@@ -37,7 +37,6 @@ from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
-from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
@@ -134,8 +133,6 @@ class Order:
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
-        for source, reader in zip(named, opened, strict=True):
-            _check_not_empty(source.source, reader)
         if not texts:
             return cls(config, base_dir, index_dir, manifest, definition, None, roots=roots)._measured()
         if definition is None:
@@ -233,8 +230,6 @@ class Order:
                     f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
                     "chosen for it: prepare the source's ids, or begin a new run"
                 )
-            if source.source not in self.specs:
-                _check_not_empty(source.source, order.open(i))
         known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
         order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
         return order
@@ -476,16 +471,11 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     """A node for readers of a snapshot who have no mixture file."""
     alias = {} if node.alias is None else {"alias": node.alias}
     children = [
-        [2 * child.id + isinstance(child, NodeConfig), _weight(child.weight)]
+        [2 * child.id + isinstance(child, NodeConfig), weight_text(child.weight)]
         + ([] if child.presence == "live" else [child.presence])
         for child in node.children
     ]
     return {"id": node.id, "policy": node.policy, **alias, "children": children}
-
-
-def _weight(weight: Any) -> Any:
-    """The shortest text of a number; points of a schedule as they are."""
-    return repr(float(weight)).removesuffix(".0") if isinstance(weight, int | float) else weight
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:
@@ -505,19 +495,6 @@ def _adds_eot(config: RunConfig, source: SourceConfig) -> Any:
 
 def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
     return config.add_bos if source.add_bos is None else source.add_bos
-
-
-def _check_not_empty(spec: str, source: Source) -> None:
-    """Reads no further than the first row, or a footer."""
-    if isinstance(source, LinesSource):
-        empty = not len(_first_rows(source))
-    else:
-        empty = not any(source.row_count(shard) for shard in range(len(source.shards)))
-    if empty:
-        raise SourceError(
-            f"{spec}: has no rows in any of its {len(source.shards)} files; take it out of the mixture, or check that "
-            "its files are complete"
-        )
 
 
 def _first_rows(source: Source) -> pa.Array:

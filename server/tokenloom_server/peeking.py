@@ -148,7 +148,7 @@ class Peeks:
             )
         with self.place():
             found = self.nearest(index)
-            peek = Peek(self._host, self, found.state, found.generation, index, batch_size, digest)
+            peek = Peek(self._host, self, found, index, batch_size, digest)
             with self._lock:
                 self._streams.add(peek)
             try:
@@ -337,18 +337,16 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(
-        self, host: Host, peeks: Peeks, state: State, line: int, index: int, batch_size: int, digest: str
-    ) -> None:
-        """Samples from ``index`` on; ``state`` is one at or before it, in the line of generation ``line``."""
+    def __init__(self, host: Host, peeks: Peeks, known: Known, index: int, batch_size: int, digest: str) -> None:
+        """Samples from ``index`` on; ``known`` is a state at or before it."""
         self._host = host
         self._peeks = peeks
         self._batch_size = batch_size
         self._message_steps = host.message_steps(batch_size)
         self.name = f"{host.name}-peek"
         # Where the pipeline begins while there is none, and the sample that is next.
-        self._state = state
-        self._line = line
+        self._state, self._course = known.state, known.course
+        self._line = known.generation
         self._index = index
         self._digest = digest
         self._way: _Way | None = None
@@ -428,15 +426,14 @@ class Peek:
 
     def _rest(self) -> None:
         if self._work is None and self._way is not None and time.monotonic() - self._worked_at > REST_S:
-            self._state, self._way = self._way.pipeline.state(), None
+            self._state, self._course, self._way = self._way.pipeline.state(), self._way.course, None
 
     # On the thread of all peeks, while ``next`` waits for it:
 
     def _make(self, steps: int) -> Made:
         """A message of so many steps, or the end of the data; None for nothing yet."""
-        course = self._host.course
-        way = self._way = self._way or _Way(course, self._state)
-        way.take(course)
+        way = self._way = self._way or _Way(self._course, self._state)
+        way.take(self._host.course)
         if way.index < self._index:
             way.turn(self._index)
             if way.over and way.index < self._index:
@@ -454,7 +451,7 @@ class Peek:
             if steps == 1:
                 raise
             # What is good before the fault goes out first, step by step.
-            self._state, self._way, self._careful = group.base, None, True
+            self._state, self._course, self._way, self._careful = group.base, way.course, None, True
             return None
         if group.marks:
             self._index = way.index = group.end

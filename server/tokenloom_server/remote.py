@@ -95,7 +95,7 @@ class Remote:
         """The names of the server's runs."""
         return list(json.loads(self._get("/v1/runs"))["runs"])
 
-    def only_run(self, run: str | None = None) -> str:
+    def only_run(self, run: str | None) -> str:
         """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
         found = [run] if run is not None else self.runs()
         if len(found) != 1:
@@ -124,7 +124,12 @@ class Remote:
 
     def report(self, run: str) -> RunReport:
         """What a model card needs to say about a run's data."""
-        return self._read(RunReport, self._get(f"{_path(run)}/report"))
+        return self._read(RunReport, self._get(f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S))
+
+    def fork(self, run: str, **asked: str | int | None) -> ResumePoint:
+        """Pins where a run that has not begun begins. ``asked``: the body, as the route has it."""
+        body = json.dumps({name: value for name, value in asked.items() if value is not None}).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/fork", body, timeout_s=_RESTORE_TIMEOUT_S))
 
     def mixture(self, run: str) -> MixtureInfo:
         """The mixture in force, and its revisions."""

@@ -7,8 +7,16 @@ from collections.abc import Callable
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.course import Course
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerUnavailable, LimitExceeded, NotFound
+from tokenloom_server import snapshot
+from tokenloom_server.course import Course, Origin
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LedgerUnavailable,
+    LimitExceeded,
+    NotFound,
+    SnapshotInvalid,
+)
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixture_change import MixtureChange
@@ -128,6 +136,53 @@ class Revising:
             host.revise(epoch)
             raise
         host.revise(epoch, revised)
+
+    def adopt(self, text: str | bytes) -> None:
+        """A ledger that never opened the run takes over the revisions, and the origin of a fork, that a snapshot of it
+        carries. What is no such snapshot is left to who reads it."""
+        host = self._host
+        try:
+            found = snapshot.foreign(text)
+        except SnapshotInvalid:
+            return
+        if found is None or found.run != host.name or not (found.revisions or found.origin):
+            return
+        with host.one_change:
+            stored = host.ledger.read_run(host.name, host.stream)
+            if stored is None or stored.opening is not None or host.course.revisions:
+                return
+            course, epoch = host.course, host.epoch
+            if course.origin is None and found.origin is not None:
+                course = course.with_origin(Origin(**found.origin))
+            revisions = [
+                StoredRevision(
+                    number=number,
+                    sample_index=index,
+                    made_at=host.wall_clock(),
+                    author="",
+                    reason="brought by a trainer's state",
+                    content=canonical({**content, "generation": 0}),
+                )
+                for number, (index, content) in enumerate(found.revisions, start=1)
+            ]
+            course = course.with_revisions(revisions)
+            # Before anything is written: that the state is one of this run under them.
+            snapshot.parse(text, host.order.template("", host.stream, 0), course.shape_at)
+            try:
+                for revision in revisions:
+                    host.ledger.revise(host.uid, host.stream, epoch, revision)
+            except LedgerUnavailable as error:
+                with host.lock:
+                    host.doubt("a revision was written", error)
+                raise
+            host.revise(epoch, course)
+        for revision in revisions:
+            _log.info(
+                "%s: revision %d, from sample %d on, came with a trainer's state",
+                host.name,
+                revision.number,
+                revision.sample_index,
+            )
 
     def _index(self, course: Course, change: MixtureChange) -> int:
         """The sample index from which on a change is to hold (the caller holds the lock)."""

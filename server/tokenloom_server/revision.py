@@ -16,13 +16,17 @@ from pydantic import BaseModel, ValidationError
 from tokenloom_server.config import Child, NodeConfig, RunConfig, SourceConfig, explain
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.credits import carried
+from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.mixing.round_robin import levelled
-from tokenloom_server.mixing.weights import integer_weights
 from tokenloom_server.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.state import ChildState, SourceState, State
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
+
+
+#: Policies whose credits mean the same: tokens owed, in 1/W.
+_OWING = ("least_consumed", "soft_sequential", "balance_remaining", "schedule")
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
@@ -174,14 +178,16 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
             known = replace(known, exhausted=False, dropped_tokens=0)
         sources.append(known)
     before = {
-        node.id: {_key(child): child_state for child, child_state in zip(node.children, children, strict=True)}
+        (node.id, _key(child)): child_state
         for node, children in zip(old.nodes, state.nodes, strict=True)
+        for child, child_state in zip(node.children, children, strict=True)
     }
-    old_nodes = {node.id: node for node in old.nodes}
-    found: dict[int, tuple[ChildState, ...]] = {}
+    known_nodes = {node.id: node for node in old.nodes}
+    found: dict[int, list[ChildState]] = {}
 
     def below(node: NodeConfig) -> ChildState:
-        """Counters of all that lies below a node; exhausted where every child of it is."""
+        """Counters of all that lies below a node; exhausted where every child of it is. (One that ended for another
+        reason, and ends again, is found out by its next pick.)"""
         children = []
         for child in node.children:
             if isinstance(child, NodeConfig):
@@ -189,14 +195,12 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
             else:
                 own = sources[child.id]
                 children.append(ChildState(own.samples, own.tokens, 0, own.exhausted))
-        was, known = old_nodes.get(node.id), before.get(node.id, {})
-        kept = tuple(known.get(_key(child), ChildState()) for child in node.children)
-        if was == node and [child.exhausted for child in kept] == [child.exhausted for child in children]:
-            # Nothing happens here: what the policy keeps stays.
-            found[node.id] = kept
-        else:
-            owed = _credits(node, was, children, known, new.sequence_length)
-            found[node.id] = tuple(replace(child, credit=credit) for child, credit in zip(children, owed, strict=True))
+            was = before.get((node.id, _key(child)))
+            if was is not None and known_nodes[node.id] == node:
+                # Nothing changes here: the weights that the policy made stay; and a node's end, if its sources' does.
+                ended = was.exhausted if isinstance(child, NodeConfig) and same(child) else children[-1].exhausted
+                children[-1] = replace(children[-1], exhausted=ended, weight=was.weight, total=was.total)
+        found[node.id] = children
         return ChildState(
             sum(child.samples for child in children),
             sum(child.tokens for child in children),
@@ -204,58 +208,65 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
             all(child.exhausted for child in children),
         )
 
+    def same(node: NodeConfig) -> bool:
+        """Whether each child of a node that did not change is out, or not, as before."""
+        return all(
+            child.exhausted == before[node.id, _key(of)].exhausted
+            for child, of in zip(found[node.id], node.children, strict=True)
+        )
+
     below(new.mixture)
-    return replace(state, sources=tuple(sources), nodes=tuple(found[node.id] for node in new.nodes))
+    in_force = Mixer(old, state.nodes).weights()
+    earlier = {
+        (node.id, _key(child)): weight
+        for node in old.nodes
+        for child, weight in zip(node.children, in_force[node.id], strict=True)
+    }
+    later = Mixer(new, [found[node.id] for node in new.nodes]).weights()
+    nodes = []
+    for node in new.nodes:
+        keys = [(node.id, _key(child)) for child in node.children]
+        owed = _owed(
+            node.policy,
+            known_nodes[node.id].policy if node.id in known_nodes else None,
+            _kept(node, [before.get(key) for key in keys], found[node.id]),
+            [earlier.get(key, 0) for key in keys],
+            later[node.id],
+            [child.samples for child in found[node.id]],
+            new.sequence_length,
+        )
+        nodes.append(tuple(replace(child, credit=own) for child, own in zip(found[node.id], owed, strict=True)))
+    return replace(state, sources=tuple(sources), nodes=tuple(nodes))
 
 
-def _credits(
-    node: NodeConfig,
-    was: NodeConfig | None,
-    children: Sequence[ChildState],
-    before: Mapping[tuple[type, int], ChildState],
+def _kept(node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState]) -> list[int]:
+    """The credits of before; 0 for a child that was not there."""
+    if node.policy != "round_robin":
+        return [was.credit if was is not None else 0 for was in before]
+    # A node that sources joined or left counts other samples than before; its turns are what they were.
+    return [
+        was.samples + was.credit - is_now.samples if was is not None else 0
+        for was, is_now in zip(before, now, strict=True)
+    ]
+
+
+def _owed(
+    policy: str,
+    was: str | None,
+    owed: Sequence[int],
+    before: Sequence[int],
+    after: Sequence[int],
+    samples: Sequence[int],
     sample_tokens: int,
 ) -> Sequence[int]:
-    """What each child is owed from now on."""
-    if node.policy == "round_robin":
-        return _turns(node, was, children, before)
-    if node.policy != "least_consumed" or was is None or was.policy != node.policy:
-        # Nothing is owed under the others, or they make their weights, and with them all credits, anew.
-        return [0] * len(children)
-    old_weights = dict(zip(map(_key, was.children), _in_force(was, before), strict=True))
-    now = {_key(child): state for child, state in zip(node.children, children, strict=True)}
-    owed = [before[key].credit if (key := _key(child)) in before else 0 for child in node.children]
-    found = carried(
-        owed, [old_weights.get(_key(child), 0) for child in node.children], _in_force(node, now), sample_tokens
-    )
-    return list(found)
-
-
-def _in_force(node: NodeConfig, states: Mapping[tuple[type, int], ChildState]) -> list[int]:
-    """Integer weights by child; 0 for one that gets nothing."""
-    weights = integer_weights([child.weight if isinstance(child.weight, float) else 1.0 for child in node.children])
-    return [
-        weight if child.presence == "live" and not states[_key(child)].exhausted else 0
-        for weight, child in zip(weights, node.children, strict=True)
-    ]
-
-
-def _turns(
-    node: NodeConfig,
-    was: NodeConfig | None,
-    children: Sequence[ChildState],
-    before: Mapping[tuple[type, int], ChildState],
-) -> Sequence[int]:
-    """Under ``round_robin``, the turns of a child that went by before it joined."""
-    old = {_key(child): child for child in was.children} if was is not None and was.policy == node.policy else {}
-    took_part = [
-        (key := _key(child)) in old and old[key].presence == "live" and not before[key].exhausted
-        for child in node.children
-    ]
-    takes_part = [
-        child.presence == "live" and not state.exhausted for child, state in zip(node.children, children, strict=True)
-    ]
-    joined = [before[key].credit if (key := _key(child)) in old else 0 for child in node.children]
-    return levelled([child.samples for child in children], joined, took_part, takes_part)
+    """The credits from now on of a node's children, of which ``before`` and ``after`` are the weights in force."""
+    if policy in _OWING and was in _OWING:
+        return owed if list(before) == list(after) else carried(owed, before, after, sample_tokens)
+    if policy == "round_robin":
+        if was != policy:
+            owed, before = [0] * len(owed), [0] * len(owed)
+        return levelled(samples, owed, [weight > 0 for weight in before], [weight > 0 for weight in after])
+    return [0] * len(owed)
 
 
 def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:

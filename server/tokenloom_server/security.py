@@ -50,6 +50,8 @@ TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
 ROUTES: Mapping[tuple[str, str], Scope] = {
     ("GET", "/v1/runs"): Scope.READ,
     ("GET", "/v1/runs/{run}/stats"): Scope.READ,
+    ("GET", "/v1/runs/{run}/plan"): Scope.READ,
+    ("GET", "/v1/runs/{run}/plan.svg"): Scope.READ,
     ("GET", "/v1/runs/{run}/receipt"): Scope.READ,
     ("GET", "/v1/runs/{run}/report"): Scope.READ,
     ("POST", "/v1/runs/{run}/snapshots"): Scope.CONTROL,
@@ -58,6 +60,7 @@ ROUTES: Mapping[tuple[str, str], Scope] = {
     ("POST", "/v1/runs/{run}/restore"): Scope.CONTROL,
     ("GET", "/v1/runs/{run}/samples/{index}"): Scope.READ,
     ("GET", "/v1/runs/{run}/steps/{step}"): Scope.READ,
+    ("POST", "/v1/runs/{run}/fork"): Scope.CONTROL,
     ("GET", "/v1/runs/{run}/mixture"): Scope.READ,
     ("PATCH", "/v1/runs/{run}/mixture"): Scope.CONTROL,
     ("DELETE", "/v1/runs/{run}/mixture/revisions/{number}"): Scope.CONTROL,

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenloom_server import config
@@ -18,6 +18,7 @@ from tokenloom_server.course import Course
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
+from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
@@ -26,6 +27,8 @@ from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order, began_with, differences, refuse
 from tokenloom_server.peeking import Peeks
+from tokenloom_server.plan import RunPlan
+from tokenloom_server.planning.planner import Planner
 from tokenloom_server.producer import Producer
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.revising import Revising
@@ -52,15 +55,18 @@ _ANYWHERE = DataRoots()
 class ServedRun:
     """One run with everything that answers for it."""
 
-    def __init__(self, host: Host, leadership: Leadership) -> None:
+    def __init__(self, host: Host, leadership: Leadership, other: Callable[[str], History | None]) -> None:
+        """``other`` finds another run of the server."""
         self.host = host
         self.leadership = leadership
         self.history = History(host)
-        self.opener = Opener(host, self.history)
+        self.revising = Revising(host)
+        self.forking = Forking(host, self.history, other)
+        self.opener = Opener(host, self.history, self.revising, self.forking)
         self.figures = Figures(host)
         self.peeks = Peeks(host, self.history)
+        self.planner = Planner()
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
-        self.revising = Revising(host)
         self.traces = Traces(host, self.history, self.peeks)
 
 
@@ -124,7 +130,7 @@ class Runs:
         leadership = Leadership(host, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
-        served = ServedRun(host, leadership)
+        served = ServedRun(host, leadership, self._history_of)
         self._runs[found.run] = served
         host.start(Producer(host), Committer(host))
         leadership.start()
@@ -162,6 +168,10 @@ class Runs:
         assert revise is not None
         return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(found))
 
+    def _history_of(self, run: str) -> History | None:
+        served = self._runs.get(run)
+        return served.history if served is not None else None
+
     def get(self, run: str) -> ServedRun:
         """Raises ``NotFound``, naming the runs that are served."""
         served = self._runs.get(run)
@@ -194,6 +204,12 @@ class Runs:
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        served = self.get(run)
+        with served.host.lock:
+            course, state = served.host.course, served.host.committed_state
+        return served.planner.plan(course, state, until_tokens)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         return self.get(run).accounts.receipt(sample_index)
@@ -287,6 +303,37 @@ class Runs:
         self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
     ) -> TracedStep:
         return self.get(run).traces.step(step, rank, generation, text)
+
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        served = self.get(run)
+        host = served.host
+        host.require_lead()
+        if (parent is None) == (text is None):
+            raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
+        if parent is not None:
+            self.get(parent).host.require_lead()
+            text, _ = self.get(parent).history.snapshot(sample_index)
+        elif sample_index is not None:
+            raise ConfigError("a snapshot has its own sample index: leave sample_index out")
+        assert text is not None
+        stored = host.ledger.read_run(run, host.stream)
+        if stored is not None and stored.opening is not None:
+            raise ConfigError(
+                f"run {run!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give it "
+                "another name in its mixture file"
+            )
+        own = served.forking.fork(text)
+        host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(own, 0))
+        point = served.history.parse(own)
+        _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
+        return ResumePoint(
+            sample_index=point.sample_index,
+            digest=point.digest,
+            skipped_samples=0,
+            start_index=point.sample_index,
+        )
 
     def mixture(self, run: str) -> MixtureInfo:
         host = self.get(run).host

@@ -160,8 +160,14 @@ def side(named: str, run: str | None, connect: Callable[[str], Remote]) -> Side:
         raise ConfigError(f"{named!r} names the run {in_path!r}, and the option {run!r}; name it once")
     address = f"{parts.scheme}://{parts.netloc}"
     remote = connect(address)
-    wanted = run or in_path or remote.only_run()
-    return ServedSide(remote, wanted, f"{address}/{wanted}")
+    name = run or in_path
+    found = remote.runs() if name is None else [name]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{address} serves {len(found)} runs: {', '.join(found) or 'none'}; name one: {address}/RUN, or by "
+            "--run-a, --run-b"
+        )
+    return ServedSide(remote, found[0], f"{address}/{found[0]}")
 
 
 def _point(position: Mapping[str, Any], state: Mapping[str, Any]) -> Point:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.plan import RunPlan
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.traced import TracedSample, TracedStep
 
@@ -212,6 +213,13 @@ class RunService(Protocol):
 
     def stats(self, run: str) -> RunStats: ...
 
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        """What the run will be from where it is committed, up to a total of tokens or, for None, to its end.
+
+        Measures its sources the first time: seconds. Raises ``ConfigError`` for a total that it has already, or for
+        None where it never ends; ``SourceError``, ``TokenizerError``.
+        """
+
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
 
@@ -255,6 +263,12 @@ class RunService(Protocol):
 
         Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
         """
+
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
+        one), or as the snapshot ``text`` of another run says."""
 
     def mixture(self, run: str) -> MixtureInfo: ...
 

@@ -43,6 +43,9 @@ class Script:
     end_index: int = 10**9
     pad_last_step: bool = False
     start_index: int = 0
+    skipped_samples: int = 0
+    """What a restore jumped over behind a loaded state."""
+    skips_silently: bool = False
     ids_of: Callable[[int, int], NDArray[Any]] | None = None
     """(sample index, how many ids) → ids; by default hashes of both."""
     documents_of: Callable[[int], list[int]] = lambda index: [index % 5]
@@ -85,7 +88,7 @@ class FakeServer(DataLoaderServicer):
             _abort(context, error, "as the script says")
         start = script.start_index
         if request.state_json:
-            start = json.loads(request.state_json)["sample_index"]
+            start = json.loads(request.state_json)["sample_index"] + script.skipped_samples
         return wire.JoinResponse(
             run_uid=RUN_UID,
             generation=3,
@@ -100,6 +103,7 @@ class FakeServer(DataLoaderServicer):
             group_steps=script.group_steps,
             snapshot_template=json.dumps(template(request.run, request.stream)).encode(),
             base=base_at(start),
+            skipped_samples=0 if script.skips_silently else script.skipped_samples,
         )
 
     def Stream(  # noqa: N802

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import Script, base_at, digest_at, eventually, ids_of, serving, template
-from tokenloom import RemoteDataset, SnapshotInvalid, Source, snapshot
+from tokenloom import ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
 from tokenloom_proto.seal import seal, unseal
 from torch.utils.data import DataLoader
 
@@ -428,3 +428,32 @@ def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: py
 def test_a_peek_is_no_rank_of_an_attempt(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"peek=True takes no part .* leave out {next(iter(given))}="):
         RemoteDataset(NOBODY, 2, peek=True, **given)
+
+
+def test_a_loaded_state_is_followed_by_what_comes_behind_a_skip_and_is_not_saved_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        batches = iter(dataset)
+        for _ in range(3):
+            next(batches)
+        state = dataset.state_dict()
+    with serving(Script(skipped_samples=7)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        dataset.load_state_dict(state)
+        assert dataset.state_dict() == state
+        with caplog.at_level(logging.WARNING, "tokenloom"):
+            batches = iter(dataset)
+        assert "run fake: samples 3 to 9 are skipped" in caplog.text
+        assert (dataset.start_index, dataset.sample_index, dataset.total_tokens) == (10, 10, 80)
+        assert dataset.state_dict() == expected_state(10, 10)
+        assert next(batches)["sample_ids"].tolist() == [10]
+
+
+def test_a_server_that_begins_elsewhere_without_saying_why_is_refused() -> None:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        next(iter(dataset))
+        state = dataset.state_dict()
+    with serving(Script(skipped_samples=7, skips_silently=True)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        dataset.load_state_dict(state)
+        with pytest.raises(ProtocolError, match=r"stands at sample index 1 .* the server starts at 8"):
+            iter(dataset)

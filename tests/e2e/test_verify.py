@@ -161,7 +161,7 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
 @pytest.mark.parametrize(
     ("a", "b", "fault"),
     [
-        ("{wide}", "{narrow}/narrow", "serves rewound, untouched, wide; say which run is meant"),
+        ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: http://"),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
         ("{wide}/wide", "{folder}/none.json", "cannot be read"),
         ("{wide}/wide", "{folder}/first/ledger.db", "expected"),
@@ -322,3 +322,40 @@ def test_revisions_are_part_of_the_proof_and_of_the_report(
     assert report["digest"] == rolling_digest(got)
     assert "### Changes of the mixture" in card
     assert "- `code`: 10 rows of each epoch" in card
+
+
+def test_what_one_run_skipped_is_found_and_reported(corpus: Corpus, tmp_path: Path, tokenloom: CommandLine) -> None:
+    server = ServerProcess(tmp_path, corpus.mixture("skipping"), corpus.mixture("reading")).start()
+    try:
+        with World(server.url("skipping"), 2, 4) as world:
+            world.steps(4)
+        with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as http:
+            pinned = http.post("/v1/runs/skipping/restore", json={"sample_index": 20, "skip_samples": 9})
+            assert pinned.status_code == 200, pinned.text
+        with World(server.url("skipping"), 1, 5) as world:
+            world.steps(8)
+        with World(server.url("reading"), 1, 3) as world:
+            world.steps(25)
+        url = server.rest_url
+        with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+            ours, theirs = (
+                http.get(f"/v1/runs/{run}/receipt?sample_index=50").json() for run in ("skipping", "reading")
+            )
+            within = http.get("/v1/runs/skipping/receipt?sample_index=25").json()
+        done = tokenloom("verify", f"{url}/skipping", f"{url}/reading", "--json")
+        text = tokenloom("verify", f"{url}/skipping", f"{url}/reading").output
+        report = json.loads(tokenloom("report", url, "--run", "skipping", "--json").output)
+        card = tokenloom("report", url, "--run", "skipping").output
+    finally:
+        server.kill()
+    assert (ours["digest"], ours["samples"]) == (theirs["digest"], theirs["samples"])
+    assert (ours["skipped"], theirs["skipped"]) == ([{"first": 20, "behind": 29}], [])
+    assert within["skipped"] == [{"first": 20, "behind": 25}]
+    assert done.status == 1, done.output
+    assert json.loads(done.output)["first_differing_sample"] == 20
+    assert "of which 9 samples were skipped" in text
+    assert (report["sample_index"], report["total_tokens"], report["consumed_tokens"]) == (69, 69 * LENGTH, 60 * LENGTH)
+    assert sum(source["skipped_tokens"] for source in report["sources"]) == 9 * LENGTH
+    assert [g["kept"] for g in report["generations"]] == [{"first": 0, "behind": 20}, {"first": 29, "behind": 69}]
+    assert f"{60 * LENGTH:,} tokens in 60 samples of {LENGTH}" in card
+    assert "| skipped samples, given to no trainer | 20 to 28 |" in card

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
+from support.mixing import worst_distance
 from tokenloom_server.config import RunConfig
 from tokenloom_server.hashing import Purpose, draw
 from tokenloom_server.mixing.least_consumed import LeastConsumed
@@ -40,20 +41,6 @@ def picks(config: RunConfig, count: int, capacity: Mapping[int, int] | None = No
         given[source] += 1
         found.append(source)
     return found
-
-
-def worst_distance(found: Sequence[int], weights: Sequence[float]) -> float:
-    """The greatest distance, in samples, of any child from its share, at any sample."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    total = sum(exact)
-    # In units of 1 / scale samples, to stay in integers.
-    scale = total.denominator * max(weight.denominator for weight in exact) * total.numerator
-    shares = [int(weight / total * scale) for weight in exact]
-    given, worst = [0] * len(weights), 0
-    for k, source in enumerate(found, start=1):
-        given[source] += 1
-        worst = max(worst, max(abs(g * scale - share * k) for g, share in zip(given, shares, strict=True)))
-    return worst / scale
 
 
 @pytest.mark.parametrize("children", [2, 3, 7, 50])

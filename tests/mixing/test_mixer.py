@@ -11,88 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed, random_presences, random_tree
+from support.mixing import Walk
 from tokenloom_server.config import RunConfig
-from tokenloom_server.extents import Extent
 from tokenloom_server.mixing.mixer import (
     NOTHING,
-    Mixer,
     initial_nodes,
     node_shapes,
     target_shares,
 )
-from tokenloom_server.mixing.varying import UPDATE_SAMPLES
-from tokenloom_server.state import ChildState
 
 LENGTH = 8
-Nodes = tuple[tuple[ChildState, ...], ...]
 
 
 def tree(rng: random.Random) -> RunConfig:
     specs = (f"txt:{i}:text" for i in range(1000))
     found = parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
     return random_presences(rng, found) if rng.random() < 0.3 else found
-
-
-class Walk:
-    """Picks from a mixer whose sources hold so many samples each, in rows of 13 tokens.
-
-    ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_SAMPLES``); the mixer is
-    told of so many times as many samples as there were.
-    """
-
-    def __init__(self, config: RunConfig, capacity: list[int], updates: int = 8) -> None:
-        self.config = config
-        self.capacity = capacity
-        self.given = [0] * len(capacity)
-        self._pretended = UPDATE_SAMPLES // updates
-        epochs = config.epochs
-        self.extents = {
-            i: Extent(max(1, round(capacity[i] * LENGTH / 13 / epochs[i])), 13_000) for i in config.measured_sources
-        }
-        self.mixer = Mixer(config, initial_nodes(config), self.extents)
-        self.before = list(self.given)
-
-    def rows_picked(self, source: int) -> tuple[int, int]:
-        return divmod(self.given[source] * LENGTH, 13)
-
-    def begin(self) -> int:
-        done = sum(self.given)
-        return self.mixer.begin(done * self._pretended, done * LENGTH, self.rows_picked) // self._pretended
-
-    def step(self) -> int:
-        self.begin()
-        source = self.mixer.pick(lambda s: self.given[s] < self.capacity[s])
-        if source != NOTHING:
-            self.given[source] += 1
-        return source
-
-    def leap(self, count: int) -> list[int]:
-        """The next ``count`` picks, planned as far as the sources last, as the pipeline does it."""
-        found: list[int] = []
-        while len(found) < count:
-            some = min(count - len(found), self.begin())
-            plan = self.mixer.plan(some).tolist()
-            assert len(plan) == some
-            ready = 0
-            while ready < len(plan) and plan[ready] != NOTHING and self.given[plan[ready]] < self.capacity[plan[ready]]:
-                self.given[plan[ready]] += 1
-                ready += 1
-            if ready:
-                self.mixer.issue(ready)
-                found += plan[:ready]
-            if ready < len(plan):
-                found.append(self.step())
-                if found[-1] == NOTHING:
-                    break
-        return found
-
-    def present(self) -> Nodes:
-        given = [now - then for now, then in zip(self.given, self.before, strict=True)]
-        return self.mixer.states(self.mixer.regime, given)
-
-    def restore(self) -> None:
-        """Builds the mixer anew from its state, as a restart does."""
-        self.mixer, self.before = Mixer(self.config, self.present(), self.extents), list(self.given)
 
 
 def capacities(rng: random.Random, config: RunConfig) -> list[int]:

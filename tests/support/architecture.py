@@ -17,8 +17,8 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots", "mixture_change", "amounts", "traced", "receipt"),
-        ("config", "stats"),
+        ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
+        ("config", "stats", "picture"),
         ("sources",),
         ("tokenizer", "dataset_mix"),
         ("packing",),
@@ -28,10 +28,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("careful", "extents"),
         ("order", "run"),
         ("course",),
+        ("planning",),
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),
-        ("opening", "peeking", "revising"),
+        ("forking", "revising"),
+        ("opening", "peeking"),
         ("tracing", "accounts"),
         ("service",),
         ("metrics", "page"),
@@ -85,6 +87,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
+    (("matplotlib",), frozenset({f"{SERVER}.picture"})),
     # The command line, in parts.
     (("typer",), frozenset({f"{SERVER}.{name}" for name in ("cli", "cli_parts", "cli_mixture")})),
 )
@@ -106,6 +109,7 @@ NEEDS = {
     SERVER: frozenset(
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
+            *("matplotlib",),  # of the extra for pictures
             *("awkward", "fastapi", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
         }

@@ -10,6 +10,7 @@ from typing import Any
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
 from tokenloom_server.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.state import digest_hex
 from tokenloom_server.stats import (
@@ -91,6 +92,43 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
                 last_commit_index=4096,
                 last_commit_age_s=0.4,
             ),
+        }
+        | figures
+    )
+
+
+def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
+    source = {
+        "rows": 10_000,
+        "tokens_per_row": 512.5,
+        "tokens_per_epoch": 5_125_000,
+        "epochs": 1.0,
+        "epochs_read": 1.0,
+        "tokens": 5_124_608,
+        "share": 0.5,
+        "exhausted": True,
+        "exhausted_at_tokens": 10_249_216,
+        "exhausted_at_sample": 20_018,
+    }
+    return RunPlan(
+        **{
+            "run": run,
+            "sequence_length": 512,
+            "from_sample_index": 4096,
+            "from_tokens": 2_097_152,
+            "until_sample_index": 20_018,
+            "until_tokens": 10_249_216,
+            "ends": True,
+            "reason": "every source is exhausted",
+            "sources": [
+                PlannedSource(id=i, spec=f"parquet:{alias}.parquet:text", alias=alias, **source)
+                for i, alias in enumerate(("code", "prose"))
+            ],
+            "endings": [
+                PlannedEnding(tokens=10_249_216, sample_index=20_018, name=alias, why="is exhausted")
+                for alias in ("code", "prose")
+            ],
+            "stretches": [PlannedStretch(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])],
         }
         | figures
     )
@@ -211,6 +249,14 @@ class MemoryService:
             return self.runs[run]
         except KeyError:
             raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        stats = self.stats(run)
+        if until_tokens is None:
+            return run_plan(run)
+        if until_tokens <= stats.total_tokens:
+            raise ConfigError(f"tokens: {until_tokens} are asked for, but the run has {stats.total_tokens} already")
+        return run_plan(run, until_tokens=until_tokens, ends=False)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         stats = self.stats(run)
@@ -353,6 +399,12 @@ class MemoryService:
                 for each in ranks
             ],
         )
+
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        stats = self.stats(parent or run)
+        return self.restore(run, sample_index=stats.sample_index if sample_index is None else sample_index)
 
     def mixture(self, run: str) -> MixtureInfo:
         stats = self.stats(run)

@@ -52,6 +52,7 @@ class Request:
     prefetch_steps: int | None
     takeover: bool
     peek: bool
+    fork: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
     batch_timeout_s: float
@@ -100,6 +101,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         takeover=request.takeover,
         process=topology.process(),
         peek=request.peek,
+        fork=request.fork,
     )
     metadata = request.credentials.metadata
     retry = Retry(request.connect_timeout_s, len(request.address.targets))

@@ -67,6 +67,7 @@ class DataLoader:
                 state=request.state_json,
                 process=request.process,
                 takeover=request.takeover,
+                fork=request.fork,
             )
             joined = served.opener.join(call)
             opening = joined.opening

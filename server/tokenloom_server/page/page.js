@@ -112,6 +112,7 @@ class RunView extends View {
     this.snapshots = new Map();
     this.refreshes = 0;
     this.text("run", name);
+    this.slot("plan").href = `${this.url}/plan.svg`;
     this.slot("snap").addEventListener("click", () => this.takeSnapshot());
   }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,15 +18,19 @@ from starlette.routing import Match
 from starlette.types import Scope as RequestScope
 from tokenloom_proto.seal import unseal
 
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.amounts import parse_amount
+from tokenloom_server.errors import LimitExceeded, TokenloomError
 from tokenloom_server.metrics import create_registry
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.page import page_routes
+from tokenloom_server.picture import draw
+from tokenloom_server.plan import RunPlan
 from tokenloom_server.receipt import Receipt, RunReport
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
     Alive,
     ErrorBody,
+    ForkRequest,
     Ready,
     RestoreRequest,
     RunList,
@@ -43,6 +49,19 @@ RunName = Annotated[
         description="The run's name, as in its mixture file.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         examples=["wiki-and-code"],
+    ),
+]
+#: Plans at once: the first of a run reads from storage, and each waits in a thread that other requests need.
+MAX_PLANS = 4
+#: A picture's colours are styles within it; it needs nothing else, and no script.
+_OF_A_PICTURE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
+Tokens = Annotated[
+    str | None,
+    Query(
+        description="Plan up to this total of the run's tokens, such as 2000000, 500M, 10B or 1.5T; to the end if not "
+        "given.",
+        max_length=32,
+        examples=["10B"],
     ),
 ]
 _UNTOLD = "this server is not ready; why is told to who brings its token, and stands in its log"
@@ -162,6 +181,52 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def read_stats(run: RunName) -> RunStats:
         return service.stats(run)
+
+    places = threading.BoundedSemaphore(MAX_PLANS)
+    drawing = threading.Lock()
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        if not places.acquire(blocking=False):
+            raise LimitExceeded(
+                f"{MAX_PLANS} plans are being made, and this server makes no more at once, so that other requests find "
+                "a thread; ask again"
+            )
+        try:
+            yield
+        finally:
+            places.release()
+
+    @app.get(
+        "/v1/runs/{run}/plan",
+        summary="What the run will be",
+        description="From where it is committed: when each source runs out, epochs, shares over the run's tokens, and "
+        "where it ends. Reads a sample of each source the first time, which takes seconds.",
+        tags=["runs"],
+        responses=_errors(404, 409, 422, 500, 503),
+    )
+    def read_plan(run: RunName, tokens: Tokens = None) -> RunPlan:
+        with place():
+            return service.plan(run, _until(tokens))
+
+    @app.get(
+        "/v1/runs/{run}/plan.svg",
+        summary="The plan as a picture",
+        description="Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.",
+        tags=["runs"],
+        response_class=Response,
+        responses={
+            200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}, "description": "The picture."},
+            **_errors(404, 409, 422, 500, 503),
+        },
+    )
+    def draw_plan(run: RunName, tokens: Tokens = None) -> Response:
+        with place():
+            plan = service.plan(run, _until(tokens))
+            # matplotlib's settings are the process's: one picture at a time.
+            with drawing:
+                picture = draw(plan, "svg")
+        return Response(picture, media_type="image/svg+xml", headers=_OF_A_PICTURE)
 
     @app.get(
         "/v1/runs/{run}/receipt",
@@ -314,6 +379,34 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     ) -> TracedStep:
         return service.trace_step(run, step, rank=rank, generation=generation, text=text)
 
+    @app.post(
+        "/v1/runs/{run}/fork",
+        summary="Begin a run where another one stands",
+        description="The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and "
+        "rolling digest go on. Nothing moves until the first trainer opens the run, which is to bring no state.",
+        tags=["snapshots"],
+        responses=_errors(404, 409, 413, 415, 416, 422, 500, 503),
+    )
+    def fork(
+        run: RunName,
+        request: Annotated[
+            ForkRequest,
+            Body(
+                openapi_examples={
+                    "run": {
+                        "summary": "Where a run of this server stood",
+                        "value": {"parent": "base", "sample_index": 4096},
+                    },
+                    "text": {
+                        "summary": "A snapshot out of a checkpoint",
+                        "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
+                    },
+                }
+            ),
+        ],
+    ) -> ResumePoint:
+        return service.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)
+
     @app.get(
         "/v1/runs/{run}/mixture",
         summary="The mixture in force, and what changes it",
@@ -376,6 +469,10 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
         return service.drop_revisions(run, number)
+
+
+def _until(tokens: str | None) -> int | None:
+    return None if tokens is None else parse_amount(tokens, "tokens")
 
 
 def _may_read(access: Access, request: Request) -> bool:

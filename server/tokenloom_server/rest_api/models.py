@@ -60,6 +60,17 @@ class SnapshotSaved(_Model):
 _POINTS = ("snapshot_id", "sample_index", "snapshot")
 
 
+class ForkRequest(_Model):
+    """Either ``parent`` or ``snapshot``."""
+
+    parent: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A run of this server."""
+    sample_index: SampleIndex | None = None
+    """Where the parent stood; null or absent for what it has committed."""
+    snapshot: Annotated[str, Field(min_length=1)] | None = None
+    """A sealed snapshot of another run as a string: what a trainer's ``state_dict()["tokenloom"]`` holds."""
+
+
 class RestoreRequest(_Model):
     """Exactly one of the first three, and at most one of the others."""
 

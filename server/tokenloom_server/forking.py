@@ -1,0 +1,170 @@
+"""A run that begins where another one stands: branches off one checkpoint, with another mixture if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tokenloom_server import snapshot
+from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.course import Course, Origin
+from tokenloom_server.errors import JoinRefused, SnapshotInvalid
+from tokenloom_server.history import History
+from tokenloom_server.host import Host
+from tokenloom_server.order import Order
+from tokenloom_server.snapshot import Foreign, Source
+from tokenloom_server.state import ChildState, SourceState, State
+
+
+class Forking:
+    """Forks of other runs into one that has not begun. Thread-safe."""
+
+    def __init__(self, host: Host, history: History, parent: Callable[[str], History | None]) -> None:
+        """``parent`` finds a run that this server serves, by name."""
+        self._host = host
+        self._history = history
+        self._parent = parent
+
+    def fork(self, text: str | bytes) -> str:
+        """The snapshot of this run at the place that another run's snapshot tells.
+
+        Cursors of the sources that both have stay, exactly; the others begin at their first row. Sample index, tokens
+        and rolling digest go on. Raises ``SnapshotInvalid`` for what cannot be carried over, ``JoinRefused`` where
+        this run has begun.
+        """
+        host = self._host
+        found = snapshot.foreign(text)
+        if found is None:
+            raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
+        if found.run == host.name:
+            raise SnapshotInvalid(
+                f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
+                "name in its mixture file"
+            )
+        with host.one_change:
+            epoch = host.epoch
+            stored = host.ledger.read_run(host.name, host.stream)
+            begun = stored is not None and stored.opening is not None
+            origin = host.course.origin
+            if origin is None or not _is_at(origin, found):
+                if begun:
+                    raise JoinRefused(
+                        f"run {host.name!r} has begun already, and not from sample {found.sample_index} of "
+                        f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
+                    )
+                origin = self._origin(text, found)
+                host.revise(epoch, host.course.with_origin(origin))
+            template = host.order.template(host.uid, host.stream, 0)
+            return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
+
+    def _origin(self, text: str | bytes, found: Foreign) -> Origin:
+        """Where this run begins; its state is that of the other run's sources as far as this run has them."""
+        host = self._host
+        self._refuse_other_tokens(found)
+        theirs, same = self._sources(text, found)
+        ours = {source.source for source in host.order.config.sources}
+        left = sum(source.state.samples for source in theirs if source.spec not in ours)
+        origin = Origin(
+            run=found.run,
+            uid=found.uid,
+            generation=found.generation,
+            sample_index=found.sample_index,
+            total_tokens=found.total_tokens,
+            digest=found.digest,
+            left_samples=left,
+        )
+        course = host.course.with_origin(origin)
+        state = same if same is not None else _transplanted(course, origin, {each.spec: each for each in theirs})
+        return replace(origin, state=course.encode(state))
+
+    def _refuse_other_tokens(self, found: Foreign) -> None:
+        ours = self._host.order.template("", self._host.stream, 0)["tokenizer"]
+        if dict(found.tokenizer) != ours:
+            raise SnapshotInvalid(
+                f"the state's tokenizer is {dict(found.tokenizer)}, this run's is {ours}: places within documents are "
+                "counted in tokens, so a fork needs the same tokeniser and engine"
+            )
+
+    def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
+        """The other run's sources at the sample index; and its state, where this run has the same rules."""
+        host = self._host
+        ours = host.order.template("", host.stream, 0)
+        fields = (found.config_digest, found.manifest_digest)
+        plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not (found.revisions or found.origin)
+        same = plain and not host.course.revisions
+        parent = self._parent(found.run)
+        if parent is not None:
+            state = parent.forward(parent.parse(text))
+            return _named(parent.order_at(state.sample_index), state), state if same else None
+        if same:
+            point = snapshot.parse(text, {**ours, "run": found.run}, host.course.shape_at)
+            state = self._history.forward(point)
+            return _named(host.course.at(state.sample_index), state), state
+        if found.base_index == found.sample_index:
+            return found.sources, None
+        raise SnapshotInvalid(
+            f"the state tells where the sources of run {found.run!r} stood at sample {found.base_index}, and to go "
+            f"forward to sample {found.sample_index} takes that run's mixture: serve its mixture file with this "
+            "server, too (tokenloom serve A.yaml B.yaml)"
+        )
+
+
+def _is_at(origin: Origin, found: Foreign) -> bool:
+    there = (found.run, found.uid, found.sample_index, found.digest)
+    return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
+
+
+def _named(order: Order, state: State) -> tuple[Source, ...]:
+    return tuple(
+        Source(spec=spec, shard=shards[source.cursor.shard], state=source)
+        for spec, shards, source in zip(order.specs, order.shard_paths, state.sources, strict=True)
+    )
+
+
+def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) -> State:
+    """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
+    order = course.at(origin.sample_index)
+    sources = []
+    for spec, shards in zip(order.specs, order.shard_paths, strict=True):
+        known = theirs.get(spec)
+        if known is None:
+            sources.append(SourceState())
+            continue
+        if known.shard not in shards:
+            raise SnapshotInvalid(
+                f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
+                f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
+                "another way to begin it anew"
+            )
+        cursor = replace(known.state.cursor, shard=shards.index(known.shard))
+        # Whether it is out is for this run's own epochs to say: the next pick finds it.
+        sources.append(replace(known.state, cursor=cursor, exhausted=False, dropped_tokens=0))
+    return State(
+        sample_index=origin.sample_index,
+        total_tokens=origin.total_tokens,
+        digest=int(origin.digest, 16),
+        sources=tuple(sources),
+        nodes=_counted(order.config, sources),
+    )
+
+
+def _counted(config: RunConfig, sources: list[SourceState]) -> tuple[tuple[ChildState, ...], ...]:
+    """Every node's counters, as the sums of what lies below; nothing is owed to anybody."""
+    found: dict[int, tuple[ChildState, ...]] = {}
+
+    def below(node: NodeConfig) -> ChildState:
+        children = [
+            below(child)
+            if isinstance(child, NodeConfig)
+            else ChildState(sources[child.id].samples, sources[child.id].tokens)
+            for child in node.children
+        ]
+        if node.policy == "round_robin":
+            # All are in one round, instead of having those to make up for that others had elsewhere.
+            turns = max(child.samples for child in children)
+            children = [replace(child, credit=turns - child.samples) for child in children]
+        found[node.id] = tuple(children)
+        return ChildState(sum(child.samples for child in children), sum(child.tokens for child in children))
+
+    below(config.mixture)
+    return tuple(found[node.id] for node in config.nodes)

@@ -1,0 +1,37 @@
+"""The plans of a live run: its sources are measured once, and whoever asks again only waits for the arithmetic."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tokenloom_server.course import Course
+from tokenloom_server.extents import Extent, measure
+from tokenloom_server.order import Order
+from tokenloom_server.plan import RunPlan
+from tokenloom_server.planning.forecast import forecast, parts_of
+from tokenloom_server.state import State
+
+
+class Planner:
+    """Thread-safe; one plan is made at a time."""
+
+    def __init__(self, measuring: Callable[[str], object] | None = None) -> None:
+        """``measuring`` is told a source's name before it is measured."""
+        self._measuring = measuring
+        self._lock = threading.Lock()
+        # By spec and files: a revision may append some.
+        self._measured: dict[tuple[str, tuple[str, ...]], Extent] = {}
+
+    def plan(self, course: Course, state: State, until: int | None) -> RunPlan:
+        """From a state on (see ``forecast``). Raises also what ``measure`` raises."""
+        with self._lock:
+            return forecast(parts_of(course, self._extent, state), state, until)
+
+    def _extent(self, order: Order, source_id: int) -> Extent:
+        key = (order.specs[source_id], order.shard_paths[source_id])
+        if key not in self._measured:
+            if self._measuring is not None:
+                self._measuring(order.config.sources[source_id].name)
+            self._measured[key] = measure(order, source_id)
+        return self._measured[key]

@@ -1,0 +1,99 @@
+"""Runs that begin where another one stands, and runs that move to an empty ledger with all that was changed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import LENGTH, SPECS, Corpus, StartServer
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import World
+from tokenloom import RemoteDataset
+from tokenloom.errors import JoinRefused, SnapshotInvalid
+
+ANNEAL = {
+    "policy": "weighted",
+    "children": [{"source": SPECS[3], "alias": "wiki", "weight": 3}, {"source": SPECS[0], "alias": "code"}],
+}
+
+
+def trained(server: ServerProcess, run: str, steps: int, **options: Any) -> RemoteDataset:
+    """A trainer of one rank that took so many batches, and is closed."""
+    dataset = RemoteDataset(server.url(run), 2, rank=0, world_size=1, attempt=f"{run}-{steps}", **options)
+    batches = iter(dataset)
+    for _ in range(steps):
+        next(batches)
+    dataset.close()
+    return dataset
+
+
+def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    server = start_server(corpus.mixture("base"), corpus.mixture("anneal", mixture=ANNEAL, seed=3))
+    parent = trained(server, "base", 20)
+    state = parent.state_dict()
+    with World(server.url("base"), state=state) as world:
+        went_on = world.steps(10).receipt.sequence(parent.sample_index)
+
+    fork = RemoteDataset(server.url("anneal"), 2, rank=0, world_size=1, attempt="fork", fork_from=state)
+    batches = [next(batch) for batch in [iter(fork)] for _ in range(10)]
+    assert (fork.sample_index, fork.total_tokens) == (60, 60 * LENGTH)
+    # What the parent would have had next of these sources is what the fork has.
+    names = {source.id: source.spec for source in fork.sources}
+    of_wiki = [
+        row.tolist() for batch in batches for row, source in zip(batch["input_ids"], batch["source_ids"], strict=True)
+        if names[int(source)] == SPECS[3]
+    ]  # fmt: skip
+    theirs = [list(sample.ids) for sample in went_on if sample.source == 3]
+    assert theirs and of_wiki[: len(theirs)] == theirs[: len(of_wiki)]
+    own = json.loads(fork.state_dict()["tokenloom"])
+    assert own["run"] == "anneal" and own["resume_state"]["origin"]["run"] == "base"
+    fork.close()
+
+    # Its own checkpoint resumes, also behind a restart and on an empty ledger; beginning it again is refused.
+    server.kill()
+    server.start()
+    with pytest.raises(JoinRefused, match="has begun"):
+        iter(RemoteDataset(server.url("anneal"), 2, rank=0, world_size=1, attempt="again", fork_from=state))
+    continued = RemoteDataset(server.url("anneal"), 2, rank=0, world_size=1, attempt="on", fork_from=state)
+    continued.load_state_dict(fork.state_dict())
+    expected = next(iter(continued))["input_ids"].tolist()
+    continued.close()
+    elsewhere = start_server(corpus.folder / "anneal.yaml")
+    moved = RemoteDataset(elsewhere.url("anneal"), 2, rank=0, world_size=1, attempt="moved")
+    moved.load_state_dict(fork.state_dict())
+    assert next(iter(moved))["input_ids"].tolist() == expected
+    moved.close()
+
+
+def test_a_fork_with_the_same_mixture_is_the_same_data_and_says_so(
+    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    server = start_server(corpus.mixture("base"), corpus.mixture("twin"))
+    state = trained(server, "base", 15).state_dict()
+    whole = trained(server, "base", 30, takeover=True, resume="fresh")
+    done = tokenloom("fork", server.rest_url, "--run", "twin", "--from", "base", "--sample", 30)
+    assert done.status == 0, done.output
+    assert "twin: begins at sample 30" in done.output
+    server.kill()
+    server.start()
+    twin = trained(server, "twin", 15)
+    assert (twin.sample_index, twin.digest) == (60, whole.digest)
+    assert (
+        json.loads(state["tokenloom"])["digest"]
+        == json.loads(twin.state_dict()["tokenloom"])["resume_state"]["origin"]["digest"]
+    )
+
+
+def test_what_cannot_be_forked_is_refused(corpus: Corpus, start_server: StartServer, tokenloom: CommandLine) -> None:
+    server = start_server(corpus.mixture("base"), corpus.mixture("other", mixture=ANNEAL))
+    state = trained(server, "base", 5).state_dict()
+    with pytest.raises(JoinRefused, match="run 'base' has begun"):
+        iter(RemoteDataset(server.url("base"), 2, rank=0, world_size=1, attempt="self", fork_from=state, takeover=True))
+    alone = start_server(corpus.folder / "other.yaml")
+    with pytest.raises(SnapshotInvalid, match="serve its mixture file with this server, too"):
+        iter(RemoteDataset(alone.url("other"), 2, rank=0, world_size=1, attempt="alone", fork_from=state))
+    done = tokenloom("fork", server.rest_url, "--run", "other")
+    assert done.status == 2 and "give one of --from and --state" in done.output

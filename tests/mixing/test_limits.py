@@ -1,0 +1,152 @@
+"""What ends a child or a node, or keeps it out: limits, pauses, what an end does to the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from support.corpora import flat, parsed
+from support.mixing import Walk
+from tokenloom_server.config import RunConfig
+from tokenloom_server.mixing.mixer import NOTHING
+
+POLICIES = (
+    *("least_consumed", "weighted", "round_robin", "sequential"),
+    *("soft_sequential", "balance_remaining", "schedule"),
+)
+
+
+def with_children(children: list[dict[str, Any]], policy: str = "least_consumed", **node: Any) -> RunConfig:
+    document = flat([], policy)
+    document["mixture"] |= node | {"children": [{"source": f"txt:{i}:text"} | c for i, c in enumerate(children)]}
+    return parsed(document)
+
+
+def present_as(config: RunConfig, *presences: str) -> RunConfig:
+    """The root's children paused or dropped, as by a revision."""
+    document = config.model_dump()
+    for child, presence in zip(document["mixture"]["children"], presences, strict=True):
+        child["presence"] = presence
+    return RunConfig.model_validate(document)
+
+
+def to_the_end(walk: Walk, steps: int = 7) -> list[int]:
+    """All picks, restored every few samples."""
+    found: list[int] = []
+    while not found or found[-1] != NOTHING:
+        found += walk.leap(steps)
+        if found[-1] != NOTHING:
+            walk.restore()
+    assert walk.step() == NOTHING
+    return found[:-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("max_tokens", "samples"), [(8, 1), (15, 1), (80, 10), (87, 10)])
+def test_a_source_gives_whole_samples_up_to_its_max_tokens(policy: str, max_tokens: int, samples: int) -> None:
+    walk = Walk(with_children([{"max_tokens": max_tokens}, {}], policy), [50, 50])
+    found = to_the_end(walk)
+    assert Counter(found) == {0: samples, 1: 50}
+    assert [child.exhausted for child in walk.present()[0]] == [True, True]
+    assert walk.mixer.why_over() == "every source is exhausted (max_tokens reached: txt:0:text)"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_node_gives_whole_samples_up_to_its_max_tokens(policy: str) -> None:
+    inner: dict[str, Any] = {
+        "policy": policy,
+        "max_tokens": 100,
+        "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}],
+    }
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"].append(inner)
+    walk = Walk(parsed(document), [50, 50, 50])
+    found = Counter(to_the_end(walk))
+    assert found[0] == 50
+    assert found[1] + found[2] == 12
+    root, node = walk.present()
+    assert [child.exhausted for child in root] == [True, True]
+    # The node is at its end, its sources are not.
+    assert not any(child.exhausted for child in node)
+    assert "max_tokens reached: node 1" in walk.mixer.why_over()
+
+
+def test_the_roots_max_tokens_end_the_run() -> None:
+    walk = Walk(with_children([{}, {}], max_tokens=40), [50, 50])
+    assert len(to_the_end(walk)) == 5
+    assert walk.mixer.why_over() == "the mixture has given its max_tokens of 40"
+
+
+def test_a_limit_with_stop_ends_the_node_at_the_pick_beyond_it() -> None:
+    walk = Walk(with_children([{"max_tokens": 80}, {}], on_exhausted="stop"), [50, 50])
+    to_the_end(walk)
+    assert walk.given in ([10, 10], [10, 11])
+    assert walk.mixer.why_over() == ("exhausted, and its node stops: txt:0:text (max_tokens reached: txt:0:text)")
+
+
+@pytest.mark.parametrize(("node", "source", "ends"), [("drop", "stop", True), ("stop", "drop", False)])
+def test_a_source_says_what_its_end_does_to_its_node(node: str, source: str, ends: bool) -> None:
+    walk = Walk(with_children([{"on_exhausted": source}, {"on_exhausted": "drop"}], on_exhausted=node), [5, 50])
+    to_the_end(walk)
+    assert walk.given in ([5, 5], [5, 6]) if ends else walk.given == [5, 50]
+
+
+def test_two_sources_at_nine_to_one_end_with_the_first_or_are_read_to_the_last_sample() -> None:
+    # 80,000 and 1,000,000 samples at 0.9 and 0.1.
+    for on_exhausted, total, slack in (("stop", 80_000 / 0.9, 2), ("drop", 1_080_000, 0)):
+        config = with_children([{"weight": 0.9}, {"weight": 0.1}], on_exhausted=on_exhausted)
+        walk = Walk(config, [80_000, 1_000_000])
+        while walk.leap(100_000)[-1] != NOTHING:
+            pass
+        assert abs(sum(walk.given) - total) <= slack
+        if on_exhausted == "drop":
+            assert walk.given == [80_000, 1_000_000]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("presence", ["paused", "dropped"])
+def test_who_is_paused_or_dropped_gets_nothing_and_is_not_out(policy: str, presence: str) -> None:
+    config = present_as(with_children([{}, {}, {}], policy, on_exhausted="drop"), "live", presence, "live")
+    walk = Walk(config, [20, 20, 20])
+    assert Counter(to_the_end(walk)) == {0: 20, 2: 20}
+    assert [child.exhausted for child in walk.present()[0]] == [True, False, True]
+    if presence == "paused":
+        assert walk.mixer.why_over() == "only paused sources are left: txt:1:text"
+    else:
+        assert walk.mixer.why_over() == "every source is exhausted"
+
+
+def test_a_dropped_child_that_was_out_stops_nothing() -> None:
+    config = with_children([{}, {}], on_exhausted="stop")
+    walk = Walk(config, [5, 50])
+    to_the_end(walk)
+    walk.revise(present_as(config, "dropped", "live"), [5, 50])
+    to_the_end(walk)
+    assert walk.given == [5, 50]
+    # A paused one that was out still does.
+    walk = Walk(config, [5, 50])
+    to_the_end(walk)
+    walk.revise(present_as(config, "paused", "live"), [5, 50])
+    assert walk.step() == NOTHING
+
+
+def test_a_node_of_which_only_paused_sources_are_left_waits_and_goes_on_with_them() -> None:
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"].append(
+        {"policy": "round_robin", "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}]}
+    )
+    config = parsed(document)
+    document = config.model_dump()
+    document["mixture"]["children"][1]["children"][0]["presence"] = "paused"
+    paused = RunConfig.model_validate(document)
+    walk = Walk(paused, [40, 20, 5])
+    assert Counter(walk.leap(30)) == {0: 25, 2: 5}
+    root, node = walk.present()
+    assert [child.exhausted for child in root] == [False, False]
+    assert [child.exhausted for child in node] == [False, True]
+    walk.restore()
+    assert Counter(walk.leap(5)) == {0: 5}
+    walk.revise(config, walk.capacity)
+    # From now on each has its half again, and nothing is made up for.
+    assert Counter(walk.leap(10)) == {0: 5, 1: 5}

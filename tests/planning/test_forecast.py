@@ -1,0 +1,308 @@
+"""What becomes of a mixture, against what can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support import corpora
+from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.extents import Extent, measure
+from tokenloom_server.picture import draw
+from tokenloom_server.pipeline import initial_state
+from tokenloom_server.plan import RunPlan
+from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.shares import Soft, Span
+from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
+
+LENGTH = 8
+
+
+def node(policy: str, *children: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"policy": policy, "children": list(children), **fields}
+
+
+def leaf(name: str, **fields: Any) -> dict[str, Any]:
+    return {"source": f"parquet:{name}.parquet:ids", "alias": name, **fields}
+
+
+def config_of(root: dict[str, Any], **fields: Any) -> RunConfig:
+    return corpora.parsed(corpora.mixture(mixture=root, sequence_length=LENGTH, **fields))
+
+
+def planned(root: dict[str, Any], samples: dict[str, int], until: int | None = None, **fields: Any) -> RunPlan:
+    """The plan of a mixture whose sources have so many samples in an epoch, of one row each."""
+    config = config_of(root, **fields)
+    extents = [Extent(samples[source.name], 1000 * LENGTH) for source in config.sources]
+    return forecast([Part(config=config, extents=extents)], initial_state(config), until)
+
+
+def out_at(plan: RunPlan) -> dict[str, int | None]:
+    return {source.alias: source.exhausted_at_sample for source in plan.sources}
+
+
+def shares_at(plan: RunPlan, tokens: int) -> list[float]:
+    return next(s.shares for s in plan.stretches if s.from_tokens <= tokens < s.until_tokens)
+
+
+def test_a_source_that_stops_its_node_ends_the_run_and_one_that_drops_leaves_it_the_rest() -> None:
+    # The issue's figures: 80,000 and 1,000,000 samples at 0.9 and 0.1.
+    samples = {"a": 80_000, "b": 1_000_000}
+    children = leaf("a", weight=0.9), leaf("b", weight=0.1)
+    stops = planned(node("least_consumed", *children, on_exhausted="stop"), samples)
+    assert stops.until_sample_index == pytest.approx(88_889, abs=1)
+    assert stops.ends
+    assert stops.reason == "the mixture stops, as a is exhausted"
+    assert out_at(stops) == {"a": stops.until_sample_index, "b": None}
+    assert stops.sources[1].epochs_read == pytest.approx(8_889 / 1_000_000, rel=1e-3)
+    drops = planned(node("least_consumed", *children), samples)
+    assert drops.until_sample_index == 1_080_000
+    assert drops.reason == "every source is exhausted"
+    assert [source.tokens for source in drops.sources] == [80_000 * LENGTH, 1_000_000 * LENGTH]
+    assert [source.epochs_read for source in drops.sources] == [1, 1]
+    assert shares_at(drops, 0) == pytest.approx([0.9, 0.1])
+    assert shares_at(drops, drops.until_tokens - 1) == pytest.approx([0, 1])
+
+
+def test_a_source_may_end_its_node_where_others_are_dropped() -> None:
+    root = node("round_robin", leaf("a", on_exhausted="stop"), leaf("b"), leaf("c", epochs=10))
+    plan = planned(root, {"a": 1000, "b": 400, "c": 500})
+    assert out_at(plan) == {"a": 2600 - 200, "b": 1200, "c": None}
+
+
+def test_the_end_of_a_nested_node_is_its_parents_business() -> None:
+    inner = node("least_consumed", leaf("a"), leaf("b"), on_exhausted="stop", alias="inner")
+    plan = planned(node("least_consumed", inner, leaf("c")), {"a": 100, "b": 1000, "c": 1000})
+    assert out_at(plan) == {"a": 400, "b": None, "c": 1200}
+    assert [(end.name, end.why, end.sample_index) for end in plan.endings] == [
+        ("a", "is exhausted", 400),
+        ("inner", "stops, as a is exhausted", 400),
+        ("c", "is exhausted", 1200),
+    ]
+    assert plan.ends
+    assert plan.reason == "inner stops, as a is exhausted"
+
+
+def test_epochs_of_nodes_multiply_and_fractions_round_up_to_a_row() -> None:
+    inner = node("sequential", leaf("a", epochs=1.5), leaf("b"), epochs=2)
+    plan = planned(node("sequential", inner, leaf("c", epochs=0.34)), {"a": 7, "b": 5, "c": 100})
+    assert [source.epochs for source in plan.sources] == [3, 2, 0.34]
+    assert [source.tokens // LENGTH for source in plan.sources] == [21, 10, 34]
+    assert out_at(plan) == {"a": 21, "b": 31, "c": 65}
+
+
+def test_limits_in_tokens_are_ends_in_whole_samples() -> None:
+    inner = node("round_robin", leaf("b"), leaf("c"), max_tokens=200 * LENGTH, alias="inner")
+    root = node("round_robin", leaf("a", max_tokens=50 * LENGTH + 3), inner, max_tokens=10_000 * LENGTH)
+    plan = planned(root, {"a": 1000, "b": 1000, "c": 1000})
+    assert [source.tokens // LENGTH for source in plan.sources] == [50, 100, 100]
+    assert [(end.name, end.why) for end in plan.endings] == [
+        ("a", "has its max_tokens"),
+        ("inner", "has its max_tokens"),
+    ]
+    assert out_at(plan) == {"a": 100, "b": None, "c": None}
+    root["max_tokens"] = 120 * LENGTH
+    plan = planned(root, {"a": 1000, "b": 1000, "c": 1000})
+    assert (plan.until_sample_index, plan.reason) == (120, "the mixture has its max_tokens")
+
+
+def test_a_plan_goes_as_far_as_it_is_asked_to() -> None:
+    root = node("least_consumed", leaf("a", epochs=math.inf), leaf("b"))
+    plan = planned(root, {"a": 100, "b": 1000}, until=8000 * LENGTH)
+    assert (plan.ends, plan.until_tokens) == (False, 8000 * LENGTH)
+    assert plan.reason == "the run has the 64,000 tokens that were asked for"
+    assert plan.sources[0].epochs is None
+    assert plan.sources[0].epochs_read == pytest.approx(70)
+    short = planned(root, {"a": 100, "b": 1000}, until=1000 * LENGTH)
+    assert out_at(short) == {"a": None, "b": None}
+    assert [source.share for source in short.sources] == [0.5, 0.5]
+    # Without a number it goes to where nothing ends any more.
+    endless = planned(root, {"a": 100, "b": 1000})
+    assert (endless.ends, endless.until_sample_index) == (False, 2000)
+    assert "a is read for ever" in endless.reason
+    with pytest.raises(ConfigError, match="say how far it goes, such as 10B"):
+        planned(node("weighted", leaf("a", epochs=math.inf)), {"a": 100})
+
+
+def test_a_total_that_the_run_has_already_is_refused() -> None:
+    config = config_of(node("sequential", leaf("a")))
+    with pytest.raises(ConfigError, match="tokens: 0 tokens are asked for, but the run has 0 already"):
+        forecast([Part(config=config, extents=[Extent(10, 8000)])], initial_state(config), 0)
+
+
+def test_what_a_policy_balances_ends_together() -> None:
+    inner = node("least_consumed", leaf("b"), leaf("c"))
+    plan = planned(node("balance_remaining", leaf("a"), inner, leaf("d")), {"a": 5, "b": 300, "c": 300, "d": 9000})
+    assert out_at(plan) == dict.fromkeys("abcd", 9605)
+    assert shares_at(plan, 0) == pytest.approx([5 / 9605, 300 / 9605, 300 / 9605, 9000 / 9605])
+
+
+def test_shares_of_a_soft_sequence_are_those_of_the_issue() -> None:
+    # Totals 25,317 and 12,164,382, yielded 25,261 and 121,225: 0.22 % and 99.78 %; nothing yielded: 100 % and 0 %.
+    totals = np.array([25_317.0, 12_164_382.0])
+    for given, expected in (([25_261, 121_225], [0.0022, 0.9978]), ([0, 0], [1, 0])):
+        yielded = np.array(given, np.float64)
+        shares = Soft(1).over(np.array([True, True]), totals - yielded, yielded, Span(0, 0, 0))
+        assert shares == pytest.approx(expected, abs=0.00005)
+    plan = planned(node("soft_sequential", leaf("a"), leaf("b")), {"a": 25_317, "b": 12_164_382})
+    assert shares_at(plan, 0)[0] > 0.98
+    assert plan.until_sample_index == 25_317 + 12_164_382
+
+
+def soft_by_sample(totals: list[int], update: int) -> dict[int, int]:
+    """By the rule itself, child after child and sample after sample in expectation: when each is out."""
+    given, out, at = [0.0] * len(totals), {}, 0
+    while len(out) < len(totals):
+        left, weights = 1.0, []
+        for total, has in zip(totals, given, strict=True):
+            part = max(total - has, 1) / total if has < total else 0.0
+            weights.append(left * part)
+            left *= 1 - part
+        for _ in range(update):
+            at += 1
+            for i, weight in enumerate(weights):
+                given[i] += weight / sum(weights)
+        out |= {i: at for i, total in enumerate(totals) if given[i] >= total and i not in out}
+    return out
+
+
+@pytest.mark.parametrize("totals", [(3000, 9000, 6000), (60_000, 20_000), (5000, 5000, 5000, 5000)])
+def test_a_soft_sequence_is_what_its_rule_gives_step_by_step(totals: tuple[int, ...]) -> None:
+    names = [f"s{i}" for i in range(len(totals))]
+    plan = planned(node("soft_sequential", *(leaf(name) for name in names)), dict(zip(names, totals, strict=True)))
+    for i, at in soft_by_sample(list(totals), 256).items():
+        found = plan.sources[i].exhausted_at_sample
+        assert found == pytest.approx(at, rel=0.01, abs=256)
+
+
+def test_weights_follow_a_schedule_between_points_and_in_steps() -> None:
+    rising = leaf("a", weight=[[0, 0], [8_000_000, 1]], epochs=math.inf)
+    other = leaf("b", weight=1, epochs=math.inf)
+    plan = planned(node("schedule", rising, other), {"a": 10, "b": 10}, until=16_000_000)
+    # w / (1 + w) on average over w from 0 to 1 is 1 - ln 2, and a half behind it.
+    expected = 8_000_000 * (1 - math.log(2)) + 4_000_000
+    # Every 256 samples, and so half of these late.
+    assert plan.sources[0].tokens == pytest.approx(expected, rel=1e-3)
+    assert shares_at(plan, 0)[0] < 0.02
+    assert shares_at(plan, 15_000_000) == [0.5, 0.5]
+    steps = node("schedule", leaf("a", weight=[[0, 1], [4_000_000, 3]]), leaf("b", weight=[[0, 1], [4_000_000, 0]]))
+    plan = planned(steps | {"interpolate": "step"}, {"a": 10**9, "b": 10**9}, until=8_000_000)
+    assert [source.tokens for source in plan.sources] == pytest.approx([6_000_000, 2_000_000], abs=128 * LENGTH)
+    # What is left has the weight 0: it goes on rather than end.
+    plan = planned(steps | {"interpolate": "step"}, {"a": 500_000, "b": 10**6})
+    assert (plan.reason, plan.until_sample_index) == ("every source is exhausted", 1_500_000)
+
+
+def test_tokens_are_conserved_and_stretches_have_no_gaps() -> None:
+    inner = node("soft_sequential", *(leaf(f"s{i}") for i in range(12)))
+    curve = leaf("c", weight=[[0, 5], [200_000, 1], [900_000, 2]])
+    plan = planned(node("schedule", curve, inner), {"c": 40_000} | {f"s{i}": 3_000 * (i + 1) for i in range(12)})
+    assert len(plan.stretches) <= MAX_STRETCHES
+    assert plan.stretches[0].from_tokens == 0
+    assert all(a.until_tokens == b.from_tokens for a, b in zip(plan.stretches, plan.stretches[1:], strict=False))
+    assert plan.stretches[-1].until_tokens == plan.until_tokens
+    assert sum(source.tokens for source in plan.sources) == pytest.approx(plan.until_tokens, abs=len(plan.sources))
+    for source in plan.sources:
+        given = sum(s.shares[source.id] * (s.until_tokens - s.from_tokens) for s in plan.stretches)
+        assert given == pytest.approx(source.tokens, rel=1e-4, abs=1000)
+
+
+def test_joined_stretches_keep_what_each_source_gets_and_where_shares_jump() -> None:
+    rng = np.random.default_rng(5)
+    raw = rng.random((50, 3)) * 0.01 + np.repeat([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1]], 10, axis=0)
+    ends = np.cumsum(rng.random(50) + 0.5)
+    shares = raw / raw.sum(axis=1, keepdims=True)
+    before = [Stretch(b, e, s) for b, e, s in zip([0.0, *ends[:-1]], ends, shares, strict=True)]
+    after = merged(before, 5)
+    assert [stretch.end for stretch in after] == [before[i].end for i in (9, 19, 29, 39, 49)]
+    tokens = sum((stretch.end - stretch.begin) * stretch.shares for stretch in after)
+    assert tokens == pytest.approx(sum((stretch.end - stretch.begin) * stretch.shares for stretch in before))
+
+
+def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any) -> None:
+    for i in range(3):
+        corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(900 + 300 * i, i, 40), group=100)
+    inner = node("round_robin", leaf("1", epochs=1.5), leaf("2"))
+    order = corpora.order_of(tmp_path, corpora.mixture(mixture=node("least_consumed", leaf("0"), inner)))
+    extents = [measure(order, i) for i in range(3)]
+    parts = [Part(config=order.config, extents=extents)]
+    whole = forecast(parts, order.initial())
+    pipeline = order.pipeline(order.initial())
+    for _ in range(6):
+        pipeline.advance(whole.until_sample_index // 7)
+        later = forecast(parts, pipeline.state())
+        assert later.from_sample_index == pipeline.state().sample_index
+        assert later.until_sample_index == pytest.approx(whole.until_sample_index, rel=0.01)
+        for then, now, was in zip(whole.sources, later.sources, pipeline.state().sources, strict=True):
+            assert now.tokens == pytest.approx(then.tokens, rel=0.01)
+            assert now.epochs_read == pytest.approx(then.epochs_read, rel=0.01)
+            assert (now.exhausted_at_tokens is None) == was.exhausted
+
+
+@pytest.mark.parametrize("on_exhausted", ["drop", "stop"])
+def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str) -> None:
+    for i in range(2):
+        corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(200 + 300 * i, i, 40), group=100)
+    root = node("sequential", node("round_robin", leaf("0"), leaf("1"), on_exhausted=on_exhausted))
+    order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(10**6)
+    extents = [measure(order, i) for i in range(2)]
+    plan = forecast([Part(config=order.config, extents=extents)], pipeline.state())
+    assert plan.ends
+    assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
+    assert (plan.stretches, plan.endings) == ([], [])
+    assert [source.exhausted for source in plan.sources] == [True, on_exhausted == "drop"]
+    expected = {"drop": "every source is exhausted", "stop": "node 1 stops, as 0 is exhausted"}
+    assert plan.reason == expected[on_exhausted]
+    assert b"<svg" in draw(plan, "svg")
+
+
+def test_what_is_paused_waits_and_what_was_dropped_is_gone() -> None:
+    config = config_of(node("least_consumed", leaf("a"), node("round_robin", leaf("b"), leaf("c")), leaf("d")))
+    samples = [100, 200, 300, 400]
+
+    def under(**presence: str) -> RunPlan:
+        def visit(child: Any) -> Any:
+            if isinstance(child, NodeConfig):
+                return child.model_copy(update={"children": [visit(below) for below in child.children]})
+            return child.model_copy(update={"presence": presence.get(child.name, "live")})
+
+        found = config.model_copy(update={"mixture": visit(config.mixture)})
+        # What the other config had worked out of its own mixture is not this one's.
+        for name in ("sources", "nodes", "epochs"):
+            found.__dict__.pop(name, None)
+        extents = [
+            None if presence.get(n) == "dropped" else Extent(k, 8000) for n, k in zip("abcd", samples, strict=True)
+        ]
+        return forecast([Part(config=found, extents=extents)], initial_state(found))
+
+    plan = under(b="paused", d="dropped")
+    assert [source.tokens // LENGTH for source in plan.sources] == [100, 0, 300, 0]
+    assert plan.reason == "only paused sources are left"
+    assert [source.rows for source in plan.sources] == [100, 200, 300, None]
+    assert under(d="dropped").reason == "every source is exhausted"
+
+
+def test_ten_to_the_twelve_tokens_through_two_hundred_sources_take_seconds() -> None:
+    policies = ("least_consumed", "weighted", "soft_sequential", "balance_remaining", "round_robin", "sequential")
+    number, inner = 0, []
+    for policy in policies:
+        children = []
+        for _ in range(33):
+            children.append(leaf(f"s{number}", epochs=1 + number % 3))
+            number += 1
+        inner.append(node(policy, *children, weight=[[0, 1], [4 * 10**11, 1 + number % 4], [10**12, 0.2]]))
+    root = node("schedule", *inner)
+    samples = {f"s{i}": 10**8 + 5 * 10**7 * (i % 17) for i in range(number)}
+    begin = time.monotonic()
+    plan = planned(root, samples, until=10**12)
+    # Three seconds on a busy core; sample by sample it would be days.
+    assert time.monotonic() - begin < 60
+    assert plan.until_tokens == 10**12
+    assert sum(source.exhausted_at_tokens is not None for source in plan.sources) > 30
+    assert sum(source.tokens for source in plan.sources) == pytest.approx(plan.until_tokens, rel=1e-9)

@@ -1,0 +1,223 @@
+"""A plan, made of headers and a sample, against the run itself, gone through to its end."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import corpora
+from tokenloom_proto.seal import canonical
+from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.course import Course
+from tokenloom_server.extents import measure
+from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.mixture_change import MixtureChange, Setting
+from tokenloom_server.order import Order
+from tokenloom_server.plan import RunPlan
+from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.planner import Planner
+from tokenloom_server.state import State
+
+LENGTH = 8
+SOURCES = 7
+DETERMINISTIC = ("least_consumed", "round_robin", "sequential", "soft_sequential", "balance_remaining", "schedule")
+#: A source that ran out is found to be so by the pick behind its last, which comes when it is its turn; and weights
+#: that follow the run do so every 256 samples.
+GRANULARITY = 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven sources of two to nine thousand samples an epoch, ids and text, in one shard and in several."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for i in range(4):
+        for shard in range(1 + 3 * (i % 2)):
+            rows = corpora.id_rows(2_500 + 900 * i, 10 * i + shard, 14)
+            corpora.write_parquet(folder / f"ids-{i}-{shard}.parquet", rows, group=500)
+    corpora.write_txt(folder / "lines-0.txt", corpora.text_rows(5_000, 71, 6))
+    corpora.write_txt(folder / "lines-1.txt", corpora.text_rows(2_000, 72, 6))
+    corpora.write_jsonl(folder / "objects.jsonl", corpora.text_rows(6_500, 73, 6))
+    corpora.write_txt(folder / "more.txt", corpora.text_rows(4_500, 74, 6))
+    return folder
+
+
+def specs() -> list[str]:
+    ids = [f"parquet:ids-{i}-*.parquet:ids" for i in range(4)]
+    return [*ids, "txt:lines-*.txt:text", "jsonl:objects.jsonl:text", "txt:more.txt:text"]
+
+
+def random_mixture(rng: random.Random, policies: tuple[str, ...]) -> dict[str, Any]:
+    """A random tree over all sources, up to three deep."""
+    found = [
+        {"source": spec, "alias": f"s{i}", "epochs": rng.choice([1, 1, 1.5, 2.25])} for i, spec in enumerate(specs())
+    ]
+    rng.shuffle(found)
+    return random_node(rng, policies, iter(found), len(found), depth=3)
+
+
+def random_node(
+    rng: random.Random,
+    policies: tuple[str, ...],
+    leaves: Iterator[dict[str, Any]],
+    count: int,
+    depth: int,
+    may_stop: bool = True,
+) -> dict[str, Any]:
+    policy = rng.choice(policies)
+    # Nothing ends with the last sample of a soft sequence's child, of which nobody knows when it comes.
+    may_stop = may_stop and policy != "soft_sequential"
+    children = []
+    while count:
+        below = rng.randint(2, count) if depth > 1 and count > 1 and rng.random() < 0.5 else 1
+        child = random_node(rng, policies, leaves, below, depth - 1, may_stop) if below > 1 else next(leaves)
+        if below > 1 and rng.random() < 0.3:
+            child["epochs"] = rng.choice([1.5, 2])
+        if rng.random() < 0.15:
+            child["max_tokens"] = rng.randint(4_000, 60_000)
+        if below == 1 and may_stop and rng.random() < 0.15:
+            child["on_exhausted"] = rng.choice(["drop", "stop"])
+        if policy in ("least_consumed", "weighted"):
+            child["weight"] = round(rng.uniform(0.5, 4), 3)
+        elif policy == "schedule":
+            points = sorted(rng.sample(range(0, 400_000, 1000), 3))
+            child["weight"] = [[at, round(rng.uniform(0.2, 4), 3)] for at in points]
+        children.append(child)
+        count -= below
+    node: dict[str, Any] = {"policy": policy, "children": children}
+    if policy == "schedule":
+        node["interpolate"] = rng.choice(["linear", "step"])
+    return node | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
+
+
+def order_of(folder: Path, root: dict[str, Any], seed: int) -> Order:
+    return corpora.order_of(folder, corpora.mixture(mixture=root, sequence_length=LENGTH, seed=seed))
+
+
+def plan_of(order: Order, state: State) -> RunPlan:
+    return forecast([Part(config=order.config, extents=[measure(order, i) for i in range(len(order.specs))])], state)
+
+
+def run_out(order: Order, state: State) -> tuple[State, dict[int, int]]:
+    """The state at the end, and by source id the sample index at which it turned out to be out."""
+    pipeline = order.pipeline(state)
+    found: dict[int, int] = {}
+    while pipeline.ended is None:
+        pipeline.advance(32)
+        now = pipeline.state()
+        for i, source in enumerate(now.sources):
+            if source.exhausted and i not in found:
+                found[i] = now.sample_index
+    return pipeline.state(), found
+
+
+def tails(config: RunConfig, end: State) -> dict[int, float]:
+    """By source id, how many samples of the run the last one of a child of ``soft_sequential`` may come sooner or
+    later: it has a chance of 1 in T at each sample of its node, and whether one or two are left is an estimate."""
+    found: dict[int, float] = {}
+
+    def visit(node: NodeConfig, tail: float) -> None:
+        states = end.nodes[node.id]
+        given = sum(child.samples for child in states)
+        for child, was in zip(node.children, states, strict=True):
+            own = tail
+            if node.policy == "soft_sequential" and given:
+                own = max(tail, 1.5 * was.samples * end.sample_index / given)
+            if isinstance(child, NodeConfig):
+                visit(child, own)
+            else:
+                found[child.id] = own
+
+    visit(config.mixture, 0.0)
+    return found
+
+
+def check(order: Order, start: State, plan: RunPlan, end: State, out: dict[int, int], drawn: bool = False) -> None:
+    slack = tails(order.config, end)
+    for i, (source, was) in enumerate(zip(plan.sources, end.sources, strict=True)):
+        share = max(was.samples, 1) / end.sample_index
+        # Of a drawn share: four times the standard deviation of the sample at which the last one comes.
+        luck = GRANULARITY + slack[i] + (4 * math.sqrt(end.sample_index / share) if drawn else 0.0)
+        samples = 64 + (4 * math.sqrt(end.sample_index * share) if drawn else 0.0)
+        assert source.tokens == pytest.approx(was.tokens, rel=0.01, abs=samples * LENGTH), source.alias
+        if source.exhausted and was.exhausted and not start.sources[i].exhausted:
+            assert source.exhausted_at_sample == pytest.approx(out[i], rel=0.01, abs=luck), source.alias
+        elif source.exhausted != was.exhausted:
+            # On the one side its last sample is given, too, but the pick that would find it out is never made: its node
+            # stops, or the run ends.
+            last = max(out.get(i, 0), source.exhausted_at_sample or 0)
+            stopped = {ending.sample_index for ending in plan.endings if ending.why.startswith("stops")}
+            ends = [plan.until_sample_index, end.sample_index, *stopped]
+            assert any(last == pytest.approx(at, rel=0.01, abs=luck) for at in ends), source.alias
+    luck = 4 * math.sqrt(end.sample_index * len(plan.sources)) if drawn else 0.0
+    assert plan.until_sample_index == pytest.approx(end.sample_index, rel=0.01, abs=GRANULARITY + luck)
+    assert plan.ends
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_plan_is_within_one_percent_of_the_run(folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    order = order_of(folder, random_mixture(rng, DETERMINISTIC), seed)
+    end, out = run_out(order, order.initial())
+    check(order, order.initial(), plan_of(order, order.initial()), end, out)
+    # From somewhere on its way, too.
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(rng.randrange(1, end.sample_index))
+    check(order, pipeline.state(), plan_of(order, pipeline.state()), end, out)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_of_drawn_shares_is_within_their_luck_of_the_run(folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    order = order_of(folder, random_mixture(rng, ("weighted", "least_consumed")), seed)
+    end, out = run_out(order, order.initial())
+    check(order, order.initial(), plan_of(order, order.initial()), end, out, drawn=True)
+
+
+def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder: Path) -> None:
+    def source(i: int, **fields: Any) -> dict[str, Any]:
+        return {"source": specs()[i], "alias": f"s{i}", **fields}
+
+    later = {
+        "policy": "least_consumed",
+        "children": [source(0, epochs=2), source(2, weight=2), source(3), source(4, epochs=0.5)],
+    }
+    document = corpora.mixture(
+        mixture={"policy": "weighted", "children": [source(0), source(1, weight=2), source(2)]},
+        sequence_length=8,
+        last_step="pad",
+        phases=[{"until_tokens": 100_004}, {"until_tokens": 240_000, "mixture": later}, {"sequence_length": 16}],
+    )
+    order = corpora.order_of(folder, document)
+    course = Course(order)
+    change = MixtureChange(set=[Setting(child="s3", weight=4)], drop=["s2"], reason="test")
+    content = canonical(course.revise(change, 20_000))
+    revision = StoredRevision(number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content)
+    course = course.with_revisions([revision])
+    assert len(course.stretches) == 4
+
+    start = course.initial()
+    plan = Planner().plan(course, start, None)
+    pipeline = course.pipeline(start)
+    while pipeline.ended is None:
+        pipeline.advance(4096)
+    end = pipeline.state()
+    assert plan.until_tokens == pytest.approx(end.total_tokens, rel=0.01)
+    assert plan.until_sample_index == pytest.approx(end.sample_index, rel=0.01)
+    assert plan.sequence_length == 16
+    for source_plan, was in zip(plan.sources, end.sources, strict=True):
+        assert source_plan.tokens == pytest.approx(was.tokens, rel=0.02), source_plan.alias
+        assert source_plan.exhausted == was.exhausted
+    # What was dropped is not looked at, and what came later had no share before.
+    assert plan.sources[2].epochs_read is None
+    assert all(len(stretch.shares) == 5 for stretch in plan.stretches)
+    assert plan.stretches[0].shares[3:] == [0, 0]
+    assert {100_008, 20_000 * 8} <= {stretch.from_tokens for stretch in plan.stretches}
+    # From behind the revision on.
+    pipeline = course.pipeline(start)
+    pipeline.advance(21_000)
+    rest = Planner().plan(course, pipeline.state(), None)
+    assert rest.until_tokens == pytest.approx(end.total_tokens, rel=0.01)

@@ -1,0 +1,121 @@
+"""A mixer at work without data: sources are told how many samples they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tokenloom_server.config import RunConfig
+from tokenloom_server.extents import Extent
+from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes
+from tokenloom_server.mixing.varying import UPDATE_SAMPLES
+from tokenloom_server.revision import carry
+from tokenloom_server.state import ChildState, SourceState, State
+
+#: Tokens of every row.
+ROW = 13
+
+Nodes = tuple[tuple[ChildState, ...], ...]
+
+
+class Walk:
+    """Picks from a mixer whose sources hold so many samples each, by source id.
+
+    ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_SAMPLES``); the mixer is
+    told of so many times as many samples as there were.
+    """
+
+    def __init__(self, config: RunConfig, capacity: list[int], updates: int = 8) -> None:
+        self.capacity = capacity
+        self.given = [0] * len(capacity)
+        self._pretended = UPDATE_SAMPLES // updates
+        self.begin_under(config, initial_nodes(config))
+
+    def begin_under(self, config: RunConfig, nodes: Nodes) -> None:
+        self.config = config
+        extents = {source: self._extent(source) for source in config.measured_sources}
+        self.mixer = Mixer(config, nodes, extents)
+        self.before = list(self.given)
+
+    def _extent(self, source: int) -> Extent:
+        tokens = self.capacity[source] * self.config.sequence_length
+        return Extent(max(1, round(tokens / ROW / self.config.epochs[source])), 1000 * ROW)
+
+    def rows_picked(self, source: int) -> tuple[int, int]:
+        return divmod(self.given[source] * self.config.sequence_length, ROW)
+
+    def begin(self) -> int:
+        done = sum(self.given)
+        tokens = done * self.config.sequence_length
+        return self.mixer.begin(done * self._pretended, tokens, self.rows_picked) // self._pretended
+
+    def has_sample(self, source: int) -> bool:
+        return self.given[source] < self.capacity[source]
+
+    def step(self) -> int:
+        self.begin()
+        source = self.mixer.pick(self.has_sample)
+        if source != NOTHING:
+            self.given[source] += 1
+        return source
+
+    def leap(self, count: int) -> list[int]:
+        """The next ``count`` picks, planned as far as the sources last, as the pipeline does it."""
+        found: list[int] = []
+        while len(found) < count:
+            some = min(count - len(found), self.begin())
+            plan = self.mixer.plan(some).tolist()
+            assert len(plan) == some
+            ready = 0
+            while ready < len(plan) and plan[ready] != NOTHING and self.has_sample(plan[ready]):
+                self.given[plan[ready]] += 1
+                ready += 1
+            if ready:
+                self.mixer.issue(ready)
+                found += plan[:ready]
+            if ready < len(plan):
+                found.append(self.step())
+                if found[-1] == NOTHING:
+                    break
+        return found
+
+    def present(self) -> Nodes:
+        given = [now - then for now, then in zip(self.given, self.before, strict=True)]
+        return self.mixer.states(self.mixer.regime, given)
+
+    def restore(self) -> None:
+        """Builds the mixer anew from its state, as a restart does."""
+        self.begin_under(self.config, self.present())
+
+    def revise(self, config: RunConfig, capacity: list[int]) -> None:
+        """Goes on under another mixture of the run; ``capacity`` of all sources it ever had."""
+        exhausted = self.mixer.exhausted(self.mixer.regime)
+        sources = [
+            SourceState(samples=samples, tokens=samples * self.config.sequence_length, exhausted=out)
+            for samples, out in zip(self.given, exhausted, strict=True)
+        ]
+        state = State(
+            sample_index=sum(self.given),
+            total_tokens=8 * sum(self.given),
+            digest=0,
+            sources=tuple(sources),
+            nodes=self.present(),
+        )
+        nodes = carry(state, self.config, config).nodes
+        self.capacity = capacity
+        self.given += [0] * (len(capacity) - len(self.given))
+        self.begin_under(config, nodes)
+
+
+def worst_distance(found: Sequence[int], weights: Sequence[float]) -> float:
+    """The greatest distance, in samples, of any child from its share, at any sample."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    # In units of 1 / scale samples, to stay in integers.
+    scale = total.denominator * max(weight.denominator for weight in exact) * total.numerator
+    shares = [int(weight / total * scale) for weight in exact]
+    given, worst = [0] * len(weights), 0
+    for k, source in enumerate(found, start=1):
+        given[source] += 1
+        worst = max(worst, max(abs(g * scale - share * k) for g, share in zip(given, shares, strict=True)))
+    return worst / scale

@@ -1,0 +1,191 @@
+"""A changed mixture goes on from what was counted: exactly, and at its new shares at once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import flat, parsed, random_presences, random_tree
+from support.mixing import Walk, worst_distance
+from tokenloom_server.config import RunConfig
+from tokenloom_server.mixing.credits import carried
+from tokenloom_server.mixing.mixer import NOTHING
+from tokenloom_server.mixing.round_robin import levelled
+
+LENGTH = 8
+
+
+def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunConfig:
+    document = config.model_dump()
+    change(document["mixture"])
+    return RunConfig.model_validate(document)
+
+
+def randomly_revised(rng: random.Random, config: RunConfig) -> RunConfig:
+    """Other weights, limits and presences; a new source, or a new node with two, below some node."""
+
+    def change(root: dict[str, Any]) -> None:
+        nodes = [root]
+        for node in nodes:
+            nodes += [child for child in node["children"] if "children" in child]
+        for node in nodes:
+            for child in node["children"]:
+                if node["policy"] in ("least_consumed", "weighted") and rng.random() < 0.4:
+                    child["weight"] = round(rng.uniform(0.1, 9), 2)
+                if rng.random() < 0.1:
+                    child["max_tokens"] = rng.choice([None, 160, 800])
+            if node["policy"] in ("least_consumed", "weighted", "round_robin", "sequential") and rng.random() < 0.15:
+                node["policy"] = rng.choice(["balance_remaining", "soft_sequential", "round_robin"])
+                node["unit"] = "tokens"
+                for child in node["children"]:
+                    child["weight"] = 1.0
+        count = len(config.sources)
+        new: dict[str, Any] = {"id": count, "source": f"txt:new-{count}:text"}
+        if rng.random() < 0.4:
+            other = {"id": count + 1, "source": f"txt:new-{count + 1}:text"}
+            new = {"id": len(config.nodes), "policy": "least_consumed", "children": [new, other]}
+        rng.choice(nodes)["children"].append(new)
+
+    return random_presences(rng, changed(config, change), 0.1)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_a_revised_run_that_is_interrupted_gives_what_the_uninterrupted_one_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = (f"txt:{i}:text" for i in range(1000))
+    config = parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
+    capacity = [rng.choice([0, 2, 9, 60, 300]) for _ in config.sources]
+    whole, broken = Walk(config, capacity), Walk(config, capacity)
+    for _ in range(rng.randint(1, 3)):
+        expected = whole.leap(rng.randint(0, 120))
+        found: list[int] = []
+        while len(found) < len(expected):
+            found += broken.leap(min(rng.choice([1, 5, 30]), len(expected) - len(found)))
+            if rng.random() < 0.6:
+                broken.restore()
+        assert found == expected
+        assert broken.present() == whole.present()
+        config = randomly_revised(rng, config)
+        capacity = capacity + [rng.choice([3, 50]) for _ in range(len(config.sources) - len(capacity))]
+        whole.revise(config, capacity)
+        broken.revise(config, capacity)
+        if rng.random() < 0.5:
+            broken.restore()
+        counted = [child.samples for node in whole.present() for child in node]
+        assert sum(whole.given) == sum(child.samples for child in whole.present()[0])
+        assert all(count >= 0 for count in counted)
+    assert whole.leap(60) == broken.leap(60)
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=2, max_size=8),
+    st.lists(st.integers(1, 400), min_size=8, max_size=8),
+    st.integers(0, 300),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_shares_follow_new_weights_and_new_children_at_once(
+    before: list[int], after: list[int], at: int, joins: bool
+) -> None:
+    document = flat([f"txt:{i}:text" for i in range(len(before))])
+    for child, weight in zip(document["mixture"]["children"], before, strict=True):
+        child["weight"] = weight
+    config = parsed(document)
+
+    def change(root: dict[str, Any]) -> None:
+        for child, weight in zip(root["children"], after, strict=False):
+            child["weight"] = float(weight)
+        if joins:
+            root["children"].append({"id": len(before), "source": "txt:new:text", "weight": float(after[-1])})
+
+    walk = Walk(config, [10**6] * len(before))
+    walk.leap(at)
+    revised = changed(config, change)
+    walk.revise(revised, [10**6] * len(revised.sources))
+    weights = [float(child.weight) for child in revised.sources if isinstance(child.weight, float)]
+    # One sample of what was owed, and one of their own.
+    assert worst_distance(walk.leap(400), weights) <= 2
+
+
+def test_a_weight_that_was_small_is_not_starved_when_it_grows() -> None:
+    document = flat(["txt:0:text", "txt:1:text"])
+    document["mixture"]["children"][0]["weight"] = 1000
+    config = parsed(document)
+    walk = Walk(config, [10**6] * 2)
+    walk.leap(5000)
+    walk.revise(changed(config, lambda root: root["children"][0].update(weight=1.0)), [10**6] * 2)
+    assert Counter(walk.leap(100)) in ({0: 50, 1: 50}, {0: 49, 1: 51}, {0: 51, 1: 49})
+
+
+def test_what_is_owed_is_within_a_sample_whatever_joins_or_leaves() -> None:
+    owed = (-700, 300, 400, 0)
+    found = carried(owed, (10, 20, 30, 0), (1, 0, 0, 1), 12)
+    assert max(map(abs, found)) <= 2 * 12
+    assert abs(found[0] + found[3]) <= 2
+    # All paused: frozen. All were: nobody is owed anything.
+    assert carried(owed, (10, 20, 30, 0), (0, 0, 0, 0), 12) == owed
+    assert carried(owed, (0, 0, 0, 0), (10, 20, 30, 0), 12) == (0, 0, 0, 0)
+
+
+def test_in_a_round_who_joins_has_its_first_turn_in_the_next() -> None:
+    config = parsed(flat(["txt:0:text", "txt:1:text", "txt:2:text"], "round_robin"))
+    walk = Walk(config, [100] * 3)
+    assert walk.leap(7) == [0, 1, 2, 0, 1, 2, 0]
+    walk.revise(changed(config, lambda root: root["children"].append({"id": 3, "source": "txt:new:text"})), [100] * 4)
+    found = []
+    for _ in range(10):
+        found += walk.leap(1)
+        walk.restore()
+    assert found == [1, 2, 0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_levels_of_a_round() -> None:
+    assert levelled([9, 8, 0], [0, 0, 0], [True, True, False], [True, True, True]) == (0, 0, 9)
+    # Nobody was there before: all begin level.
+    assert levelled([9, 8, 0], [0, 0, 0], [False] * 3, [True] * 3) == (0, 1, 9)
+    assert levelled([9, 8, 0], [0, 5, 9], [True, False, True], [True, False, True]) == (0, 5, 9)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "epochs"])
+def test_what_was_out_and_may_give_more_goes_on(field: str) -> None:
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"].append(
+        {"policy": "least_consumed", "children": [{"source": "txt:1:text", field: 16}]}
+    )
+    config = parsed(document)
+    walk = Walk(config, [100, 2])
+    assert Counter(walk.leap(12)) == {0: 10, 1: 2}
+    assert [child.exhausted for child in walk.present()[0]] == [False, True]
+
+    def more(root: dict[str, Any]) -> None:
+        root["children"][1]["children"][0][field] = 32
+
+    walk.revise(changed(config, more), [100, 4])
+    assert walk.mixer.exhausted(walk.mixer.regime) == (False, False)
+    assert Counter(walk.leap(20)) == {0: 18, 1: 2}
+
+
+def test_a_new_source_revives_the_nodes_above_it() -> None:
+    document = flat(["txt:0:text"])
+    document["mixture"]["children"].append(
+        {
+            "policy": "weighted",
+            "children": [{"policy": "sequential", "children": [{"source": "txt:1:text"}]}, {"source": "txt:2:text"}],
+        }
+    )
+    config = parsed(document)
+    walk = Walk(config, [5, 2, 2])
+    while walk.step() != NOTHING:
+        pass
+
+    def grown(root: dict[str, Any]) -> None:
+        root["children"][1]["children"][0]["children"].append({"id": 3, "source": "txt:new:text"})
+
+    walk.revise(changed(config, grown), [5, 2, 2, 4])
+    assert walk.leap(5) == [3, 3, 3, 3, NOTHING]
