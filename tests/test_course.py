@@ -153,6 +153,18 @@ def test_rows_left_out_give_no_token_from_then_on_but_a_row_begun_is_read_to_its
     assert ends[0].tokens + ends[0].dropped_tokens > ends[1].tokens + ends[1].dropped_tokens
 
 
+def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -> None:
+    (folder / "more.jsonl").write_text(
+        "".join(json.dumps({"spec": CODE, "shard": "data/code-0.parquet", "row": row}) + "\n" for row in (4, 5))
+    )
+    course = revised(Course(order_of(folder)), 5, exclude={"file": "out.jsonl"})
+    course = revised(course, 10, set=[{"child": "code", "alias": "programs"}])
+    course = revised(course, 15, exclude={"file": "more.jsonl"})
+    for found in (course, Course(course.first, course.revisions)):
+        counts = [found.at(index).excluded.count(CODE) for index in (0, 5, 10, 15)]
+        assert counts == [0, 4, 4, 6]
+
+
 def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
     document = mixture(
         last_step="pad",

@@ -369,8 +369,10 @@ def _revised(order: Order, content: Mapping[str, Any]) -> Order:
     ]
     listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
     excluded: Exclusions = order.excluded
-    if tuple(listed) != excluded.files:
-        excluded = exclusions.load(listed, order.base_dir, named)
+    if tuple(listed[: len(excluded.files)]) != excluded.files:
+        excluded = exclusions.NOTHING_EXCLUDED
+    if more := listed[len(excluded.files) :]:
+        excluded = exclusions.load(more, order.base_dir, named, excluded)
     extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
     return order.under(config, manifest, excluded, extents)
 

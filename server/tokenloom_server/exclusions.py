@@ -69,13 +69,16 @@ def describe(path: str, base_dir: Path) -> ExclusionFile:
     return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
 
 
-def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named]) -> Exclusions:
-    """Reads the rows of all files.
+def load(
+    files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named], before: Exclusions = NOTHING_EXCLUDED
+) -> Exclusions:
+    """Reads the rows of all files, on top of those left out before: a file means the sources by the names that they
+    had when it was first read.
 
     Raises ``SourceChanged`` for a file that is not what it was, ``ConfigError`` for rows of unknown sources or shards.
     """
     files = tuple(files)
-    found: dict[tuple[str, int], list[_Rows]] = {}
+    found = {(spec, shard): [rows] for spec, shards in before.rows.items() for shard, rows in shards.items()}
     for file in files:
         now = describe(file.path, base_dir)
         if now != file:
@@ -88,7 +91,7 @@ def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named
     by_spec: dict[str, dict[int, _Rows]] = {}
     for (spec, shard), parts in sorted(found.items()):
         by_spec.setdefault(spec, {})[shard] = np.unique(np.concatenate(parts))
-    return Exclusions(files, by_spec)
+    return Exclusions((*before.files, *files), by_spec)
 
 
 def _table(path: str, local: Path) -> pa.Table:

@@ -183,3 +183,22 @@ def test_a_token_for_reading_shows_the_mixture_and_changes_nothing(
         early = tokenloom("mixture", "drop", url, "prose", *WHY, "--at", 2, "--token-file", files["control"])
         assert early.status == 2
         assert "would come before it" in early.output
+
+
+def test_a_change_names_nothing_outside_the_data_roots(
+    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "outside.txt").write_text("words\n" * 50, encoding="utf-8")
+    (tmp_path / "outside.csv").write_text(f"spec,shard,row\n{SPECS[0]},code-0.parquet,3\n", encoding="utf-8")
+    (corpus.folder / "linked.txt").symlink_to(tmp_path / "outside.txt")
+    server = start_server(corpus.mixture("rooted"), flags=("--data-root", corpus.folder))
+    for arguments in (
+        ("add", server.rest_url, f"txt:{tmp_path}/outside.txt:text"),
+        ("add", server.rest_url, "txt:linked.txt:text"),
+        ("exclude", server.rest_url, f"{tmp_path}/outside.csv"),
+        ("exclude", server.rest_url, "../../../../../../../etc/passwd"),
+    ):
+        refused = tokenloom("mixture", *arguments, *WHY)
+        assert refused.status == 2
+        assert "lies below no data root" in refused.output
+    assert shown(server, tokenloom)["revisions"] == []
