@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus, write_parquet
-from tokenloom_proto.seal import canonical
+from support.courses import revised
 from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
 from tokenloom_server.state import State
 
@@ -29,19 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EXTRA = "parquet:data/extra.parquet:ids"
-
-
-def revised(course: Course, sample_index: int, **change: Any) -> Course:
-    content = course.revise(MixtureChange.model_validate({"reason": "a test", **change}), sample_index)
-    revision = StoredRevision(
-        number=len(course.revisions) + 1,
-        sample_index=sample_index,
-        made_at=0.0,
-        author="",
-        reason="a test",
-        content=canonical(content),
-    )
-    return course.with_revisions((*course.revisions, revision))
 
 
 def walked(course: Course, limit: int = 10**6) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.receipt import GenerationReport, Range, RevisionReport, RunReport, SourceReport
+from tokenloom_server.receipt import GenerationReport, Range, RevisionInfo, RunReport, SourceReport
 
 
 def markdown(report: RunReport) -> str:
@@ -100,7 +100,7 @@ def _source(source: SourceReport) -> Sequence[str]:
     )
 
 
-def _revision(found: RevisionReport) -> Sequence[str]:
+def _revision(found: RevisionInfo) -> Sequence[str]:
     return (
         f"{found.sample_index:,}",
         f"{found.total_tokens:,}",

@@ -17,15 +17,13 @@ import pytest
 import yaml
 from conftest import StartServer
 from support.corpora import write_parquet
+from support.courses import revised
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
 from tokenloom import RemoteDataset
-from tokenloom_proto.seal import canonical
 from tokenloom_server import config
 from tokenloom_server.course import Course
-from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
 from tokenloom_server.state import digest_hex
 
@@ -78,19 +76,6 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
 def course_of(mixture: Path) -> Course:
     """The order of the run, worked out here and not by any server."""
     return Course(Order.create(config.load(mixture), mixture.parent, None))
-
-
-def revised(course: Course, sample_index: int, **change: Any) -> Course:
-    content = course.revise(MixtureChange.model_validate({"reason": "why", **change}), sample_index)
-    revision = StoredRevision(
-        number=len(course.revisions) + 1,
-        sample_index=sample_index,
-        made_at=0.0,
-        author="",
-        reason="why",
-        content=canonical(content),
-    )
-    return course.with_revisions((*course.revisions, revision))
 
 
 def check(world: World, course: Course, begin: int = 0) -> list[Sample]:
