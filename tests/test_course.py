@@ -305,3 +305,50 @@ def test_a_state_of_a_line_without_the_revision_is_refused(folder: Path, change:
         course.decode(states[0][10])
     with pytest.raises(SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"):
         plain.decode(states[1][20])
+
+
+def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(folder: Path) -> None:
+    course = Course(order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}])))
+    root = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
+    for given, ends in ((root, 400), (root | {"max_tokens": 320}, 320)):
+        changed = revised(course, 30, mixture=given)
+        assert [name for name in json.loads(changed.revisions[0].content)["changes"] if "max_tokens" in name] == (
+            [] if ends == 400 else ["node 0: max_tokens 400 → 320"]
+        )
+        assert json.loads(walked(changed)[-1])["nodes"] and len(walked(changed)) == ends // 8 + 1
+    # Before the last phase, too: it brings the end itself.
+    assert len(walked(revised(course, 3, mixture=root))) == 51
+
+
+def test_rows_stay_left_out_whatever_their_source_is_called_later(folder: Path) -> None:
+    (folder / "later.jsonl").write_text(json.dumps({"spec": "docs", "shard": "data/docs.jsonl", "row": 3}) + "\n")
+    course = revised(Course(order_of(folder, mixture())), 5, exclude={"file": "out.jsonl"})
+    course = revised(course, 6, set=[{"child": "code", "alias": "source code"}])
+    course = revised(course, 7, exclude={"file": "later.jsonl"})
+    assert [course.at(7).excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
+    assert [file.path for file in course.at(7).excluded.files] == ["out.jsonl", "later.jsonl"]
+
+
+def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_parquet(tmp_path / "data/extra.parquet", [[5] * 20] * 20)
+    first = order_of(tmp_path, mixture())
+    write_parquet(tmp_path / "data/code-2.parquet", [[6] * 9] * 8)
+    course = revised(Course(first), 4, add=[{"child": {"source": EXTRA, "alias": "extra"}}], append_files=["code"])
+    course = revised(course, 9, set=[{"child": "code", "weight": 7}])
+    pipeline = course.pipeline(course.initial())
+    pipeline.advance(30)
+    [brought] = json.loads(course.encode(pipeline.state()))["revisions"]
+    revision = StoredRevision(
+        number=1,
+        sample_index=brought["sample_index"],
+        made_at=0.0,
+        author="",
+        reason="brought",
+        content=canonical({**brought["content"], "generation": 0}),
+    )
+    elsewhere = Course(first, [revision])
+    there = elsewhere.pipeline(elsewhere.decode(course.encode(pipeline.state())))
+    for each in (pipeline, there):
+        each.advance(1000)
+    assert pipeline.ended and there.state() == pipeline.state()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from tokenloom_proto.seal import canonical
@@ -53,8 +54,9 @@ class Origin:
     sample_index: int
     total_tokens: int
     digest: str
-    #: Samples of the parent's sources that this run does not have.
+    #: Samples and tokens before that of sources which this run does not have.
     left_samples: int
+    left_tokens: int
     #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot behind it tells of it.
     state: str = ""
 
@@ -109,6 +111,11 @@ class Course:
         """The run's total tokens before the sample at an index."""
         stretch = self._stretch(sample_index)
         return stretch.tokens + (sample_index - stretch.begin) * stretch.order.config.sequence_length
+
+    def epochs_until(self, sample_index: int) -> Sequence[float]:
+        """The most epochs that each source had in any stretch that began at a sample index or before it, by id."""
+        had = [stretch.order.config.epochs for stretch in self._stretches if stretch.begin <= sample_index]
+        return [max(found) for found in zip_longest(*had, fillvalue=0.0)]
 
     def index_at(self, total_tokens: int) -> int:
         """The first sample index at which the run has had so many tokens."""
@@ -182,7 +189,7 @@ class Course:
             if stretch.revision is not None and through is not None and index < stretch.begin < through
         ]
         revisions = [
-            {"sample_index": stretch.revision.sample_index, "content": json.loads(stretch.revision.content)}
+            {"sample_index": stretch.revision.sample_index, "content": self._whole_content(stretch, stretch.revision)}
             for stretch in (*in_force[-1:], *ahead)
             if stretch.revision is not None
         ]
@@ -192,6 +199,16 @@ class Course:
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
         return snapshot.decode_state(resume_state, self.shape_at)
+
+    def _whole_content(self, stretch: Stretch, revision: StoredRevision) -> dict[str, Any]:
+        """A revision for who has none of those before it: with all files that the run did not begin with."""
+        content: dict[str, Any] = json.loads(revision.content)
+        more = _listed(
+            (source.spec, source.shards)
+            for source in stretch.order.manifest.sources
+            if source.shards != _known_shards(self.first, source.spec)
+        )
+        return content | ({"shards": more} if more else {})
 
     # --- revisions -----------------------------------------------------------------------------------
 
@@ -217,6 +234,11 @@ class Course:
     def _content_of(self, change: MixtureChange, sample_index: int, generation: int) -> dict[str, Any]:
         order = self.at(sample_index)
         config = changed(order.config, change)
+        if change.mixture is not None and config.mixture.max_tokens is None and self._in_last_phase(sample_index):
+            # The mixture is another one; where the run ends is not a part of it.
+            content = content_of(config)
+            content["mixture"]["max_tokens"] = order.config.mixture.max_tokens
+            config = with_content(config, content)
         order.check_named(config, *([change.exclude.file] if change.exclude is not None else []))
         shards = dict(self._new_files(order, config))
         shards |= {spec: more for name in change.append_files for spec, more in [self._appended(order, name)]}
@@ -241,6 +263,12 @@ class Course:
         if revised.extents:
             content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
         return {**content, "changes": lines, "generation": generation}
+
+    def _in_last_phase(self, sample_index: int) -> bool:
+        """Whether a sample lies in a last phase that ends the run."""
+        phases = self.first.config.phases
+        begins = (stretch.begin for stretch in self._stretches if (stretch.phase or 0) >= len(phases) - 1)
+        return bool(phases) and phases[-1].until_tokens is not None and sample_index >= min(begins)
 
     def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
         known = {source.spec for source in order.manifest.sources}
@@ -273,8 +301,9 @@ class Course:
         # A run that was forked begins in the phase that its tokens lie in.
         over = [phase.until_tokens is not None and phase.until_tokens <= tokens for phase in phases]
         present = over.index(False) if False in over else len(phases)
+        left = origin.left_tokens if origin is not None else 0
         for i in range(min(present + 1, len(phases))):
-            order = _in_phase(order, i)
+            order = _in_phase(order, i, left)
         stretch = Stretch(begin, tokens, order, phase=present if phases else None)
         waiting = list(self.revisions)
         ends = phases[present:-1] if present < len(phases) else []
@@ -306,7 +335,7 @@ class Course:
                 # A phase of less than a sample: nothing is given in it.
                 grown = stretch.grown
             tokens = stretch.tokens + (end - stretch.begin) * length
-            stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1), grown, phase=number + 1)
+            stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1, left), grown, phase=number + 1)
 
 
 class _Lazily:
@@ -322,7 +351,7 @@ class _Lazily:
         return self._made(source_id, state)
 
 
-def _in_phase(order: Order, number: int) -> Order:
+def _in_phase(order: Order, number: int, left_tokens: int) -> Order:
     phase, last = order.config.phases[number], number == len(order.config.phases) - 1
     length = phase.sequence_length or order.config.sequence_length
     ends = phase.until_tokens if last else None
@@ -330,8 +359,8 @@ def _in_phase(order: Order, number: int) -> Order:
         return order
     mixture = phase.mixture
     if ends is not None:
-        # What the mixture may give is what the run has: behind its last phase it ends.
-        root = mixture or order.config.mixture
+        # What the mixture gives is what the run has, but for what a fork left behind: after its last phase it ends.
+        root, ends = mixture or order.config.mixture, max(1, ends - left_tokens)
         mixture = root.model_copy(update={"max_tokens": min(ends, root.max_tokens or ends)})
     config = (
         merged(order.config, mixture, length)
@@ -346,12 +375,14 @@ def _content(
 ) -> dict[str, Any]:
     content: dict[str, Any] = content_of(config)
     if shards:
-        content["shards"] = {
-            spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in shards.items()
-        }
+        content["shards"] = _listed(shards.items())
     if excluded:
         content["exclude"] = [list(file) for file in excluded]
     return content
+
+
+def _listed(files_of: Iterable[tuple[str, Sequence[Shard]]]) -> dict[str, list[list[Any]]]:
+    return {spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in files_of}
 
 
 def _revised(order: Order, content: Mapping[str, Any]) -> Order:
@@ -369,10 +400,12 @@ def _revised(order: Order, content: Mapping[str, Any]) -> Order:
     ]
     listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
     excluded: Exclusions = order.excluded
-    if tuple(listed[: len(excluded.files)]) != excluded.files:
-        excluded = exclusions.NOTHING_EXCLUDED
-    if more := listed[len(excluded.files) :]:
-        excluded = exclusions.load(more, order.base_dir, named, excluded)
+    known = excluded.files
+    if tuple(listed[: len(known)]) != known:
+        excluded = exclusions.load(listed, order.base_dir, named)
+    elif len(listed) > len(known):
+        # Those before are known, by the names that sources had then.
+        excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], order.base_dir, named))
     extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
     return order.under(config, manifest, excluded, extents)
 

@@ -69,16 +69,13 @@ def describe(path: str, base_dir: Path) -> ExclusionFile:
     return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
 
 
-def load(
-    files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named], before: Exclusions = NOTHING_EXCLUDED
-) -> Exclusions:
-    """Reads the rows of all files, on top of those left out before: a file means the sources by the names that they
-    had when it was first read.
+def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named]) -> Exclusions:
+    """Reads the rows of all files.
 
     Raises ``SourceChanged`` for a file that is not what it was, ``ConfigError`` for rows of unknown sources or shards.
     """
     files = tuple(files)
-    found = {(spec, shard): [rows] for spec, shards in before.rows.items() for shard, rows in shards.items()}
+    found: dict[tuple[str, int], list[_Rows]] = {}
     for file in files:
         now = describe(file.path, base_dir)
         if now != file:
@@ -88,10 +85,24 @@ def load(
             )
         for key, rows in _by_shard(file.path, _table(file.path, base_dir / file.path), sources):
             found.setdefault(key, []).append(rows)
+    return Exclusions(files, _merged(found))
+
+
+def joined(first: Exclusions, second: Exclusions) -> Exclusions:
+    """The rows of both."""
+    found: dict[tuple[str, int], list[_Rows]] = {}
+    for each in (first, second):
+        for spec, shards in each.rows.items():
+            for shard, rows in shards.items():
+                found.setdefault((spec, shard), []).append(rows)
+    return Exclusions(first.files + second.files, _merged(found))
+
+
+def _merged(found: Mapping[tuple[str, int], Sequence[_Rows]]) -> dict[str, dict[int, _Rows]]:
     by_spec: dict[str, dict[int, _Rows]] = {}
     for (spec, shard), parts in sorted(found.items()):
         by_spec.setdefault(spec, {})[shard] = np.unique(np.concatenate(parts))
-    return Exclusions((*before.files, *files), by_spec)
+    return by_spec
 
 
 def _table(path: str, local: Path) -> pa.Table:

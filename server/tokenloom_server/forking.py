@@ -63,7 +63,7 @@ class Forking:
         self._refuse_other_tokens(found)
         theirs, same = self._sources(text, found)
         ours = {source.source for source in host.order.config.sources}
-        left = sum(source.state.samples for source in theirs if source.spec not in ours)
+        kept = [source.state for source in theirs if source.spec in ours]
         origin = Origin(
             run=found.run,
             uid=found.uid,
@@ -71,7 +71,9 @@ class Forking:
             sample_index=found.sample_index,
             total_tokens=found.total_tokens,
             digest=found.digest,
-            left_samples=left,
+            # Those of the run that theirs was forked from are among them.
+            left_samples=found.sample_index - sum(source.samples for source in kept),
+            left_tokens=found.total_tokens - sum(source.tokens for source in kept),
         )
         course = host.course.with_origin(origin)
         state = same if same is not None else _transplanted(course, origin, {each.spec: each for each in theirs})
@@ -79,9 +81,12 @@ class Forking:
 
     def _refuse_other_tokens(self, found: Foreign) -> None:
         ours = self._host.order.template("", self._host.stream, 0)["tokenizer"]
-        if dict(found.tokenizer) != ours:
+        theirs = dict(found.tokenizer)
+        if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
+            return  # in one of them every source holds ids, and so do those that both have
+        if theirs != ours:
             raise SnapshotInvalid(
-                f"the state's tokenizer is {dict(found.tokenizer)}, this run's is {ours}: places within documents are "
+                f"the state's tokenizer is {theirs}, this run's is {ours}: places within documents are "
                 "counted in tokens, so a fork needs the same tokeniser and engine"
             )
 

@@ -282,7 +282,10 @@ class History:
 
     def _check_cursors(self, state: State) -> None:
         """Whether each source has what its cursor points behind: what is read first only shows there."""
-        order = self._host.course.at(state.sample_index)
+        course = self._host.course
+        order = course.at(state.sample_index)
+        # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
+        known = None if course.revisions or course.origin is not None else course.epochs_until(state.sample_index)
         for i, (source, config) in enumerate(zip(state.sources, order.config.sources, strict=True)):
             cursor = source.cursor
             if cursor == Cursor():
@@ -293,16 +296,10 @@ class History:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: row_offset is {cursor.row}, but {path} has {rows} rows"
                 )
-            # A revision may have left it fewer than it had begun.
-            epochs = max(
-                each.order.config.epochs[i]
-                for each in self._host.course.stretches
-                if each.begin <= state.sample_index and i < len(each.order.config.epochs)
-            )
-            if cursor.epoch >= epochs:
+            if known is not None and cursor.epoch >= known[i]:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
-                    f"{epochs} epochs, counted from 0"
+                    f"{known[i]} epochs, counted from 0"
                 )
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:

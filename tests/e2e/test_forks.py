@@ -97,3 +97,22 @@ def test_what_cannot_be_forked_is_refused(corpus: Corpus, start_server: StartSer
         iter(RemoteDataset(alone.url("other"), 2, rank=0, world_size=1, attempt="alone", fork_from=state))
     done = tokenloom("fork", server.rest_url, "--run", "other")
     assert done.status == 2 and "give one of --from and --state" in done.output
+
+
+def test_a_fork_of_a_fork_goes_on_and_ends_at_the_tokens_of_its_phases(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    narrower = {"policy": "weighted", "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}]}
+    ends = 70 * LENGTH
+    server = start_server(
+        corpus.mixture("base"),
+        corpus.mixture("anneal", mixture=ANNEAL),
+        corpus.mixture("end", mixture=narrower, phases=[{"until_tokens": ends}]),
+    )
+    state = trained(server, "base", 20).state_dict()
+    child = trained(server, "anneal", 10, fork_from=state).state_dict()
+    grandchild = trained(server, "end", 2, fork_from=child)
+    assert grandchild.sample_index == 64
+    with World(server.url("end"), state=grandchild.state_dict()) as world:
+        world.run()
+        assert (world.sample_index, world.ranks[0].total_tokens) == (70, ends)

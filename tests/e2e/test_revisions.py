@@ -567,3 +567,28 @@ def test_a_huge_or_deep_change_is_refused_and_harms_nothing(strict: Mixture) -> 
         text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
         text += json.dumps(LATE) + "]}" * depth + "}"
         assert strict.patch_text(text).status_code == (200 if depth == 50 else 422), depth
+
+
+def test_a_run_resumes_and_forks_with_fewer_epochs_than_a_source_had(
+    tmp_path: Path, start_server: StartServer, mixture_of: Any
+) -> None:
+    for name in ("a", "b", "c"):
+        write_parquet(tmp_path / f"{'a-0' if name == 'a' else name}.parquet", rows(name, 40), group=50)
+    more = [child | {"epochs": 9} for child in NODE["children"]]
+    path = write_mixture(tmp_path, "fewer", mixture=NODE | {"children": more})
+    once = write_mixture(tmp_path, "once", mixture=NODE | {"policy": "weighted"})
+    server = start_server(path, once)
+    change = {"set": [{"child": "a", "epochs": 1}]}
+    with World(server.url("fewer"), RANKS, BATCH) as world:
+        until(world, 200)
+        made = mixture_of(server, "fewer").revise(**change)
+        until(world, made["sample_index"] + 20)
+        state, begin = world.state(), world.sample_index
+    read = json.loads(state["tokenloom"])["resume_state"]["datasets"][0]
+    assert read["epoch"] >= 1, "the source was in its first epoch still, and nothing is tried"
+    course = revised(course_of(path), made["sample_index"], **change)
+    with World(server.url("fewer"), 1, 3, state=state) as world:
+        check(until(world, begin + 60), course, begin)
+        assert {sample.source for sample in world.receipt.samples.values()} == {1, 2}
+    with World(server.url("once"), 1, 1, fork_from=state) as world:
+        until(world, begin + 5)
