@@ -40,8 +40,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo", "checkpoint"),
-        ("viewer", "trace_report", "sides", "model_card", "mixture_report", "cli_parts"),
-        ("comparison", "cli_mixture", "cli_checkpoint"),
+        ("viewer", "trace_report", "sides", "model_card", "mixture_report"),
+        ("comparison",),
         ("cli",),
         ("__main__",),
     ),
@@ -91,8 +91,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.picture"})),
-    # The command line, in parts.
-    (("typer",), frozenset({f"{SERVER}.{name}" for name in ("cli", "cli_parts", "cli_mixture", "cli_checkpoint")})),
+    (("typer",), frozenset({f"{SERVER}.cli"})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tokenloom_server.cli_parts import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail
+from tokenloom_server.cli.parts import RunName, TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 app = typer.Typer(
@@ -22,7 +21,6 @@ app = typer.Typer(
     "it.",
     no_args_is_help=True,
 )
-_Run = Annotated[str | None, typer.Option(help="The run; needed where the server has several.", show_default=False)]
 _Children = Annotated[
     list[str],
     typer.Argument(
@@ -38,7 +36,7 @@ _Change = dict[str, Any]
 @app.command()
 def show(
     url: Url,
-    run: _Run = None,
+    run: RunName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document as JSON.")] = False,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the mixture in force as a mixture file has it.")
@@ -58,7 +56,7 @@ def show(
     except TokenloomError as error:
         fail(error)
     if as_json:
-        print(json.dumps(info.model_dump(), ensure_ascii=False))
+        print_json(info.model_dump())
     elif as_yaml:
         print(mixture_report.as_yaml(info), end="")
     else:
@@ -71,7 +69,7 @@ def _send(
     author: Annotated[
         str | None, typer.Option(help="Who asks for it; the name of the user if not given.", show_default=False)
     ] = None,
-    run: _Run = None,
+    run: RunName = None,
     at: Annotated[
         int | None,
         typer.Option(
@@ -115,7 +113,7 @@ def _send(
                 print_revision(console(stderr=as_json), name, tried, "would hold")
             if dry_run:
                 if as_json:
-                    print(json.dumps(tried.model_dump(), ensure_ascii=False))
+                    print_json(tried.model_dump())
                 return
             if not sys.stdin.isatty():
                 raise ConfigError("whether to make this revision is asked first, and nobody is here to answer: --yes")
@@ -124,7 +122,7 @@ def _send(
     except TokenloomError as error:
         fail(error)
     if as_json:
-        print(json.dumps(made.model_dump(), ensure_ascii=False))
+        print_json(made.model_dump())
     else:
         print_revision(out, name, made, "holds")
 
@@ -317,7 +315,7 @@ def _exclude(
 def undo(
     url: Url,
     number: Annotated[int, typer.Argument(min=1, help="The revision's number.", metavar="NUMBER", show_default=False)],
-    run: _Run = None,
+    run: RunName = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,

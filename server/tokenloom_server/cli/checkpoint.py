@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli_parts import console, fail
+from tokenloom_server.cli.parts import console, fail, print_json
 from tokenloom_server.errors import TokenloomError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def show_checkpoint(
     from tokenloom_server.checkpoint import report
 
     content = _content(file, mixture, inside)
-    _print_json(report.shown(content)) if as_json else report.show(content, console())
+    print_json(report.shown(content)) if as_json else report.show(content, console())
 
 
 @app.command("diff")
@@ -62,7 +61,7 @@ def diff_checkpoints(
 
     before, after = _content(a, mixture, inside), _content(b, mixture, inside)
     found = difference(before, after)
-    _print_json(asdict(found)) if as_json else report.show_difference(found, before, after, console())
+    print_json(asdict(found)) if as_json else report.show_difference(found, before, after, console())
 
 
 @app.command("probabilities")
@@ -73,7 +72,7 @@ def checkpoint_probabilities(
     from tokenloom_server.checkpoint import report
 
     content = _content(file, mixture, inside)
-    _print_json(report.probabilities(content)) if as_json else report.show_probabilities(content, console())
+    print_json(report.probabilities(content)) if as_json else report.show_probabilities(content, console())
 
 
 def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
@@ -85,7 +84,3 @@ def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
         return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)
     except TokenloomError as error:
         fail(error)
-
-
-def _print_json(document: object) -> None:
-    print(json.dumps(document, ensure_ascii=False))
