@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus, write_parquet
 from support.courses import revised
+from tokenloom_proto.seal import canonical
 from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
 from tokenloom_server.state import State
 
