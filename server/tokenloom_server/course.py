@@ -217,6 +217,11 @@ class Course:
                 found.append(_Told(stretch.begin, content, snapshot.what_of(content)))
         return found
 
+    def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
+        """Whether a revision, as a state tells it, is one of this course."""
+        what = snapshot.what_of(content)
+        return any((told.begin, told.what) == (sample_index, what) for told in self._told)
+
     # --- revisions -----------------------------------------------------------------------------------
 
     def lineage(self, generation: int) -> Course:

@@ -17,13 +17,14 @@ from tokenloom_server.errors import (
     ResumePointNeeded,
     RunBusy,
     ServerStopping,
+    SnapshotInvalid,
     TokenloomError,
 )
 from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
-from tokenloom_server.revising import Revising
+from tokenloom_server.revising import Revising, brings
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import State, digest_hex
 
@@ -172,6 +173,8 @@ class Opener:
                     self._refused.clear()
                 return stored.opening
             self._refuse_busy(call)
+            # Of a ledger that lost a revision, too: what the trainer's state is under, it brings.
+            self._revising.take_over(call.state or stored.pin or "")
             point, skipped, asked = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
@@ -292,7 +295,14 @@ class Opener:
 
     def _ask_of(self, call: JoinCall) -> tuple[str, str]:
         if call.state:
-            point = self._history.parse(call.state)
+            try:
+                point = self._history.parse(call.state)
+            except SnapshotInvalid:
+                # Revisions that only the state knows are rank 0's to bring; the others must stand where it does.
+                found = brings(self._host.name, call.state)
+                if call.rank == 0 or found is None:
+                    raise
+                return "state", _position(found.sample_index, found.digest)
             return "state", _position(point.sample_index, point.digest)
         return "resume", call.resume
 
@@ -303,7 +313,6 @@ class Opener:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         brought = self._history.asked_for(stored, call.state, call.resume)
         if stored.pin is not None:
-            self._revising.take_over(stored.pin)
             pinned, start, skipped = self._history.pinned(stored.pin)
             if brought is not None and not _same_place(brought, pinned):
                 raise JoinRefused(

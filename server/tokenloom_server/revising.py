@@ -139,22 +139,36 @@ class Revising:
         host.revise(epoch, revised)
 
     def adopt(self, text: str | bytes) -> None:
-        """``take_over``, for who does not hold ``one_change``."""
-        if _brings(self._host.name, text) is not None:
-            with self._host.one_change:
+        """``take_over`` for a ledger that never opened the run, by who does not hold ``one_change``."""
+        host = self._host
+        if brings(host.name, text) is None:
+            return
+        with host.one_change:
+            stored = host.ledger.read_run(host.name, host.stream)
+            if stored is not None and stored.opening is None:
                 self.take_over(text)
 
     def take_over(self, text: str | bytes) -> None:
-        """A ledger that never opened the run takes over the revisions, and the origin of a fork, that a snapshot of it
-        carries (the caller holds ``one_change``). What is no such snapshot is left to who reads it."""
+        """A ledger that is not as far as a snapshot of the run takes over the revisions that the snapshot carries; one
+        that never opened it the origin of a fork, too (the caller holds ``one_change``, and nobody trains).
+
+        So a run may move to an empty ledger, and goes on with one that lost what it had. What is no such snapshot, or
+        has been decided otherwise here, is left to who reads it.
+        """
         host = self._host
-        found = _brings(host.name, text)
+        found = brings(host.name, text)
         stored = host.ledger.read_run(host.name, host.stream) if found is not None else None
-        if found is None or stored is None or stored.opening is not None or host.course.revisions:
+        if found is None or stored is None:
             return
         course, epoch = host.course, host.epoch
-        if course.origin is None and found.origin is not None:
+        if stored.opening is None and course.origin is None and found.origin is not None:
             course = course.with_origin(Origin(**found.origin))
+        missing = [(index, content) for index, content in found.revisions if not course.holds(index, content)]
+        behind = course.revisions[-1].sample_index if course.revisions else 0
+        if stored.opening is not None and stored.committed is not None:
+            behind = max(behind, stored.committed.sample_index)
+        if (course is host.course and not missing) or any(index < behind for index, _ in missing):
+            return
         revisions = [
             StoredRevision(
                 number=number,
@@ -162,11 +176,11 @@ class Revising:
                 made_at=host.wall_clock(),
                 author="",
                 reason="brought by a trainer's state",
-                content=canonical({**content, "generation": 0}),
+                content=canonical({**content, "generation": found.generation}),
             )
-            for number, (index, content) in enumerate(found.revisions, start=1)
+            for number, (index, content) in enumerate(missing, start=len(course.revisions) + 1)
         ]
-        course = course.with_revisions(revisions)
+        course = course.with_revisions((*course.revisions, *revisions))
         # Before anything is written: that the state is one of this run under them.
         snapshot.parse(text, host.order.template("", host.stream, 0), course.shape_at)
         try:
@@ -214,7 +228,7 @@ class Revising:
         return wished
 
 
-def _brings(run: str, text: str | bytes) -> snapshot.Foreign | None:
+def brings(run: str, text: str | bytes) -> snapshot.Foreign | None:
     """A snapshot of the run that says more than its mixture file does; None for any other text."""
     try:
         found = snapshot.foreign(text)

@@ -233,6 +233,34 @@ def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_s
     assert mixture.read()["dropped"] == ["c"]
 
 
+def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(
+    folder: Path, start_server: StartServer, mixture_of: Any, tmp_path: Path
+) -> None:
+    run = "lost"
+    path = write_mixture(folder, run)
+    server = start_server(path)
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 30)
+    assert server.terminate() == 0
+    before = server.ledger_file.read_bytes()
+    server.start()
+    mixture = mixture_of(server, run)
+    change = {"set": [{"child": "a", "weight": 9}]}
+    with World(server.url(run), RANKS, BATCH, resume="latest") as world:
+        until(world, 40)
+        made = mixture.revise(**change)
+        until(world, made["sample_index"] + 20)
+        state = world.state()
+    assert server.terminate() == 0
+    server.ledger_file.write_bytes(before)
+    server.start()
+    course = revised(course_of(path), made["sample_index"], **change)
+    with World(server.url(run), 3, 2, state=state) as world:
+        until(world, made["sample_index"] + 200)
+        check(world, course, made["sample_index"] + 20)
+    assert [each["reason"] for each in mixture_of(server, run).read()["revisions"]] == ["brought by a trainer's state"]
+
+
 def test_a_revision_may_be_taken_back_before_production_reaches_it_and_not_behind(
     folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
 ) -> None:
