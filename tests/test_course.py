@@ -195,6 +195,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ({"add": [{"child": {"source": EXTRA}, "to": "code"}]}, "'code' is a source"),
         ({"add": [{"child": {"source": EXTRA, "wieght": 1}}]}, "add.0.child.*wieght|wieght"),
         ({"exclude": {"file": "nothing.jsonl"}}, "exclude.file: 'nothing.jsonl' cannot be read"),
+        ({"add": [{"child": {"source": EXTRA, "presence": "dropped"}}]}, r"add\.0\.child\.presence: unknown key"),
         ({"append_files": ["docs"]}, "'docs' has no file that the run does not read already"),
         ({"set": [{"child": "code", "weight": 2}]}, "this changes nothing"),
         ({}, "this changes nothing"),
@@ -354,3 +355,27 @@ def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since
     for each in (pipeline, there):
         each.advance(1000)
     assert pipeline.ended and there.state() == pipeline.state()
+
+
+def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None:
+    plain = Course(order_of(folder, mixture()))
+    gone = revised(plain, 20, drop=["rest"])
+    assert {s.source for s in gone.at(20).config.sources if s.presence == "dropped"} == {PROSE, WIKI}
+    with pytest.raises(ConfigError, match=r"set\.0\.child: the mixture has no 'parquet|txt"):
+        revised(gone, 21, set=[{"child": PROSE, "weight": 3}])
+    alone = revised(gone, 30, add=[{"child": {"source": WIKI}}])
+    both = {"policy": "round_robin", "alias": "rest", "children": [{"source": WIKI}, {"source": PROSE}]}
+    node = revised(gone, 30, add=[{"child": both}])
+    assert [node.alias for node in node.at(30).config.nodes] == [None, "rest"], "the old node is of nothing any more"
+    for course, sources in ((alone, (WIKI,)), (node, (WIKI, PROSE))):
+        pipeline = course.pipeline(course.initial())
+        pipeline.advance(20)
+        left = pipeline.state()
+        assert course.decode(course.encode(left)) == left
+        pipeline.advance(10)
+        back = pipeline.state()
+        for spec in sources:
+            assert back.sources[course.at(30).specs.index(spec)] == left.sources[course.at(20).specs.index(spec)]
+        pipeline.advance(1000)
+        assert pipeline.ended and course.decode(course.encode(pipeline.state())) == pipeline.state()
+        assert all(pipeline.state().sources[course.at(30).specs.index(spec)].exhausted for spec in sources)

@@ -571,7 +571,7 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError(explain(error, where)) from None
-    found = list(_given_by_the_server(document, ""))
+    found = list(given_by_the_server(document, ""))
     if found:
         raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
     shortest = min([config.sequence_length, *(phase.sequence_length or math.inf for phase in config.phases)])
@@ -588,15 +588,15 @@ def explain(error: ValidationError, where: str, field: str = "") -> str:
     return "\n".join(f"{begin}{_field((*within, *fault['loc']))}{_explain(dict(fault))}" for fault in error.errors())
 
 
-def _given_by_the_server(value: object, path: str) -> Iterator[str]:
+def given_by_the_server(value: object, path: str) -> Iterator[str]:
     """Where a document has what only this server writes."""
     if isinstance(value, dict):
         yield from (f"{path}{key}" for key in ("id", "presence") if key in value)
         for key, below in value.items():
-            yield from _given_by_the_server(below, f"{path}{key}.")
+            yield from given_by_the_server(below, f"{path}{key}.")
     elif isinstance(value, list):
         for i, below in enumerate(value):
-            yield from _given_by_the_server(below, f"{path}{i}.")
+            yield from given_by_the_server(below, f"{path}{i}.")
 
 
 def _is_tag(part: str | int, before: str | int) -> bool:

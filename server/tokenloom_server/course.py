@@ -276,6 +276,19 @@ class Course:
             content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
         return {**content, "changes": lines, "generation": generation}
 
+    def as_revised(self) -> RunConfig:
+        """What the newest revision made of the mixture, as a file has it: phases that begin behind it, and the end of
+        the last one, stand there by themselves."""
+        revised = [stretch for stretch in self._stretches if stretch.revision is not None]
+        config = (revised[-1] if revised else self._stretches[0]).order.config
+        phases, left = config.phases, self.origin.left_tokens if self.origin is not None else 0
+        ends = phases[-1].until_tokens if phases else None
+        if ends is not None and config.mixture.max_tokens == max(1, ends - left):
+            content = content_of(config)
+            del content["mixture"]["max_tokens"]
+            return with_content(config, content)
+        return config
+
     def _in_last_phase(self, sample_index: int) -> bool:
         """Whether a sample lies in a last phase that ends the run."""
         phases = self.first.config.phases

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tokenloom_server.config import Child, NodeConfig, RunConfig, SourceConfig, explain
+from tokenloom_server.config import Child, NodeConfig, RunConfig, SourceConfig, explain, given_by_the_server
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import Mixer
@@ -31,6 +31,10 @@ _OWING = ("least_consumed", "soft_sequential", "balance_remaining", "schedule")
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
     """The config with the change's mixture. Raises ``ConfigError`` naming the field, what was found and expected."""
+    documents = [(f"add.{i}.child", addition.child) for i, addition in enumerate(change.add)]
+    for where, document in [*documents, ("mixture", change.mixture)]:
+        for at in given_by_the_server(document, f"{where}."):
+            raise ConfigError(f"{at}: unknown key; ids and presence are this server's")
     if change.mixture is not None:
         if change.set or change.add or change.drop:
             raise ConfigError("mixture: a whole mixture is given, so set, add and drop must be left out")
@@ -321,27 +325,29 @@ class _Tree:
         place = self._find(name, where)
         if place.parent is None:
             raise ConfigError(f"{where}: {name!r} is the whole mixture; drop sources or nodes of it")
-        place.child["presence"] = "dropped"
+        self._drop_all(place.child)
+
+    def _drop_all(self, child: dict[str, Any]) -> None:
+        """With a node, all below it leaves."""
+        child["presence"] = "dropped"
+        for below in child.get("children", ()):
+            self._drop_all(below)
 
     def add(self, addition: Addition, where: str) -> None:
         parent = self._find(addition.to, f"{where}.to").child
         if "children" not in parent:
             raise ConfigError(f"{where}.to: {addition.to!r} is a source; expected a node's alias or place")
         if "children" in addition.child or "policy" in addition.child:
-            child = self._numbered(_node(addition.child, f"{where}.child"))
+            added: Child = _node(addition.child, f"{where}.child")
         else:
-            source = _read(SourceConfig, addition.child, f"{where}.child")
-            known = next((s for s in self._config.sources if s.source == source.source), None)
-            if known is not None:
-                self._bring_back(known, source, parent, where)
-                return
-            child = self._numbered(source)
-        parent["children"].append(child)
+            added = _read(SourceConfig, addition.child, f"{where}.child")
+        parent["children"].append(self._numbered(added, where))
+        self._prune(self.root)
 
-    def _bring_back(self, known: SourceConfig, source: SourceConfig, parent: dict[str, Any], where: str) -> None:
+    def _taken_back(self, known: SourceConfig, source: SourceConfig, where: str) -> dict[str, Any]:
         """A source that was dropped goes on where it stood."""
         place = self._find(known.source, where, dropped=True)
-        if known.presence != "dropped":
+        if place.child["presence"] != "dropped":
             raise ConfigError(
                 f"{where}.child.source: {known.source!r} is in the mixture already; use set to change it, and "
                 "paused: false where it is paused"
@@ -349,16 +355,27 @@ class _Tree:
         _refuse_another(known, source)
         assert place.parent is not None
         place.parent["children"].remove(place.child)
-        parent["children"].append(source.model_dump() | {"id": known.id})
+        return source.model_dump() | {"id": known.id}
 
-    def _numbered(self, child: Child) -> dict[str, Any]:
-        fields = child.model_dump()
-        if isinstance(child, NodeConfig):
-            fields["id"], self._next_node = self._next_node, self._next_node + 1
-            fields["children"] = [self._numbered(each) for each in child.children]
-        else:
-            fields["id"], self._next_source = self._next_source, self._next_source + 1
+    def _numbered(self, child: Child, where: str) -> dict[str, Any]:
+        if isinstance(child, SourceConfig):
+            known = next((source for source in self._config.sources if source.source == child.source), None)
+            if known is not None:
+                return self._taken_back(known, child, where)
+            fields = child.model_dump() | {"id": self._next_source}
+            self._next_source += 1
+            return fields
+        fields = child.model_dump() | {"id": self._next_node}
+        self._next_node += 1
+        fields["children"] = [self._numbered(each, where) for each in child.children]
         return fields
+
+    def _prune(self, node: dict[str, Any]) -> None:
+        """Removes nodes of which every child went elsewhere."""
+        for child in node["children"]:
+            if "children" in child:
+                self._prune(child)
+        node["children"] = [child for child in node["children"] if child.get("children") != []]
 
     def _find(self, name: str, where: str, *, dropped: bool = False) -> _Place:
         found = [

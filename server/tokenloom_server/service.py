@@ -13,7 +13,7 @@ from tokenloom_server import config
 from tokenloom_server.accounts import Accounts, revision_info
 from tokenloom_server.committer import Committer
 from tokenloom_server.config import NodeConfig, RunConfig
-from tokenloom_server.course import Course
+from tokenloom_server.course import Course, Origin
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
@@ -150,12 +150,14 @@ class Runs:
     ) -> tuple[Order, MixtureChange | None]:
         """The order of a known run, and the change that its mixture file asks for."""
         different = differences(found, stored.record)
-        if not different:
+        if not different and revise is None:
             return Order.load(found, base_dir, index_dir, stored.record, self._data_roots), None
         refuse(found, {field: both for field, both in different.items() if not field.startswith("mixture.")})
         order = Order.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
-        course = Course(order, self._ledger.revisions(stored.uid, stored.stream))
-        in_force = course.stretches[-1].order.config
+        openings = self._ledger.openings(stored.uid, stored.stream)
+        origin = Origin.from_json(openings[0].parent_run) if openings else None
+        course = Course(order, self._ledger.revisions(stored.uid, stored.stream), origin)
+        in_force = course.as_revised()
         # A file that was brought up to date behind a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, found):
             return order, None

@@ -620,3 +620,34 @@ def test_a_run_resumes_and_forks_with_fewer_epochs_than_a_source_had(
         assert {sample.source for sample in world.receipt.samples.values()} == {1, 2}
     with World(server.url("once"), 1, 1, fork_from=state) as world:
         until(world, begin + 5)
+
+
+def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_phase(
+    folder: Path, start_server: StartServer, mixture_of: Any
+) -> None:
+    run = "filed"
+    phases = [{"until_tokens": 2000}, {"until_tokens": 4000, "mixture": NODE | {"policy": "weighted"}}]
+    heavier = NODE | {"children": [NODE["children"][0] | {"weight": 5}, *NODE["children"][1:]]}
+    server = start_server(write_mixture(folder, run, phases=phases))
+
+    def made() -> list[list[str]]:
+        return [each["changes"] for each in mixture_of(server, run).read()["revisions"]]
+
+    server.kill()
+    write_mixture(folder, run, phases=phases, mixture=heavier)
+    server.start_with("--revise", "more of a")
+    assert made() == [["a: weight 2 → 5"]]
+    # Without the flag, and with it, there is nothing that the file would change.
+    for flags in ((), ("--revise", "again")):
+        server.kill()
+        server.start_with(*flags)
+        assert len(made()) == 1
+    # In the last phase, too, whose end is no part of the mixture.
+    mixture_of(server, run).revise(mixture=heavier, sample_index=200)
+    server.kill()
+    server.start_with()
+    # The file that the run began with takes it all back, if that is asked for.
+    write_mixture(folder, run, phases=phases)
+    server.kill()
+    server.start_with("--revise", "as it was")
+    assert made()[2:] == [["a: weight 5 → 2"]]

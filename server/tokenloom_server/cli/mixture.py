@@ -12,7 +12,18 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tokenloom_server.cli.parts import RunName, TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
+from tokenloom_server.cli.parts import (
+    ControlTokenFile,
+    RunName,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    Url,
+    console,
+    fail,
+    print_json,
+)
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 app = typer.Typer(
@@ -82,7 +93,7 @@ def _send(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the revision as JSON.")] = False,
-    token_file: TokenFile = None,
+    token_file: ControlTokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -316,7 +327,7 @@ def undo(
     url: Url,
     number: Annotated[int, typer.Argument(min=1, help="The revision's number.", metavar="NUMBER", show_default=False)],
     run: RunName = None,
-    token_file: TokenFile = None,
+    token_file: ControlTokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
