@@ -1,4 +1,5 @@
-"""Prints what the server needs and nothing more: the base dependencies without torch, and the server extra.
+"""Prints what the server needs and nothing more: the base dependencies without torch, the server extra, and what draws
+plans.
 
 The base dependencies are the client's, so they name torch; the server never imports it, and an image
 without it is several gigabytes smaller. The list stands in pyproject.toml only, and is read from there.
@@ -22,7 +23,8 @@ def server_requirements(pyproject: Path) -> list[str]:
     left_out = {name for name in map(_name, base) if name in CLIENT_ONLY}
     if left_out != CLIENT_ONLY:
         raise SystemExit(f"{pyproject}: expected {sorted(CLIENT_ONLY)} in dependencies, found {sorted(left_out)}")
-    return [line for line in base if _name(line) not in CLIENT_ONLY] + project["optional-dependencies"]["server"]
+    extras = project["optional-dependencies"]
+    return [line for line in base if _name(line) not in CLIENT_ONLY] + extras["server"] + extras["plot"]
 
 
 def _name(requirement: str) -> str:

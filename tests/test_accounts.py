@@ -15,7 +15,7 @@ from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.model_card import markdown
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.order import Order
-from tokenloom_server.receipt import ExclusionReport, GenerationReport, Range, RevisionReport
+from tokenloom_server.receipt import ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.run import Delivery
 from tokenloom_server.service import Runs
 from tokenloom_server.state import State
@@ -166,7 +166,7 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
     gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None})
     sources = [source.model_copy(update={"unique_is_exact": False}) for source in report.sources]
     sources[0] = sources[0].model_copy(update={"excluded_rows": 7})
-    revision = RevisionReport(
+    revision = RevisionInfo(
         number=1,
         sample_index=640,
         total_tokens=5120,
@@ -174,6 +174,7 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
         author="ada",
         reason="take|down",
         changes=["code: weight 2 → 3", "code: 7 rows left out of each epoch"],
+        in_force=True,
     )
     changes = {
         "generations": [gone, launch],

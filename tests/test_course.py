@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus, write_parquet
+from support.courses import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.course import Course
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
 from tokenloom_server.state import State
 
@@ -30,19 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EXTRA = "parquet:data/extra.parquet:ids"
 CHILD = {"source": CODE, "alias": "code", "weight": 2}
-
-
-def revised(course: Course, sample_index: int, **change: Any) -> Course:
-    content = course.revise(MixtureChange.model_validate({"reason": "a test", **change}), sample_index)
-    revision = StoredRevision(
-        number=len(course.revisions) + 1,
-        sample_index=sample_index,
-        made_at=0.0,
-        author="",
-        reason="a test",
-        content=canonical(content),
-    )
-    return course.with_revisions((*course.revisions, revision))
 
 
 def walked(course: Course, limit: int = 10**6) -> list[str]:
@@ -152,6 +139,18 @@ def test_rows_left_out_give_no_token_from_then_on_but_a_row_begun_is_read_to_its
     ends = [_end(each).sources[0] for each in (plain, course)]
     assert ends[0].rows == ends[1].rows
     assert ends[0].tokens + ends[0].dropped_tokens > ends[1].tokens + ends[1].dropped_tokens
+
+
+def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -> None:
+    (folder / "more.jsonl").write_text(
+        "".join(json.dumps({"spec": CODE, "shard": "data/code-0.parquet", "row": row}) + "\n" for row in (4, 5))
+    )
+    course = revised(Course(order_of(folder)), 5, exclude={"file": "out.jsonl"})
+    course = revised(course, 10, set=[{"child": "code", "alias": "programs"}])
+    course = revised(course, 15, exclude={"file": "more.jsonl"})
+    for found in (course, Course(course.first, course.revisions)):
+        counts = [found.at(index).excluded.count(CODE) for index in (0, 5, 10, 15)]
+        assert counts == [0, 4, 4, 6]
 
 
 def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
@@ -296,6 +295,20 @@ def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
     pipeline.advance(12)
     assert course.encode(pipeline.state()) == course.encode(course.decode(walked(course, 12)[12]))
     assert pipeline.state() == course.decode(course.encode(pipeline.state()))
+
+
+@pytest.mark.parametrize(
+    "change", [{"exclude": {"file": "out.jsonl"}}, {"set": [{"child": "code", "max_tokens": 400}]}]
+)
+def test_a_state_of_a_line_without_the_revision_is_refused(folder: Path, change: dict[str, Any]) -> None:
+    plain = Course(order_of(folder))
+    course = revised(plain, 10, **change)
+    states = [walked(each, 20) for each in (plain, course)]
+    assert course.encode(course.decode(states[0][9])) == states[0][9]
+    with pytest.raises(SnapshotInvalid, match="at sample 10 has none, but in force there is the revision from sample"):
+        course.decode(states[0][10])
+    with pytest.raises(SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"):
+        plain.decode(states[1][20])
 
 
 def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(folder: Path) -> None:

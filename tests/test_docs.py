@@ -23,6 +23,7 @@ from tokenloom_server.planning import stretches
 from tokenloom_server.rest_api.app import MAX_PLANS, create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
+from tokenloom_server.revising import MAX_REVISIONS
 from tokenloom_server.security import RPCS, Scope
 from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
@@ -174,6 +175,7 @@ def test_every_bound_is_in_the_reference() -> None:
         MAX_WORLD_SIZE,
         MAX_RUNS,
         MAX_SAVED_SNAPSHOTS,
+        MAX_REVISIONS,
         MAX_CONNECTIONS,
     ):
         assert re.search(rf"[| ]{bound:,}\b", section), bound

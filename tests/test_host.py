@@ -38,8 +38,9 @@ from tokenloom_server.errors import (
     SourceError,
 )
 from tokenloom_server.host import Session, Terms, Waiting
-from tokenloom_server.ledger.base import Commit, StoredRun
+from tokenloom_server.ledger.base import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import JoinCall, Joined
 from tokenloom_server.peeking import PeekCall
 from tokenloom_server.pipeline import BatchPlan, Pipeline
@@ -1569,3 +1570,105 @@ def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place) -> None:
     ended.join()
     served.host._workers = (*served.host._workers, ended)
     assert "its thread ended has ended" in (place.runs.not_ready() or "")
+
+
+# --- revisions ---------------------------------------------------------------------------------------
+
+
+class Slow(SqliteLedger):
+    """A ledger that has something done while a revision is on its way to it."""
+
+    def __new__(cls, *_: object) -> Slow:
+        return super().__new__(cls)
+
+    def __init__(self, ledger: SqliteLedger) -> None:
+        super().__init__(Path(ledger.description.removeprefix("sqlite:///")))
+        ledger.close()
+        self.meanwhile: Callable[[StoredRevision], None] = lambda revision: None
+
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        self.meanwhile(revision)
+        super().revise(uid, stream, epoch, revision)
+
+
+def slow(place: Place) -> tuple[ServedRun, Slow]:
+    place.wrap = Slow
+    served = place.serve()
+    assert isinstance(served.host.ledger, Slow)
+    return served, served.host.ledger
+
+
+def heavier(**fields: Any) -> MixtureChange:
+    change = {"reason": "a test", "set": [{"child": "docs", "weight": 20}], **fields}
+    return MixtureChange.model_validate(change)
+
+
+def samples_of(served: ServedRun, count: int) -> list[tuple[int, bytes]]:
+    """What the run's order is, from a pipeline of its own."""
+    pipeline = served.host.course.pipeline(served.host.course.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=count))
+    pipeline.fill(group, count)
+    sources = group.source_ids[0, :, 0].tolist()
+    return [(source, bytes(ids)) for source, ids in zip(sources, group.ids(0, 0, count), strict=True)]
+
+
+@pytest.fixture
+def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State boundaries every two steps, so that revisions hold soon."""
+    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 2)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
+    made: Callable[..., Place], short_groups: None, behind: int
+) -> None:
+    served, ledger = slow(made(window_steps=4))
+    trainer = Trainer(served)
+    trainer.take(3)
+    trainer.settle()
+
+    def meanwhile(revision: StoredRevision) -> None:
+        # Commits go on, and with them the window: nothing but the revision stops production now.
+        while trainer.index + 8 <= revision.sample_index:
+            trainer.take(1)
+            trainer.settle()
+
+    ledger.meanwhile = meanwhile
+    index = served.host.first_revisable() + behind
+    revision = served.revising.revise(heavier(sample_index=index))
+    assert revision.sample_index == index
+    trainer.take(20)
+    expected = samples_of(served, trainer.index)
+    assert [(sample[0], bytes(sample[1])) for _, sample in sorted(trainer.taken().items())] == expected
+    plain = served.host.course.with_revisions(())
+    assert served.host.course.at(index).config != plain.at(index).config
+    # A restore anywhere, and another server, find the same.
+    trainer.settle()
+    again = Trainer(served, 3, 1, state=trainer.state(trainer.index), takeover=True)
+    again.take(2)
+    taken = [(sample[0], bytes(sample[1])) for _, sample in sorted(again.taken().items())]
+    assert taken == samples_of(served, again.index)[trainer.index :]
+
+
+def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(made: Callable[..., Place]) -> None:
+    children = [{"source": CODE, "alias": "code", "epochs": 3, "weight": 9}, {"source": WIKI}]
+    served = made(mixture={"policy": "least_consumed", "children": children}).serve()
+    change = {"reason": "a test", "sample_index": 100, "set": [{"child": "code", "epochs": 1}]}
+    served.revising.revise(MixtureChange.model_validate(change))
+    trainer = Trainer(served)
+    trainer.take(27)
+    state = json.loads(trainer.state())["resume_state"]["datasets"][0]
+    assert state["epoch"] == 1 and trainer.index == 108
+    again = Trainer(served, state=trainer.state(), takeover=True)
+    again.take(2)
+    assert again.index == 116
+
+
+def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., Place], short_groups: None) -> None:
+    served, ledger = slow(made(window_steps=4))
+    host = served.host
+    # Another server took the lead and gave it back while the revision was on its way.
+    ledger.meanwhile = lambda revision: served.leadership._acquire()
+    with pytest.raises(NotLeader):
+        served.revising.revise(heavier(sample_index=0))
+    assert not host.course.revisions and not ledger.revisions(host.uid, host.stream) and host.revising_at is None

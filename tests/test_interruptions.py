@@ -16,13 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
-from tokenloom_proto.seal import canonical
+from support.courses import revised
 from tokenloom_server.config import NodeConfig
 from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixing import mixer
-from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
@@ -185,19 +183,6 @@ def _places(node: NodeConfig, at: str) -> Iterator[tuple[str, bool]]:
             yield f"{at}.children.{i}", False
 
 
-def _revised(course: Course, index: int, change: dict[str, Any]) -> Course:
-    content = course.revise(MixtureChange.model_validate({"reason": "a test", **change}), index)
-    revision = StoredRevision(
-        number=len(course.revisions) + 1,
-        sample_index=index,
-        made_at=0.0,
-        author="",
-        reason="a test",
-        content=canonical(content),
-    )
-    return course.with_revisions((*course.revisions, revision))
-
-
 @dataclass
 class Drawn:
     """One run."""
@@ -222,7 +207,7 @@ class Drawn:
             index += self.rng.choice([0, 0, 1, 3, 8, 20])
             kind, change = _change(self.rng, self.course, index, self.corpus.folder)
             try:
-                self.course = _revised(self.course, index, change)
+                self.course = revised(self.course, index, **change)
                 self.made.append(kind)
             except ConfigError:
                 continue  # what is there already, or gone, or has no weight, cannot be changed so

@@ -174,6 +174,15 @@ def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryServ
 
 
 @pytest.mark.browser
+def test_the_revision_in_force_and_the_next_one_are_shown(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_text("Revision 1 in force; revision 2 from sample 8,192 on, in about 26 s")).to_be_visible()
+    sources = [source_stats(0, excluded_rows=1200)]
+    service.put(run_stats(RUN, revision=0, next_revision=None, sources=sources))
+    expect(page.get_by_text("in force")).to_have_count(0)
+    assert page.get_by_title("1,311; 1,200 of each epoch are left out").inner_text() == "1,311"
+
+
+@pytest.mark.browser
 def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
     page: Page, service: MemoryService, server: RestServer
 ) -> None:

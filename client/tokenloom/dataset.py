@@ -18,7 +18,7 @@ from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Request, Source
 from tokenloom.errors import ProtocolError
-from tokenloom.snapshot import KEY, History, Loaded, Point
+from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
@@ -137,7 +137,7 @@ class RemoteDataset(IterableDataset[Batch]):
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._loaded: Loaded | None = None
+        self._loaded: Loaded | Older | None = None
         self._connection: Connection | None = None
         self._connection_pid: int | None = None
         self._history: History | None = None
@@ -179,7 +179,10 @@ class RemoteDataset(IterableDataset[Batch]):
         return {KEY: place.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keeps a state for the Join, which the first ``iter()`` makes; does not contact the server."""
+        """Keeps a state for the Join, which the first ``iter()`` makes; does not contact the server.
+
+        Also what an older data loader saved: ``{"resume_state": {"datasets": […]}}`` or ``{"sample_index": N}``.
+        """
         self._check_state_is_here()
         if self._closed or self._connection is not None:
             raise RuntimeError(
@@ -204,12 +207,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
-    def _place(self) -> Point | Loaded:
+    def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
         return self._history.last if self._history is not None else self._standing
 
     @property
-    def _standing(self) -> Loaded:
+    def _standing(self) -> Loaded | Older:
         """Where the trainer stands as long as it has not joined."""
         return self._loaded or Loaded.start(self._address.run, self._stream)
 
@@ -322,8 +325,9 @@ class RemoteDataset(IterableDataset[Batch]):
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = self._joined_in[0] = os.getpid()
         # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
-        # And a state of the run that was forked is none of this one.
-        self._history = History(connection.opening.template, start, None if skipped or fork else self._loaded)
+        # And a state of the run that was forked is none of this one, nor is an older data loader's.
+        own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None
+        self._history = History(connection.opening.template, start, own)
 
     def _check_worker(self) -> None:
         worker = get_worker_info()

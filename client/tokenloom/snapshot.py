@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tokenloom_proto.seal import seal, unseal
+from tokenloom_proto.seal import CHECKSUM, canonical, seal, unseal
 
 from tokenloom.errors import SnapshotInvalid
 
@@ -24,6 +24,8 @@ VERSION = 1
 #: How far back ``state_dict(at=)`` reaches: frameworks fetch a few batches ahead, not a thousand.
 HISTORY_STEPS = 1024
 ZERO_DIGEST = "0" * 32
+#: What an older data loader's checkpoint is known by, one of them at least.
+OLDER_KEYS = ("resume_state", "sample_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +59,28 @@ class Loaded:
     digest: str
 
     @classmethod
-    def read(cls, state: Mapping[str, Any]) -> Loaded:
-        """Opens a ``state_dict()``; raises ``SnapshotInvalid`` with what was found."""
-        expected = f"a state of RemoteDataset is {{{KEY!r}: '<one JSON string>'}}, as state_dict() gave it"
+    def read(cls, state: Mapping[str, Any]) -> Loaded | Older:
+        """Opens a ``state_dict()``, or what an older data loader saved; raises ``SnapshotInvalid`` with what was
+        found."""
+        expected = (
+            f"a state of RemoteDataset is {{{KEY!r}: '<one JSON string>'}}, as state_dict() gave it, or an older data "
+            "loader's {'resume_state': {'datasets': […]}} or {'sample_index': N}"
+        )
         if not isinstance(state, Mapping):
             raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
         if KEY not in state:
-            raise SnapshotInvalid(f"{expected}; got the keys {sorted(map(str, state))}")
+            payload = {key: state[key] for key in OLDER_KEYS if key in state}
+            if not payload:
+                raise SnapshotInvalid(f"{expected}; got the keys {sorted(map(str, state))}")
+            try:
+                return Older(canonical(payload))
+            except (TypeError, ValueError) as error:
+                raise SnapshotInvalid(f"{' and '.join(payload)}: expected plain JSON, but {error}") from None
         text = state[KEY]
         if not isinstance(text, str):
             raise SnapshotInvalid(f"{expected}; got a {type(text).__name__} under {KEY!r}")
+        if _is_older(text):
+            return Older(text)
         try:
             document = unseal(text)
         except ValueError as error:
@@ -92,6 +106,44 @@ class Loaded:
         place = {"sample_index": 0, "total_tokens": 0, "digest": ZERO_DIGEST}
         text = seal({"format": FORMAT, "version": VERSION, "run": run, "stream": stream, **place})
         return cls(text, 0, 0, ZERO_DIGEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """What an older data loader saved: where it stands in the run's order, the server finds out at the Join."""
+
+    text: str
+
+    @property
+    def sample_index(self) -> int:
+        raise self._unknown("sample_index")
+
+    @property
+    def total_tokens(self) -> int:
+        raise self._unknown("total_tokens")
+
+    @property
+    def digest(self) -> str:
+        raise self._unknown("digest")
+
+    def leads_to(self, start: Point, skipped: int) -> bool:
+        """Wherever the server found its place."""
+        return True
+
+    def _unknown(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what}: an older data loader's checkpoint was loaded, and where that stands in this run's order is known "
+            "once the run is joined: call iter() on the dataset first"
+        )
+
+
+def _is_older(text: str) -> bool:
+    """Whether a text is such a checkpoint's; what else it may be is for ``unseal`` to say."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and CHECKSUM not in document and any(key in document for key in OLDER_KEYS)
 
 
 class History:

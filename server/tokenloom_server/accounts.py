@@ -26,8 +26,8 @@ from tokenloom_server.receipt import (
     GenerationReport,
     Range,
     Receipt,
+    RevisionInfo,
     RevisionMark,
-    RevisionReport,
     RunReport,
     SourceReport,
     Tokenizer,
@@ -148,7 +148,9 @@ class Accounts:
             generations=_generations(openings, lineage, index),
             parent_run=asdict(replace(course.origin, state="")) if course.origin is not None else None,
             skipped=skipped_before(lineage, index),
-            revisions=[_revision(course, revision) for revision in course.revisions if revision.sample_index < index],
+            revisions=[
+                revision_info(course, revision, index) for revision in course.revisions if revision.sample_index < index
+            ],
             exclusions=[ExclusionReport(**file._asdict()) for file in order.excluded.files],
             software={"python": platform.python_version(), **_versions()},
         )
@@ -236,8 +238,9 @@ def _branched_at(opening: Opening) -> int:
     return opening.start_index - opening.skipped
 
 
-def _revision(course: Course, revision: StoredRevision) -> RevisionReport:
-    return RevisionReport(
+def revision_info(course: Course, revision: StoredRevision, committed: int) -> RevisionInfo:
+    """A revision for people; ``committed`` is how far the run has come."""
+    return RevisionInfo(
         number=revision.number,
         sample_index=revision.sample_index,
         total_tokens=course.tokens_at(revision.sample_index),
@@ -245,6 +248,7 @@ def _revision(course: Course, revision: StoredRevision) -> RevisionReport:
         author=revision.author,
         reason=revision.reason,
         changes=json.loads(revision.content)["changes"],
+        in_force=revision.sample_index <= committed,
     )
 
 

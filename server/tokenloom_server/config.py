@@ -32,7 +32,7 @@ from tokenloom_server.spec import Spec
 BYTES_TOKENIZER = "bytes"
 
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
-OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step")
+OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step", "new_source_baseline")
 
 
 class _Model(BaseModel):
@@ -288,6 +288,9 @@ class RunConfig(_Model):
     """What becomes of an incomplete last step."""
     window_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
     """Steps that may be produced ahead of the committed one; the default follows the message size."""
+    new_source_baseline: Literal["min", "mean", "zero"] = "min"
+    """At how many tokens for each unit of its weight the balance of a source begins that an older data loader's
+    checkpoint does not have: the minimum or the mean of its siblings, or 0."""
     mixture: NodeConfig
     """The root of the mixture."""
     phases: list[PhaseConfig] = Field(default_factory=list)
@@ -578,10 +581,11 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     return config
 
 
-def explain(error: ValidationError, where: str) -> str:
-    """A line for each fault; ``where`` begins it."""
+def explain(error: ValidationError, where: str, field: str = "") -> str:
+    """A line for each fault; ``where`` begins it. ``field``: in which the document stands."""
     begin = f"{where}: " if where else ""
-    return "\n".join(f"{begin}{_field(fault['loc'])}{_explain(dict(fault))}" for fault in error.errors())
+    within = (field,) if field else ()
+    return "\n".join(f"{begin}{_field((*within, *fault['loc']))}{_explain(dict(fault))}" for fault in error.errors())
 
 
 def given_by_the_server(value: object, path: str) -> Iterator[str]:

@@ -6,15 +6,15 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import exclusions, snapshot
 from tokenloom_server.config import RunConfig
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.extents import Extent
 from tokenloom_server.ledger.base import StoredRevision
@@ -68,6 +68,14 @@ class Origin:
     def from_json(cls, text: str) -> Origin | None:
         """Reads ``to_json``; None for the empty text of a run that was not forked."""
         return cls(**json.loads(text)) if text else None
+
+
+class _Told(NamedTuple):
+    """A revision as states tell it."""
+
+    begin: int
+    content: Mapping[str, Any]
+    what: str
 
 
 class Course:
@@ -170,6 +178,9 @@ class Course:
     def shape_at(self, sample_index: int) -> snapshot.Shape:
         """What the states at a sample index look like."""
         shape = self.at(sample_index).shape
+        held = [told for told in self._told if told.begin <= sample_index]
+        if held:
+            shape = replace(shape, revision=(held[-1].begin, held[-1].what))
         if self._one_length:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0
@@ -179,17 +190,9 @@ class Course:
         """``resume_state``: the canonical JSON of a state, with the revisions that whoever goes forward from it to
         before sample ``through`` needs."""
         index = state.sample_index
-        in_force = [stretch for stretch in self._stretches if stretch.revision is not None and stretch.begin <= index]
-        ahead = [
-            stretch
-            for stretch in self._stretches
-            if stretch.revision is not None and through is not None and index < stretch.begin < through
-        ]
-        revisions = [
-            {"sample_index": stretch.revision.sample_index, "content": self._whole_content(stretch, stretch.revision)}
-            for stretch in (*in_force[-1:], *ahead)
-            if stretch.revision is not None
-        ]
+        in_force = [told for told in self._told if told.begin <= index]
+        ahead = [told for told in self._told if through is not None and index < told.begin < through]
+        revisions = [{"sample_index": told.begin, "content": told.content} for told in (*in_force[-1:], *ahead)]
         origin = asdict(replace(self.origin, state="")) if self.origin is not None else None
         return snapshot.encode_state(state, self.shape_at(index), revisions, origin)
 
@@ -197,15 +200,27 @@ class Course:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
         return snapshot.decode_state(resume_state, self.shape_at)
 
-    def _whole_content(self, stretch: Stretch, revision: StoredRevision) -> dict[str, Any]:
-        """A revision for who has none of those before it: with all files that the run did not begin with."""
-        content: dict[str, Any] = json.loads(revision.content)
-        more = _listed(
-            (source.spec, source.shards)
-            for source in stretch.order.manifest.sources
-            if source.shards != _known_shards(self.first, source.spec)
-        )
-        return content | ({"shards": more} if more else {})
+    @cached_property
+    def _told(self) -> Sequence[_Told]:
+        """The revisions as states tell them: for who has none of those before, so with all files that the run did not
+        begin with."""
+        found = []
+        for stretch in self._stretches:
+            if stretch.revision is not None:
+                content: dict[str, Any] = json.loads(stretch.revision.content)
+                more = _listed(
+                    (source.spec, source.shards)
+                    for source in stretch.order.manifest.sources
+                    if source.shards != _known_shards(self.first, source.spec)
+                )
+                content |= {"shards": more} if more else {}
+                found.append(_Told(stretch.begin, content, snapshot.what_of(content)))
+        return found
+
+    def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
+        """Whether a revision, as a state tells it, is one of this course."""
+        what = snapshot.what_of(content)
+        return any((told.begin, told.what) == (sample_index, what) for told in self._told)
 
     # --- revisions -----------------------------------------------------------------------------------
 
@@ -218,8 +233,17 @@ class Course:
     def revise(self, change: MixtureChange, sample_index: int, generation: int = 0) -> dict[str, Any]:
         """The content of a revision that makes a change from a sample index on, during a generation.
 
-        Raises ``ConfigError`` and ``SourceError``, naming the field, what was found and what was expected.
+        Raises ``ConfigError``, naming the field, what was found and what was expected, and ``SourceChanged``.
         """
+        try:
+            return self._content_of(change, sample_index, generation)
+        except SourceChanged:
+            raise
+        except SourceError as error:
+            # Who asks names files that are not there, or hold something else.
+            raise ConfigError(str(error)) from None
+
+    def _content_of(self, change: MixtureChange, sample_index: int, generation: int) -> dict[str, Any]:
         order = self.at(sample_index)
         config = changed(order.config, change)
         if change.mixture is not None and config.mixture.max_tokens is None and self._in_last_phase(sample_index):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server import snapshot
+from tokenloom_server import imported, snapshot
 from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.host import Host
@@ -18,7 +18,7 @@ from tokenloom_server.order import Order
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Generation
 from tokenloom_server.snapshot import ResumePoint
-from tokenloom_server.state import MAX_COUNTER, Cursor, State, digest_hex, jumped_over
+from tokenloom_server.state import MAX_COUNTER, Cursor, Imported, State, digest_hex, jumped_over
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
@@ -52,10 +52,18 @@ class History:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._forward = threading.Lock()
+        # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
+        self._imported: tuple[imported.Payload, Course, ResumePoint] | None = None
 
     def parse(self, text: str | bytes) -> ResumePoint:
-        """Reads a snapshot of this run. Raises ``SnapshotInvalid``."""
+        """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
         host = self._host
+        payload = imported.read(text)
+        if payload is not None:
+            known, course = self._imported, host.course
+            if known is None or known[:2] != (payload, course):
+                known = self._imported = payload, course, imported.resume_point(payload, course)
+            return known[2]
         return snapshot.parse(text, host.order.template("", host.stream, 0), host.course.shape_at)
 
     def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
@@ -66,6 +74,9 @@ class History:
         """
         point = self.parse(text)
         before = self.forward(point, advance)
+        if point.digest is None:
+            # Of an older payload that only counts samples: what it stands for is known now.
+            text = self._composed(point, before)
         if not skip:
             return text
         after = (advance or self._advance)(before, before.sample_index + skip)
@@ -74,17 +85,21 @@ class History:
                 f"{skip} samples behind sample {before.sample_index} cannot be skipped: the data end at sample "
                 f"{after.sample_index}"
             )
-        host = self._host
         # So the next opening has not to go forward: the state that it starts with lies here.
-        start = snapshot.compose(
-            host.order.template(point.run_uid or host.uid, host.stream, point.generation),
-            host.course.encode(jumped_over(before, after)),
-            after.sample_index,
-            digest_hex(after.digest),
-            after.total_tokens,
-        )
+        start = self._composed(point, jumped_over(before, after))
         passed = self._revisions_before(after.sample_index)
         return canonical({"revisions": passed, "skipped": skip, "snapshot": text, "start": start})
+
+    def _composed(self, point: ResumePoint, state: State) -> str:
+        """The snapshot of a state in the line of a point."""
+        host = self._host
+        return snapshot.compose(
+            host.order.template(point.run_uid or host.uid, host.stream, point.generation),
+            host.course.encode(state),
+            state.sample_index,
+            digest_hex(state.digest),
+            state.total_tokens,
+        )
 
     def _revisions_before(self, sample_index: int) -> list[list[float]]:
         """What names the revisions that samples before an index were made under."""
@@ -109,6 +124,10 @@ class History:
 
     def digest_at(self, index: int) -> str:
         """The rolling digest at a sample index of the present line."""
+        begin = self._began(self.openings())
+        if begin is not None and begin.sample_index == index:
+            # Where nothing goes forward to, and which may lie before the first generation, behind what it skipped.
+            return digest_hex(begin.digest)
         return digest_hex(self._advance(self.nearest(index).state, index).digest)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
@@ -196,6 +215,13 @@ class History:
                 f"{origin.run!r}: look for it there"
             )
         if opening is None:
+            begin = self._began(openings)
+            if begin is not None:
+                raise BeyondHorizon(
+                    f"sample {index} lies before the first state that the ledger holds; run {host.name!r} began at "
+                    f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
+                    "not of its order"
+                )
             return Known(course.initial(), 0, 0, course)
         state, committed = self._journalled(opening, index, course), host.committed
         if generation not in (None, openings[-1].generation):
@@ -205,6 +231,15 @@ class History:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = course.decode(committed.state)
         return Known(state, opening.generation, committed.sample_index if committed is not None else 0, course)
+
+    def began_from(self, point: ResumePoint) -> bool:
+        """Whether the run's present line began from the older data loader's checkpoint that a point was made of."""
+        begin = self._began(self.openings())
+        return begin is not None and digest_hex(begin.digest) == point.digest
+
+    def _began(self, openings: Sequence[Opening]) -> Imported | None:
+        """Where the present line began, if from an older data loader's checkpoint."""
+        return self._host.course.decode(openings[-1].start_state).imported if openings else None
 
     def course_of(self, openings: Sequence[Opening], generation: int | None) -> Course:
         """The course that a generation had when it ended; that of the run for the present one, or None."""
@@ -244,7 +279,7 @@ class History:
                 f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
             )
         found = digest_hex(state.digest), state.total_tokens
-        if found != (point.digest, point.total_tokens):
+        if found != (point.digest or found[0], point.total_tokens):
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {found[0]} and "
                 f"{found[1]} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "

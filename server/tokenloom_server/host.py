@@ -133,7 +133,7 @@ class Host:
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         #: Openings and revisions: one at a time, since each builds on what the one before made.
-        self.one_change = threading.RLock()
+        self.one_change = threading.Lock()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.live: Live | None = None
@@ -584,8 +584,11 @@ class Host:
         generation = self.live.generation
         steps = generation.steps_wanted()
         if steps and self.revising_at is not None:
-            room = self.revising_at - generation.index_of(generation.produced)
-            return min(steps, max(0, room // generation.plan.step_samples))
+            plan = generation.plan
+            # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
+            inside = (self.revising_at - plan.start_index) % plan.group_samples
+            limit = self.revising_at - (inside or 1)
+            return min(steps, max(0, limit - generation.index_of(generation.produced)) // plan.step_samples)
         return steps
 
     def first_revisable(self) -> int:
@@ -601,7 +604,9 @@ class Host:
             return 0
         generation = self.live.generation
         plan = generation.plan
-        produced = generation.index_of(generation.produced)
+        # Ranks may hold more than this server has produced again, and than its own window allows, behind a restart.
+        sent = max(slot.sent for slot in generation.slots)
+        produced = generation.index_of(max(generation.produced, sent))
         horizon = max(produced, self.committed.sample_index + generation.window_steps * plan.step_samples)
         groups = (horizon - plan.start_index) // plan.group_samples + 1
         return plan.start_index + groups * plan.group_samples

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tokenloom_server.ledger.base import date_of
-from tokenloom_server.stats import MixtureInfo, RevisionInfo
+from tokenloom_server.receipt import RevisionInfo
+from tokenloom_server.stats import MixtureInfo
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenloom_server.receipt import GenerationReport, Range, RevisionReport, RunReport, SourceReport
+from tokenloom_server.receipt import GenerationReport, Range, RevisionInfo, RunReport, SourceReport
 
 
 def markdown(report: RunReport) -> str:
@@ -112,7 +112,7 @@ def _source(source: SourceReport) -> Sequence[str]:
     )
 
 
-def _revision(found: RevisionReport) -> Sequence[str]:
+def _revision(found: RevisionInfo) -> Sequence[str]:
     return (
         f"{found.sample_index:,}",
         f"{found.total_tokens:,}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokenloom_server.errors import (
@@ -16,13 +17,14 @@ from tokenloom_server.errors import (
     ResumePointNeeded,
     RunBusy,
     ServerStopping,
+    SnapshotInvalid,
     TokenloomError,
 )
 from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
-from tokenloom_server.revising import Revising
+from tokenloom_server.revising import Revising, brings
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import State, digest_hex
 
@@ -171,6 +173,8 @@ class Opener:
                     self._refused.clear()
                 return stored.opening
             self._refuse_busy(call)
+            # Of a ledger that lost a revision, too: what the trainer's state is under, it brings.
+            self._revising.take_over(call.state or stored.pin or "")
             point, skipped, asked = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
@@ -205,7 +209,7 @@ class Opener:
                 self._refused.clear()
                 host.committed_state, host.committed_at = start, opening.opened_at
                 host.install(opening, start, committed, resumed=False, process=call.process)
-        self._log_resume(opening, start)
+        self._log_resume(opening, start, point.notes)
         return opening
 
     def _parent_run(self, stored: StoredRun) -> str:
@@ -279,7 +283,8 @@ class Opener:
             index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
             if opening.skipped:
                 digest = self._history.digest_at(index)
-            asked = "state", _position(index, digest)
+            known = self._history.parse(call.state).digest is not None
+            asked = "state", _position(index, digest if known else None)
         else:
             return
         if theirs_asked != asked:
@@ -290,7 +295,14 @@ class Opener:
 
     def _ask_of(self, call: JoinCall) -> tuple[str, str]:
         if call.state:
-            point = self._history.parse(call.state)
+            try:
+                point = self._history.parse(call.state)
+            except SnapshotInvalid:
+                # Revisions that only the state knows are rank 0's to bring; the others must stand where it does.
+                found = brings(self._host.name, call.state)
+                if call.rank == 0 or found is None:
+                    raise
+                return "state", _position(found.sample_index, found.digest)
             return "state", _position(point.sample_index, point.digest)
         return "resume", call.resume
 
@@ -301,12 +313,11 @@ class Opener:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         brought = self._history.asked_for(stored, call.state, call.resume)
         if stored.pin is not None:
-            self._revising.adopt(stored.pin)
             pinned, start, skipped = self._history.pinned(stored.pin)
-            if brought is not None and (brought.sample_index, brought.digest) != (pinned.sample_index, pinned.digest):
+            if brought is not None and not _same_place(brought, pinned):
                 raise JoinRefused(
-                    f"a restore pinned sample {pinned.sample_index} (digest {pinned.digest}) as the next resume point, "
-                    f"but rank {call.rank} resumes from sample {brought.sample_index} (digest {brought.digest}): join "
+                    f"a restore pinned {_position(pinned.sample_index, pinned.digest)} as the next resume point, but "
+                    f"rank {call.rank} resumes from {_position(brought.sample_index, brought.digest)}: join "
                     "without a state to take the pin, or restore to the trainer's own state"
                 )
             return start, skipped, asked
@@ -361,7 +372,7 @@ class Opener:
                 self._refused.popitem(last=False)
             self._host.changed.notify_all()
 
-    def _log_resume(self, opening: Opening, start: State) -> None:
+    def _log_resume(self, opening: Opening, start: State, notes: Sequence[str]) -> None:
         host = self._host
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
@@ -379,6 +390,10 @@ class Opener:
                     "%s: revision %d applies at sample %d (%s)",
                     host.name, revision.number, revision.sample_index, revision.reason,
                 )  # fmt: skip
+        for note in notes:
+            _log.info(note)
+        if notes:
+            return
         order = host.course.at(start.sample_index)
         for spec, source, shards in zip(order.specs, start.sources, order.shard_paths, strict=True):
             cursor = source.cursor
@@ -409,8 +424,13 @@ def _check(call: JoinCall, sample_bytes: int) -> None:
             raise JoinRefused(f"{what} has {len(value)} characters; expected 1 to 256")
 
 
-def _position(sample_index: int, digest: str) -> str:
-    return f"sample {sample_index} (digest {digest})"
+def _same_place(a: ResumePoint, b: ResumePoint) -> bool:
+    """An older payload may know no digest; then its sample index is all that it says."""
+    return a.sample_index == b.sample_index and (None in (a.digest, b.digest) or a.digest == b.digest)
+
+
+def _position(sample_index: int, digest: str | None) -> str:
+    return f"sample {sample_index} ({f'digest {digest}' if digest is not None else 'an older checkpoint'})"
 
 
 def _describe(asked: tuple[str, str]) -> str:

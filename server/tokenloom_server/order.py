@@ -213,7 +213,7 @@ class Order:
         )
         _check_files(new, self.base_dir, self._roots)
         verify(new, self.base_dir)
-        order = Order(
+        order = type(self)(
             config,
             self.base_dir,
             self.index_dir,
@@ -475,7 +475,8 @@ def _described(node: NodeConfig) -> dict[str, Any]:
         + ([] if child.presence == "live" else [child.presence])
         for child in node.children
     ]
-    return {"id": node.id, "policy": node.policy, **alias, "children": children}
+    interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
+    return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -235,6 +235,11 @@ class Peeks:
             raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
         point = history.asked_for(stored, call.state, call.resume or LATEST)
         assert point is not None
+        if point.notes and point.base is not None and not history.began_from(point):
+            raise JoinRefused(
+                f"an older data loader's checkpoint begins an order of its own, and run {host.name!r} has not begun "
+                "from it: train from it first (load_state_dict, or a restore), then peek"
+            )
         return point
 
     def pin(self, text: str, skip: int) -> str:

@@ -239,6 +239,8 @@ def _state_at(
         digest=mark.digest,
         sources=tuple(sources),
         nodes=mixer.states(mark.regime, given),
+        preserved=start.preserved,
+        imported=start.imported,
     )
 
 

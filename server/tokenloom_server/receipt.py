@@ -118,10 +118,11 @@ class GenerationReport(_Figures):
     """Its part of the run's samples; null where a later launch began at or before its start, and replaced it all."""
 
 
-class RevisionReport(_Figures):
+class RevisionInfo(_Figures):
     """A change of the mixture from a sample index on."""
 
     number: int
+    """Counts from 1."""
     sample_index: int
     """Of the first sample under it."""
     total_tokens: int
@@ -131,7 +132,9 @@ class RevisionReport(_Figures):
     author: str
     reason: str
     changes: list[str]
-    """A line each."""
+    """What it changes, a line each."""
+    in_force: bool
+    """Whether samples under it are committed, or next."""
 
 
 class ExclusionReport(_Figures):
@@ -181,7 +184,7 @@ class RunReport(_Figures):
     """About the run that this one was forked from; null where it was not."""
     skipped: list[Range]
     """What of the order was jumped over by restores, and given to no trainer."""
-    revisions: list[RevisionReport]
+    revisions: list[RevisionInfo]
     """Those in force, oldest first."""
     exclusions: list[ExclusionReport]
     """Those in force."""

@@ -26,8 +26,8 @@ from tokenloom_proto.credentials import (
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.receipt import Receipt, RunReport
-from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunStats
+from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RunStats
 from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0

@@ -113,7 +113,11 @@ class Revising:
                 course,
                 course.revisions[: number - 1],
             )
-        _log.info("%s: revisions %d to %d are dropped", host.name, number, dropped[-1].number)
+        for revision in dropped:
+            _log.info(
+                "%s: revision %d, which was to hold from sample %d on (%s), is taken back",
+                host.name, revision.number, revision.sample_index, revision.reason,
+            )  # fmt: skip
         return list(dropped)
 
     def _write(
@@ -126,7 +130,8 @@ class Revising:
             write()
         except LedgerUnavailable as error:
             with host.lock:
-                host.doubt("a revision was written", error)
+                if host.epoch == epoch:
+                    host.doubt("a revision was written", error)
             raise
         except BaseException:
             host.revise(epoch)
@@ -134,51 +139,64 @@ class Revising:
         host.revise(epoch, revised)
 
     def adopt(self, text: str | bytes) -> None:
-        """A ledger that never opened the run takes over the revisions, and the origin of a fork, that a snapshot of it
-        carries. What is no such snapshot is left to who reads it."""
+        """``take_over`` for a ledger that never opened the run, by who does not hold ``one_change``."""
         host = self._host
-        try:
-            found = snapshot.foreign(text)
-        except SnapshotInvalid:
-            return
-        if found is None or found.run != host.name or not (found.revisions or found.origin):
+        if brings(host.name, text) is None:
             return
         with host.one_change:
             stored = host.ledger.read_run(host.name, host.stream)
-            if stored is None or stored.opening is not None or host.course.revisions:
-                return
-            course, epoch = host.course, host.epoch
-            if course.origin is None and found.origin is not None:
-                course = course.with_origin(Origin(**found.origin))
-            revisions = [
-                StoredRevision(
-                    number=number,
-                    sample_index=index,
-                    made_at=host.wall_clock(),
-                    author="",
-                    reason="brought by a trainer's state",
-                    content=canonical({**content, "generation": 0}),
-                )
-                for number, (index, content) in enumerate(found.revisions, start=1)
-            ]
-            course = course.with_revisions(revisions)
-            # Before anything is written: that the state is one of this run under them.
-            snapshot.parse(text, host.order.template("", host.stream, 0), course.shape_at)
-            try:
-                for revision in revisions:
-                    host.ledger.revise(host.uid, host.stream, epoch, revision)
-            except LedgerUnavailable as error:
-                with host.lock:
+            if stored is not None and stored.opening is None:
+                self.take_over(text)
+
+    def take_over(self, text: str | bytes) -> None:
+        """A ledger that is not as far as a snapshot of the run takes over the revisions that the snapshot carries; one
+        that never opened it the origin of a fork, too (the caller holds ``one_change``, and nobody trains).
+
+        So a run may move to an empty ledger, and goes on with one that lost what it had. What is no such snapshot, or
+        has been decided otherwise here, is left to who reads it.
+        """
+        host = self._host
+        found = brings(host.name, text)
+        stored = host.ledger.read_run(host.name, host.stream) if found is not None else None
+        if found is None or stored is None:
+            return
+        course, epoch = host.course, host.epoch
+        if stored.opening is None and course.origin is None and found.origin is not None:
+            course = course.with_origin(Origin(**found.origin))
+        missing = [(index, content) for index, content in found.revisions if not course.holds(index, content)]
+        behind = course.revisions[-1].sample_index if course.revisions else 0
+        if stored.opening is not None and stored.committed is not None:
+            behind = max(behind, stored.committed.sample_index)
+        if (course is host.course and not missing) or any(index < behind for index, _ in missing):
+            return
+        revisions = [
+            StoredRevision(
+                number=number,
+                sample_index=index,
+                made_at=host.wall_clock(),
+                author="",
+                reason="brought by a trainer's state",
+                content=canonical({**content, "generation": found.generation}),
+            )
+            for number, (index, content) in enumerate(missing, start=len(course.revisions) + 1)
+        ]
+        course = course.with_revisions((*course.revisions, *revisions))
+        # Before anything is written: that the state is one of this run under them.
+        snapshot.parse(text, host.order.template("", host.stream, 0), course.shape_at)
+        try:
+            for revision in revisions:
+                host.ledger.revise(host.uid, host.stream, epoch, revision)
+        except LedgerUnavailable as error:
+            with host.lock:
+                if host.epoch == epoch:
                     host.doubt("a revision was written", error)
-                raise
-            host.revise(epoch, course)
+            raise
+        host.revise(epoch, course)
         for revision in revisions:
             _log.info(
                 "%s: revision %d, from sample %d on, came with a trainer's state",
-                host.name,
-                revision.number,
-                revision.sample_index,
-            )
+                host.name, revision.number, revision.sample_index,
+            )  # fmt: skip
 
     def _index(self, course: Course, change: MixtureChange) -> int:
         """The sample index from which on a change is to hold (the caller holds the lock)."""
@@ -208,3 +226,12 @@ class Revising:
                 f"sample {least} on"
             )
         return wished
+
+
+def brings(run: str, text: str | bytes) -> snapshot.Foreign | None:
+    """A snapshot of the run that says more than its mixture file does; None for any other text."""
+    try:
+        found = snapshot.foreign(text)
+    except SnapshotInvalid:
+        return None
+    return found if found is not None and found.run == run and (found.revisions or found.origin) else None

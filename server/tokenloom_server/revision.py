@@ -424,7 +424,7 @@ def _read(model: type[_Model], document: dict[str, Any], where: str) -> _Model:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(explain(error, where)) from None
+        raise ConfigError(explain(error, "", where)) from None
 
 
 def _children(config: RunConfig) -> Iterator[Child]:

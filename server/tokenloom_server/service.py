@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 import uuid
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenloom_server import config
-from tokenloom_server.accounts import Accounts
+from tokenloom_server.accounts import Accounts, revision_info
 from tokenloom_server.committer import Committer
 from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.course import Course, Origin
@@ -22,7 +21,7 @@ from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
-from tokenloom_server.ledger.base import Ledger, StoredRevision, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order, began_with, differences, refuse
@@ -30,10 +29,10 @@ from tokenloom_server.peeking import Peeks
 from tokenloom_server.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.producer import Producer
-from tokenloom_server.receipt import Receipt, RunReport
+from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files, places
-from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RevisionInfo, RunStats, SnapshotInfo
+from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RunStats, SnapshotInfo
 from tokenloom_server.traced import TracedSample, TracedStep
 from tokenloom_server.tracing import Traces
 
@@ -55,8 +54,10 @@ _ANYWHERE = DataRoots()
 class ServedRun:
     """One run with everything that answers for it."""
 
-    def __init__(self, host: Host, leadership: Leadership, other: Callable[[str], History | None]) -> None:
-        """``other`` finds another run of the server."""
+    def __init__(
+        self, host: Host, leadership: Leadership, other: Callable[[str], History | None] = lambda run: None
+    ) -> None:
+        """``other`` finds another run of the server, for forks."""
         self.host = host
         self.leadership = leadership
         self.history = History(host)
@@ -291,12 +292,14 @@ class Runs:
                 f"{MAX_SKIPPED_TOKENS} at most"
             )
         pin = served.peeks.pin(text, skip)
+        for note in point.notes:
+            _log.info("%s: %s", run, note)
         host.ledger.pin(host.uid, host.stream, host.epoch, pin)
         start = point.sample_index + skip
         _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
-        return ResumePoint(
-            sample_index=point.sample_index, digest=point.digest, skipped_samples=skip, start_index=start
-        )
+        digest = point.digest or served.history.pinned(pin).point.digest
+        assert digest is not None, "what is pinned has been gone forward to"
+        return ResumePoint(sample_index=point.sample_index, digest=digest, skipped_samples=skip, start_index=start)
 
     def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
         return self.get(run).traces.sample(index, generation, text)
@@ -329,6 +332,7 @@ class Runs:
         own = served.forking.fork(text)
         host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(own, 0))
         point = served.history.parse(own)
+        assert point.digest is not None, "a fork begins from a snapshot"
         _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
         return ResumePoint(
             sample_index=point.sample_index,
@@ -364,7 +368,7 @@ class Runs:
                 for stretch in course.stretches
                 if stretch.phase is not None
             ],
-            revisions=[_described(course, revision, index) for revision in course.revisions],
+            revisions=[revision_info(course, revision, index) for revision in course.revisions],
             first_revisable=least,
         )
 
@@ -372,12 +376,12 @@ class Runs:
         served = self.get(run)
         revision = served.revising.revise(change)
         host = served.host
-        return _described(host.course, revision, host.committed.sample_index if host.committed is not None else 0)
+        return revision_info(host.course, revision, host.committed.sample_index if host.committed is not None else 0)
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         served = self.get(run)
         course = served.host.course
-        return [_described(course, revision, 0) for revision in served.revising.drop(number)]
+        return [revision_info(course, revision, 0) for revision in served.revising.drop(number)]
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
@@ -391,16 +395,3 @@ class Runs:
             if served.host.ledger_error is not None:
                 return f"run {run}: the ledger is away: {served.host.ledger_error}"
         return None if self._runs else "no run is served yet"
-
-
-def _described(course: Course, revision: StoredRevision, committed: int) -> RevisionInfo:
-    return RevisionInfo(
-        number=revision.number,
-        sample_index=revision.sample_index,
-        total_tokens=course.tokens_at(revision.sample_index),
-        made_at=revision.made_at,
-        author=revision.author,
-        reason=revision.reason,
-        changes=json.loads(revision.content)["changes"],
-        in_force=revision.sample_index <= committed,
-    )

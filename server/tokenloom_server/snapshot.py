@@ -7,18 +7,28 @@ the same for all ranks, so every rank (and the server) writes the same text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from tokenloom_proto.seal import canonical, seal_texts, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.weights import MAX_SUM
-from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, ChildState, Cursor, SourceState, State, digest_hex
+from tokenloom_server.state import (
+    DIGEST_MODULUS,
+    MAX_COUNTER,
+    ChildState,
+    Cursor,
+    Imported,
+    SourceState,
+    State,
+    digest_hex,
+)
 
 FORMAT = "tokenloom/snapshot"
 VERSION = 1
@@ -77,12 +87,34 @@ class _Dataset(_Strict):
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
 
 
+class _Imported(_Strict):
+    sample_index: int = _Count
+    digest: str = _Digest
+
+
+class _Preserved(_Strict):
+    """A source of an older data loader's checkpoint that no mixture of the run has, as that loader wrote it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    spec: str
+    unknown: Literal[True]
+
+
+_DATASETS = ("of the mixture", "preserved")
+_AnyDataset = Annotated[
+    Annotated[_Dataset, Tag("of the mixture")] | Annotated[_Preserved, Tag("preserved")],
+    Discriminator(lambda entry: _DATASETS[isinstance(entry, dict) and "unknown" in entry]),
+]
+
+
 class _Node(_Strict):
     """A node of the mixture; of each child 2 × source id (or 2 × node id + 1), its weight, "paused" or "dropped"."""
 
     id: int = _Count
     policy: str
     alias: str | None = None
+    interpolate: str | None = None
     children: list[list[Any]]
 
 
@@ -95,7 +127,8 @@ class _ResumeState(_Strict):
     sample_index: int = _Count
     digest: str = _Digest
     total_tokens: int = _Count
-    datasets: list[_Dataset]
+    datasets: list[_AnyDataset]
+    imported: _Imported | None = None
     #: By node, as in ``mixture``, by child.
     nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
@@ -140,6 +173,8 @@ class Shape:
     """The sources' aliases."""
     mixture: tuple[Mapping[str, Any], ...] = ()
     """The nodes as ``resume_state`` describes them."""
+    revision: tuple[int, str] | None = None
+    """The newest revision that holds: its sample index and ``what_of`` its content."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
@@ -164,12 +199,15 @@ class ResumePoint:
     """A sample index to resume at, with the state to go forward from (None: from the beginning)."""
 
     sample_index: int
-    digest: str
+    digest: str | None
+    """None where only the order itself can tell it: an older checkpoint may say no more than how many samples."""
     total_tokens: int
     base: State | None
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None
     generation: int
+    #: Of an older data loader's checkpoint, what was made of it, a line for each spec; empty for a snapshot.
+    notes: tuple[str, ...] = ()
 
 
 def encode_state(
@@ -201,8 +239,10 @@ def encode_state(
         if shape.names and shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
+    datasets += [{**json.loads(entry), "unknown": True} for entry in state.preserved]
     return canonical(
         {
+            **({"imported": _position(state.imported)} if state.imported is not None else {}),
             **({"mixture": shape.mixture} if shape.mixture else {}),
             **({"revisions": list(revisions)} if revisions else {}),
             **({"origin": origin} if origin is not None else {}),
@@ -213,6 +253,10 @@ def encode_state(
             "nodes": [_encode_node(children) for children in state.nodes],
         }
     )
+
+
+def _position(place: Imported) -> dict[str, Any]:
+    return {"sample_index": place.sample_index, "digest": digest_hex(place.digest)}
 
 
 def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
@@ -357,7 +401,9 @@ def foreign(text: str | bytes) -> Foreign | None:
         manifest_digest=found.manifest_digest or "",
         base_index=resume.sample_index,
         sources=tuple(
-            Source(spec=dataset.spec, shard=dataset.shard, state=_source(dataset)) for dataset in resume.datasets
+            Source(spec=dataset.spec, shard=dataset.shard, state=_source(dataset))
+            for dataset in resume.datasets
+            if isinstance(dataset, _Dataset)
         ),
         revisions=tuple((revision.sample_index, revision.content) for revision in resume.revisions or ()),
         origin=resume.origin,
@@ -368,7 +414,14 @@ def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
     shape = shape_at(resume.sample_index)
     _check_mixture(resume, shape)
     _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
-    sources = _sources(resume, shape)
+    datasets = [entry for entry in resume.datasets if isinstance(entry, _Dataset)]
+    began = resume.imported
+    if began is not None and began.sample_index > resume.sample_index:
+        raise SnapshotInvalid(
+            f"resume_state.imported.sample_index is {began.sample_index}, beyond sample_index {resume.sample_index}"
+        )
+    preserved = [entry for entry in resume.datasets if isinstance(entry, _Preserved)]
+    sources = _sources(datasets, shape)
     nodes = tuple(
         tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
         for children in resume.nodes
@@ -380,6 +433,8 @@ def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
         digest=int(resume.digest, 16),
         sources=sources,
         nodes=nodes,
+        preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
+        imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
     )
 
 
@@ -395,6 +450,24 @@ def _check_mixture(resume: _ResumeState, shape: Shape) -> None:
                 f"{_short(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "
                 "one with the same mixture file, or fork a new run from this state"
             )
+    # Limits, files and rows that are left out are not among what describes a node.
+    held = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
+    made_under = (held[-1].sample_index, what_of(held[-1].content)) if held else None
+    if made_under != shape.revision:
+        raise SnapshotInvalid(
+            f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
+            f"there is {_of_revision(shape.revision)}: it was dropped, or made on another line of the run; use that "
+            "run's ledger, or resume from a state of the present line"
+        )
+
+
+def what_of(content: Mapping[str, Any]) -> str:
+    """What a revision makes of the run, as canonical JSON: not during which generation it was made."""
+    return canonical({key: value for key, value in content.items() if key != "generation"})
+
+
+def _of_revision(revision: tuple[int, str] | None) -> str:
+    return f"the revision from sample {revision[0]} on" if revision is not None else "none"
 
 
 def _short(value: Any) -> str:
@@ -411,15 +484,15 @@ def _check_position(where: str, sample_index: int, total_tokens: int, digest: st
         raise SnapshotInvalid(f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}")
 
 
-def _sources(resume: _ResumeState, shape: Shape) -> tuple[SourceState, ...]:
-    if [dataset.spec for dataset in resume.datasets] != list(shape.specs):
-        theirs, ours = {dataset.spec for dataset in resume.datasets}, set(shape.specs)
+def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, ...]:
+    if [dataset.spec for dataset in datasets] != list(shape.specs):
+        theirs, ours = {dataset.spec for dataset in datasets}, set(shape.specs)
         raise SnapshotInvalid(
             "resume_state.datasets does not list this run's sources in their order; "
             f"only there: {sorted(theirs - ours) or 'none'}, only here: {sorted(ours - theirs) or 'none'}"
         )
     sources = []
-    for i, dataset in enumerate(resume.datasets):
+    for i, dataset in enumerate(datasets):
         shards = shape.shards[i]
         if dataset.id != i or dataset.shard_index >= len(shards) or shards[dataset.shard_index] != dataset.shard:
             raise SnapshotInvalid(
@@ -501,5 +574,7 @@ def _check_nodes(
 
 def _explain(error: ValidationError) -> str:
     fault = error.errors()[0]
-    field = re.sub(r"\.(?=\.)", "", ".".join(str(part) for part in fault["loc"] if part not in _KINDS))
+    # The tags of unions are pydantic's own; the document has no such level.
+    parts = (str(part) for part in fault["loc"] if part not in (*_KINDS, *_DATASETS))
+    field = re.sub(r"\.(?=\.)", "", ".".join(parts))
     return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"

@@ -79,6 +79,14 @@ class ChildState:
 
 
 @dataclass(frozen=True, slots=True)
+class Imported:
+    """The place at which an order began from an older data loader's checkpoint: no sample before it is the run's."""
+
+    sample_index: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """Everything that decides samples ``sample_index``, ``sample_index + 1``, …
 
@@ -90,6 +98,10 @@ class State:
     digest: int
     sources: tuple[SourceState, ...]
     nodes: tuple[tuple[ChildState, ...], ...]
+    preserved: tuple[str, ...] = ()
+    """Of an older data loader's checkpoint, the sources that no mixture of the run has, as found (canonical JSON)."""
+    imported: Imported | None = None
+    """Where the order began, if not at its own sample 0."""
 
 
 def jumped_over(before: State, after: State) -> State:

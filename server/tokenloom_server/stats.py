@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.plan import RunPlan
-from tokenloom_server.receipt import Receipt, RunReport
+from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.traced import TracedSample, TracedStep
 
 
@@ -149,25 +149,6 @@ class ResumePoint(_Figures):
     """Samples of the order that are jumped over behind it."""
     start_index: int
     """The first sample of the next generation."""
-
-
-class RevisionInfo(_Figures):
-    """A change of the mixture from a sample index on."""
-
-    number: int
-    """Counts from 1."""
-    sample_index: int
-    """Of the first sample under it."""
-    total_tokens: int
-    """What the run has had before that sample."""
-    made_at: float
-    """Unix time, seconds."""
-    author: str
-    reason: str
-    changes: list[str]
-    """What it changes, a line each."""
-    in_force: bool
-    """Whether samples under it are committed, or next."""
 
 
 class PhaseInfo(_Figures):

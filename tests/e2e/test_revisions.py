@@ -6,7 +6,8 @@ import csv
 import json
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,13 @@ import pytest
 import yaml
 from conftest import StartServer
 from support.corpora import write_parquet
+from support.courses import revised
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
 from tokenloom import RemoteDataset
-from tokenloom_proto.seal import canonical
 from tokenloom_server import config
 from tokenloom_server.course import Course
-from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
 from tokenloom_server.state import digest_hex
 
@@ -77,19 +76,6 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
 def course_of(mixture: Path) -> Course:
     """The order of the run, worked out here and not by any server."""
     return Course(Order.create(config.load(mixture), mixture.parent, None))
-
-
-def revised(course: Course, sample_index: int, **change: Any) -> Course:
-    content = course.revise(MixtureChange.model_validate({"reason": "why", **change}), sample_index)
-    revision = StoredRevision(
-        number=len(course.revisions) + 1,
-        sample_index=sample_index,
-        made_at=0.0,
-        author="",
-        reason="why",
-        content=canonical(content),
-    )
-    return course.with_revisions((*course.revisions, revision))
 
 
 def check(world: World, course: Course, begin: int = 0) -> list[Sample]:
@@ -157,6 +143,13 @@ def refused(answer: httpx.Response, status: int, error: str) -> str:
     found = answer.json()
     assert (answer.status_code, found["error"]) == (status, error), answer.text
     return str(found["message"])
+
+
+def wait_for(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not come in 20 s"
+        time.sleep(0.05)
 
 
 def until(world: World, sample_index: int) -> World:
@@ -240,6 +233,34 @@ def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_s
     assert mixture.read()["dropped"] == ["c"]
 
 
+def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(
+    folder: Path, start_server: StartServer, mixture_of: Any, tmp_path: Path
+) -> None:
+    run = "lost"
+    path = write_mixture(folder, run)
+    server = start_server(path)
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 30)
+    assert server.terminate() == 0
+    before = server.ledger_file.read_bytes()
+    server.start()
+    mixture = mixture_of(server, run)
+    change = {"set": [{"child": "a", "weight": 9}]}
+    with World(server.url(run), RANKS, BATCH, resume="latest") as world:
+        until(world, 40)
+        made = mixture.revise(**change)
+        until(world, made["sample_index"] + 20)
+        state = world.state()
+    assert server.terminate() == 0
+    server.ledger_file.write_bytes(before)
+    server.start()
+    course = revised(course_of(path), made["sample_index"], **change)
+    with World(server.url(run), 3, 2, state=state) as world:
+        until(world, made["sample_index"] + 200)
+        check(world, course, made["sample_index"] + 20)
+    assert [each["reason"] for each in mixture_of(server, run).read()["revisions"]] == ["brought by a trainer's state"]
+
+
 def test_a_revision_may_be_taken_back_before_production_reaches_it_and_not_behind(
     folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
 ) -> None:
@@ -262,6 +283,11 @@ def test_a_revision_may_be_taken_back_before_production_reaches_it_and_not_behin
         check(world, revised(course_of(path), GROUP, **first))
 
 
+def _peek(server: ServerProcess, run: str) -> RemoteDataset:
+    """One that does not look so far ahead that a revision would change what it saw."""
+    return RemoteDataset(server.url(run), 1, peek=True, prefetch_steps=8)
+
+
 def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(
     folder: Path, start_server: StartServer, mixture_of: Any, tokenloom: CommandLine
 ) -> None:
@@ -270,7 +296,7 @@ def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(
     server = start_server(path)
     # Not at a state boundary: it comes within a group.
     add = {"add": [{"child": LATE | {"weight": 3}}], "sample_index": GROUP + 21}
-    with World(server.url(run), RANKS, BATCH) as world, RemoteDataset(server.url(run), 1, peek=True) as peek:
+    with World(server.url(run), RANKS, BATCH) as world, _peek(server, run) as peek:
         until(world, 10)
         looked = [int(batch["source_ids"][0]) for _, batch in zip(range(20), peek, strict=False)]
         assert set(looked) <= {0, 1, 2}
@@ -369,7 +395,7 @@ def test_what_is_paused_gives_nothing_and_goes_on_where_it_stood(
         mixture.revise(**pause)
         mixture.revise(**resume, total_tokens=(2 * GROUP - 3) * LENGTH - 1)
         until(world, GROUP + 10)
-        assert mixture.read()["paused"] == ["b"]
+        wait_for(lambda: bool(mixture.read()["paused"] == ["b"]), "the commit of the pause")
         until(world, 3 * GROUP)
     assert mixture.read()["paused"] == []
     course = revised(revised(course_of(path), GROUP, **pause), 2 * GROUP - 3, **resume)
@@ -420,12 +446,11 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
     # Between the phases a revision is not behind the end of the data.
     change = {"set": [{"child": "c", "weight": 3}]}
     made = mixture_of(server, run).revise(**change)
-    # The horizon follows the last commit, which may be under way.
-    assert made["sample_index"] in (GROUP, 2 * GROUP)
+    assert made["sample_index"] > begin
     server.kill()
     server.start()
     with World(server.url(run), RANKS, BATCH, state=state) as world:
-        until(world, 3 * GROUP)
+        until(world, made["sample_index"] + 40)
         assert {rank.sequence_length for rank in world.ranks} == {4 * LENGTH}
         samples = check(world, revised(course_of(path), made["sample_index"], **change), begin)
         assert {len(sample.ids) for sample in samples} == {4 * LENGTH}
@@ -449,7 +474,8 @@ def test_a_ledger_that_is_away_refuses_a_change_and_all_is_consistent_behind_it(
             redis.stop()
             refused(mixture.patch(set=[{"child": "a", "weight": 9}]), 503, "LedgerUnavailable")
             redis.start()
-            until(world, 40)
+            until(world, 60)
+            wait_for(lambda: mixture.stats()["leads"], "the lease")
             # Whether that one was written is the ledger's to say; it was stopped before.
             assert mixture.read()["revisions"] == []
             change = {"set": [{"child": "b", "weight": 9}]}
@@ -467,7 +493,7 @@ def test_two_changes_at_once_build_on_each_other(
     path = write_mixture(folder, run)
     server = start_server(path, ledger=ledger)
     mixture = mixture_of(server, run)
-    changes = [{"set": [{"child": child, "weight": 2 + i}]} for i, child in enumerate(("a", "b", "c", "a", "b"))]
+    changes = [{"set": [{"child": child, "weight": 3 + i}]} for i, child in enumerate(("a", "b", "c", "a", "b"))]
     together = threading.Barrier(len(changes))
 
     def ask(change: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -481,7 +507,7 @@ def test_two_changes_at_once_build_on_each_other(
     with World(server.url(run), RANKS, BATCH) as world:
         until(world, 10)
         with ThreadPoolExecutor(len(changes)) as pool:
-            made = sorted(pool.map(ask, changes[:3] + changes[3:]), key=lambda each: int(each[0]["number"]))
+            made = sorted(pool.map(ask, changes), key=lambda each: int(each[0]["number"]))
         assert [each["number"] for each, _ in made] == [1, 2, 3, 4, 5]
         course = course_of(path)
         for each, change in made:
@@ -531,13 +557,14 @@ def strict(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
         ({"add": [{"child": LATE, "to": "a"}]}, "add.0.to: 'a' is a source"),
         ({"add": [{"child": {"sourc": "x"}}]}, "add.0.child.source: is missing"),
         ({"add": [{"child": {"source": "parquet:none-*.parquet:ids"}}]}, "no file matches"),
-        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, "\x00"),
+        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, r"source 'parquet:\x00.parquet:ids': no file"),
+        ({"add": [{"child": {"source": f"parquet:{'x' * 900}:ids"}}]}, "cannot be looked up (File name too long)"),
         ({"mixture": NODE, "drop": ["a"]}, "mixture: a whole mixture is given, so set, add and drop must be left out"),
         ({"mixture": {"policy": "weighted", "children": []}}, "mixture.children: "),
         ({"append_files": ["d"]}, "append_files: the mixture has no source 'd'"),
         ({"exclude": {"file": "none.csv"}}, "exclude.file: 'none.csv' cannot be read (no such file)"),
         ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
-        ({"exclude": {"file": "a\x00b"}}, "cannot be read (embedded null byte)"),
+        ({"exclude": {"file": "a\x00b"}}, r"exclude.file: 'a\x00b' cannot be read"),
         ({"exclude": {"file": "a-0.parquet"}}, "'a-0.parquet' cannot be read as JSON lines"),
         ({"drop": ["a"], "sample_index": 5, "total_tokens": 80}, "name one of them, or neither"),
         ({"set": [{"child": "a", "weight": 2}]}, "this changes nothing"),
@@ -547,8 +574,8 @@ def strict(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
 )
 def test_what_cannot_be_is_refused_by_name(strict: Mixture, change: dict[str, Any], message: str) -> None:
     answer = strict.patch(**change)
-    assert answer.status_code in (422, 500), answer.text
-    assert answer.json()["error"] in ("InvalidRequest", "ConfigError", "SourceError")
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"] in ("InvalidRequest", "ConfigError")
     assert message in answer.json()["message"]
 
 
@@ -563,7 +590,7 @@ def test_a_huge_or_deep_change_is_refused_and_harms_nothing(strict: Mixture) -> 
     children = [{"source": f"parquet:{'x' * 900}-{i}.parquet:ids"} for i in range(1200)]
     node = {"policy": "weighted", "children": children}
     assert refused(strict.patch(mixture=node), 413, "BodyTooLarge")
-    assert strict.patch(mixture={**node, "children": children[:500]}).status_code in (422, 500)
+    refused(strict.patch(mixture={**node, "children": children[:500]}), 422, "ConfigError")
     for depth in (50, 300, 5000):
         text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
         text += json.dumps(LATE) + "]}" * depth + "}"

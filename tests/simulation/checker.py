@@ -7,14 +7,16 @@ which errors end a launch.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Session
+from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.run import EndOfData
 
-from tests.simulation.corpus import Reference
+from tests.simulation.corpus import Reference, reference
 from tests.simulation.scheduler import Violation
 from tests.simulation.server import RUN, STREAM, Accepted, Batches, Server
 
@@ -31,7 +33,14 @@ class Checker:
 
     def __init__(self, world: World, reference: Reference) -> None:
         self._world = world
+        #: What the order is under the revisions that the ledger has, and what it was when an attempt ended, by attempt.
         self._reference = reference
+        self._former: dict[str, Reference] = {}
+        #: How far samples of the present generation were sent, and states of it told.
+        self._sent = 0
+        #: Revisions that an operator was told are made, and those that somebody asked to drop.
+        self._acknowledged: list[StoredRevision] = []
+        self._may_be_gone: list[StoredRevision] = []
         #: The store as it was after the last write: generation, committed index, pin.
         self._generation = 0
         self._index = -1
@@ -74,6 +83,8 @@ class Checker:
             self._pin, self._pinned_at = run.pin, self._world.now
             if run.pin is not None:
                 self._pins.add(json.loads(run.pin)["sample_index"])
+        if tuple(run.revisions) != self._reference.revisions:
+            self._look_at_revisions(call, tuple(run.revisions))
         if run.committed is None:
             return
         index = run.committed.sample_index
@@ -105,9 +116,47 @@ class Checker:
         self._equal(f"the tokens at sample {index}", run.committed.total_tokens, index * reference.length)
         self._world.note("ledger", call, server.name, run.generation, index)
 
+    def _look_at_revisions(self, call: str, revisions: tuple[StoredRevision, ...]) -> None:
+        """The mixture was revised, or is not any more: what was sent stays as it was."""
+        before, now = self._reference, reference(self._world.plan.mixture, revisions)
+        self._world.note("ledger", call, "revisions", *[(each.number, each.sample_index) for each in revisions])
+        if call not in ("revise", "drop_revisions"):
+            self.fail(f"{call} changed the revisions")
+        reach = min(max(self._sent, self._index), len(before))
+        if len(now) < reach or now.digests[reach] != before.digests[reach]:
+            self.fail(f"{call} changed the order before sample {reach}, which was produced already")
+        self._reference = now
+        self._look_for_acknowledged()
+
+    def _look_for_acknowledged(self) -> None:
+        for revision in self._acknowledged:
+            if revision not in self._reference.revisions and revision not in self._may_be_gone:
+                self.fail(f"revision {revision.number} at sample {revision.sample_index} was acknowledged, and is gone")
+
+    def acknowledged(self, revision: StoredRevision) -> None:
+        """An operator was told that a revision is made."""
+        self._acknowledged.append(revision)
+        if not self._world.lost:
+            self._look_for_acknowledged()
+
+    def asked_to_drop(self, revisions: Sequence[StoredRevision]) -> None:
+        self._may_be_gone += revisions
+
+    def dropped(self, number: int) -> None:
+        """An operator was told that a revision and all after it are dropped."""
+        if not self._world.lost and len(self._reference.revisions) >= number:
+            self.fail(f"revision {number} was dropped, but the ledger has {len(self._reference.revisions)}")
+
+    def _reference_of(self, launch: Launch) -> Reference:
+        """What the order is for a launch: for one that is over, what it was then."""
+        return self._former.get(launch.attempt, self._reference)
+
     def _look_at_opening(self) -> None:
         run = self._world.store.runs[RUN, STREAM]
         opening = run.openings[-1]
+        for former in run.openings[:-1]:
+            self._former.setdefault(former.attempt, self._reference)
+        self._sent = opening.start_index
         if run.generation <= self._greatest_generation:
             self.fail(f"generation {run.generation} was opened after {self._greatest_generation}")
         if opening.attempt in self._attempts:
@@ -133,6 +182,9 @@ class Checker:
     def lost_data(self) -> None:
         """The store went back to what it was: from there on is looked."""
         run = self._world.store.runs.get((RUN, STREAM))
+        self._reference = reference(self._world.plan.mixture, tuple(run.revisions) if run is not None else ())
+        self._acknowledged, self._may_be_gone = [], []
+        self._sent = 0
         self._generation = run.generation if run is not None else 0
         self._index = run.committed.sample_index if run is not None and run.committed is not None else -1
         self._pin = run.pin if run is not None else None
@@ -184,12 +236,12 @@ class Checker:
         start, loaded = answer.start, rank.launch.loaded
         if loaded is not None and (start.sample_index, start.digest) != (loaded.sample_index, loaded.digest):
             self.fail(f"{rank.name} loaded sample {loaded.sample_index}, and was started at {start.sample_index}")
-        self._look_at_point(rank.name, start.sample_index, start.digest, start.total_tokens)
+        self._look_at_point(rank.name, start.sample_index, start.digest, start.total_tokens, rank.launch)
         if answer.opening.attempt != rank.launch.attempt:
             self.fail(f"{rank.name} was let into the generation of {answer.opening.attempt}")
 
     def received(self, rank: Rank, message: Batches) -> None:
-        reference, launch = self._reference, rank.launch
+        reference, launch = self._reference_of(rank.launch), rank.launch
         begin = message.begin_index
         for step in message.steps:
             if begin != rank.received and step is message.steps[0]:
@@ -198,7 +250,9 @@ class Checker:
             if end > len(reference) and reference.config.last_step == "pad":
                 end = len(reference)
             self._equal(f"{rank.name}'s step from {begin} ends at", step.end_index, end)
-            self._look_at_point(rank.name, end, step.digest, step.total_tokens)
+            self._look_at_point(rank.name, end, step.digest, step.total_tokens, launch)
+            if launch.attempt == self.present:
+                self._sent = max(self._sent, end)
             rotation = (step.slice - rank.number) % launch.world_size
             known = self._rotations.setdefault((launch.attempt, begin), rotation)
             if rotation != known:
@@ -223,7 +277,7 @@ class Checker:
         """G8: where the data end for every rank alike."""
         joined = rank.joined
         assert joined is not None
-        step, total = rank.launch.world_size * rank.launch.batch_size, len(self._reference)
+        step, total = rank.launch.world_size * rank.launch.batch_size, len(self._reference_of(rank.launch))
         expected = total
         if self._reference.config.last_step == "drop":
             expected -= (total - joined.opening.start_index) % step
@@ -237,7 +291,7 @@ class Checker:
         """All ranks' states at a sample index."""
         if len(texts) != 1:
             self.fail(f"the ranks of {launch.attempt} wrote different states at sample {at}")
-        self.look_at_text(next(iter(texts)), at)
+        self.look_at_text(next(iter(texts)), at, launch)
 
     def look_at_snapshot(self, launch: Launch, text: str, at: int) -> None:
         """The server's text is the one that ranks of the generation write there."""
@@ -252,16 +306,30 @@ class Checker:
                 if rank.joined.opening.generation == self._generation:
                     self._equal(f"the server's snapshot at sample {at}", text, own)
 
-    def look_at_text(self, text: str, at: int) -> None:
+    def look_at_text(self, text: str, at: int, launch: Launch | None = None) -> None:
         found = json.loads(text)
         self._equal("a state's sample index", found["sample_index"], at)
-        self._look_at_point("a state", at, found["digest"], found["total_tokens"])
+        self._look_at_point("a state", at, found["digest"], found["total_tokens"], launch)
+        if launch is None and not self._is_of_another_line(text) and found["generation"] == self._generation:
+            self._sent = max(self._sent, at)
 
-    def _look_at_point(self, who: str, index: int, digest: str, total_tokens: int) -> None:
-        if index > len(self._reference):
-            self.fail(f"{who} is at sample {index}, but the data end at {len(self._reference)}")
-        self._equal(f"{who}'s digest at sample {index}", digest, self._reference.digests[index])
-        self._equal(f"{who}'s tokens at sample {index}", total_tokens, index * self._reference.length)
+    def _look_at_point(
+        self, who: str, index: int, digest: str, total_tokens: int, launch: Launch | None = None
+    ) -> None:
+        reference = self._reference if launch is None else self._reference_of(launch)
+        if index > len(reference):
+            self.fail(f"{who} is at sample {index}, but the data end at {len(reference)}")
+        self._equal(f"{who}'s digest at sample {index}", digest, reference.digests[index])
+        self._equal(f"{who}'s tokens at sample {index}", total_tokens, index * reference.length)
+
+    def _is_of_another_line(self, text: str) -> bool:
+        """Whether a state was made under other revisions than those that hold there now."""
+        found = json.loads(text)
+        resume = found["resume_state"]
+        known = {entry["sample_index"]: entry for entry in resume.get("revisions", [])}
+        newest = max((index for index in known if index <= found["sample_index"]), default=None)
+        in_force = known[newest] if newest is not None else None
+        return in_force != self._reference.in_force(found["sample_index"])
 
     # How a launch ends
 
@@ -276,6 +344,10 @@ class Checker:
             return
         if world.lost and name == "SnapshotInvalid" and "run_uid" in text:
             return  # the ledger came back as it was before it took that run's uid
+        if name == "SnapshotInvalid":
+            texts = [launch.text, world.saved.get(launch.resume, ""), self._pin or ""]
+            if any(self._is_of_another_line(each) for each in texts if each):
+                return
         if name == "Fenced" and superseded:
             return
         if name == "AttemptUsed" and superseded:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import bisect
+import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 from tokenloom_server import config
-from tokenloom_server.ledger.base import Counters
+from tokenloom_server.config import RunConfig
+from tokenloom_server.course import Course
+from tokenloom_server.exclusions import Exclusions
+from tokenloom_server.extents import Extent
+from tokenloom_server.ledger.base import Counters, StoredRevision
 from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
+from tokenloom_server.pipeline import BatchPlan, Group, Pipeline, Switch
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles
 from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
@@ -115,8 +121,19 @@ class MemoryOrder(Order):
         location = self.config.sources[source_id].spec.location
         return MemorySource(location, self.shards[source_id])
 
-    def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
-        pipeline = super().pipeline(state)
+    def under(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        excluded: Exclusions,
+        extents: Mapping[int, Extent] = MappingProxyType({}),
+    ) -> Order:
+        order = super().under(config, manifest, excluded, extents)
+        order.__dict__["breathe"] = self.breathe
+        return order
+
+    def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
+        pipeline = super().pipeline(state, switches=switches)
         if ahead:
             fill, breathe = pipeline.fill, self.breathe
 
@@ -153,18 +170,19 @@ class Sample:
 
 
 class Reference:
-    """What every world of a mixture must deliver and count.
+    """What a world must deliver and count under the revisions that its ledger has.
 
     Which source stands where is asked of one pipeline that nothing disturbed. What a source's samples hold, the
     counters and the digests are worked out here, from the rows alone.
     """
 
-    def __init__(self, mixture: str) -> None:
+    def __init__(self, mixture: str, revisions: Sequence[StoredRevision] = ()) -> None:
         order = order_of(mixture, 2)
+        self.revisions = tuple(revisions)
         self.config = order.config
         self.specs = order.specs
         self.length = order.config.sequence_length
-        picks = _picks(order)
+        picks = _picks(Course(order, revisions))
         streams = [_stream(source.spec.location, source.epochs) for source in order.config.sources]
         ends = [stream.row_ends for stream in streams]
         given = [0] * len(streams)
@@ -184,6 +202,13 @@ class Reference:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def in_force(self, index: int) -> dict[str, Any] | None:
+        """The newest revision that holds at a sample index, as a state names it; None where there is none."""
+        found = [revision for revision in self.revisions if revision.sample_index <= index]
+        if not found:
+            return None
+        return {"content": json.loads(found[-1].content), "sample_index": found[-1].sample_index}
+
     def _count(self, given: list[int], ends: list[list[int]]) -> dict[str, Counters]:
         return {
             spec: Counters(
@@ -196,8 +221,8 @@ class Reference:
 
 
 @cache
-def reference(mixture: str) -> Reference:
-    return Reference(mixture)
+def reference(mixture: str, revisions: tuple[StoredRevision, ...] = ()) -> Reference:
+    return Reference(mixture, revisions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +249,9 @@ def _rows_taken(row_ends: list[int], tokens: int) -> int:
     return last + (row_ends[last] == tokens)
 
 
-def _picks(order: Order) -> list[int]:
+def _picks(course: Course) -> list[int]:
     """The source of every sample, from an undisturbed pipeline."""
-    pipeline = order.pipeline(order.initial())
+    pipeline = course.pipeline(course.initial())
     plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4096)
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 4096)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tokenloom_server.course import Course
 from tokenloom_server.errors import NotFound
 from tokenloom_server.host import Host, Live
-from tokenloom_server.ledger.base import Commit
+from tokenloom_server.ledger.base import Commit, StoredRun
+from tokenloom_server.pipeline import Pipeline
 from tokenloom_server.run import Generation
 from tokenloom_server.slots import Slot
 
@@ -81,7 +83,7 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(Host, "doubt", lambda self, error: None)
+    patch.setattr(Host, "doubt", lambda self, what, error: None)
     return MemoryLedger
 
 
@@ -106,6 +108,33 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
     return MemoryLedger
 
 
+def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A revision may hold from a sample on that was produced already."""
+
+    def first_revisable(self: Host) -> int:
+        return self.committed.sample_index + 1 if self.committed is not None else 0
+
+    patch.setattr(Host, "first_revisable", first_revisable)
+    return MemoryLedger
+
+
+def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A server that takes a run up goes on with the revisions that it knows."""
+    right = Host.lead
+
+    def lead(self: Host, epoch: int, stored: StoredRun, course: Course, since: float, until: float) -> None:
+        right(self, epoch, stored, self.course, since, until)
+
+    patch.setattr(Host, "lead", lead)
+    return MemoryLedger
+
+
+def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> MakeLedger:
+    """A pipeline that is at work hears of no revision."""
+    patch.setattr(Pipeline, "switch", lambda self, switches: None)
+    return MemoryLedger
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -118,5 +147,8 @@ MUTANTS: dict[str, Mutant] = {
         opening_of_unknown_outcome_forgotten,
         lease_ignored,
         credits_ignored,
+        revisions_below_the_horizon,
+        revisions_not_read_when_leading,
+        revisions_not_told_to_the_producer,
     )
 }

@@ -6,12 +6,12 @@ import copy
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tokenloom.snapshot import Base, Point
 from tokenloom_proto.seal import canonical
 from tokenloom_server.committer import Committer
-from tokenloom_server.errors import Fenced, TokenloomError
+from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.host import Host, Live, Session, Waiting
 from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Opening, StoredRun
@@ -75,6 +75,10 @@ class Wake(threading.Condition):
 
     def notify(self, n: int = 1) -> None:
         self._woken()
+
+
+def _no_other_run(name: str) -> NoReturn:
+    raise NotFound(f"there is no run {name!r} on this server")
 
 
 class SmallHost(Host):
@@ -166,9 +170,11 @@ class Server(Process):
             return
         host = SmallHost(order, ledger, stored.uid, world.plan.terms, self.clock, self.wall_clock)
         host.steps_of_message, host.steps_of_group = world.plan.message_steps, world.plan.group_steps
+        # Where another thread would wait, a world does something else: no part of it enters twice.
+        self.one_change = host.one_change = threading.Lock()  # type: ignore[assignment]
         self.host = host
         self.leadership = Leadership(host, self.holder)
-        self.served = ServedRun(host, self.leadership)
+        self.served = ServedRun(host, self.leadership, _no_other_run)
         self.producer, self.committer = Producer(host), Committer(host)
         host.producer_wakes = Wake(host.lock, self._wake_producer)
         host.committer_wakes = Wake(host.lock, self._wake_committer)
@@ -287,7 +293,7 @@ class Server(Process):
         if waiting not in self._joining or self.host is None:
             return
         world, opener, call = self._world, self.served.opener, waiting.call
-        if call.rank == 0 and opener._opening.locked():
+        if call.rank == 0 and self.one_change.locked():
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:

@@ -9,9 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tokenloom_server.errors import BeyondHorizon, LedgerError, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.config import RunConfig
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LedgerError,
+    NotFound,
+    SnapshotInvalid,
+    TokenloomError,
+)
 from tokenloom_server.host import Terms
 from tokenloom_server.ledger.base import StoredSnapshot
+from tokenloom_server.mixture_change import MixtureChange
 
 from tests.simulation.checker import Checker
 from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference
@@ -33,6 +42,7 @@ THEMES: dict[str, tuple[str, ...]] = {
     "network": ("break streams", "pause rank", "pause server", "kill server"),
     "states": ("snapshot", "pin", "kill trainer", "kill server"),
     "lost data": ("lose data", "kill server", "kill trainer"),
+    "revisions": (*("revise",) * 5, "drop revisions", "kill server", "kill trainer", "pause server", "pin", "snapshot"),
 }
 FAULTS = tuple(sorted({kind for kinds in THEMES.values() for kind in kinds}))
 LEDGER_FAULTS = (
@@ -68,19 +78,24 @@ class Plan:
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
         message_steps = rng.randint(1, 4)
-        theme = rng.choice([*sorted(THEMES), "any", "any"])
+        theme = rng.choice([*sorted(THEMES), "any", "any", "revisions"])
         faults = THEMES[theme] if theme in THEMES else tuple(rng.sample(FAULTS, rng.randint(0, 5)))
         ledger_faults = tuple(rng.sample(LEDGER_FAULTS, rng.randint(1, 4)))
         ledger_fault_rate = rng.choice([0.0, 0.0, 0.03, 0.1, 0.3])
         if theme == "launches" and rng.random() < 0.7:
             # What a launch that is over still has on its way to the ledger.
             ledger_faults, ledger_fault_rate = ("late", "twice", "answer lost", "hangs"), 0.2
+        # A revision holds behind the window only, and the data are few.
+        small = theme == "revisions" and rng.random() < 0.8
+        if small and rng.random() < 0.5:
+            # Production goes on while a revision is being written.
+            ledger_faults, ledger_fault_rate = ("hangs", "hangs after", "late", "twice", "answer lost"), 0.2
         return cls(
-            mixture=rng.choice(sorted(MIXTURES)),
-            window_steps=rng.randint(2, 12),
+            mixture=rng.choice(sorted(set(MIXTURES) - {"one source"} if small else MIXTURES)),
+            window_steps=rng.randint(2, 3 if small else 12),
             message_steps=message_steps,
             group_steps=message_steps * rng.choice([1, 1, 2, 3]),
-            largest_world=rng.choice([1, 2, 2, 3, 4, 4, 6, 8, 16, 64]),
+            largest_world=rng.choice([1, 1, 2] if small else [1, 2, 2, 3, 4, 4, 6, 8, 16, 64]),
             in_step=rng.random() < 0.7,
             few_credits=rng.random() < 0.3,
             start_spread_s=rng.choice([0.01, 0.5, 5.0]),
@@ -91,7 +106,7 @@ class Plan:
             ledger_faults=ledger_faults,
             ledger_fault_rate=ledger_fault_rate,
             faults=faults,
-            fault_count=rng.randint(1, 8) if faults else 0,
+            fault_count=(rng.randint(4, 12) if small else rng.randint(1, 8)) if faults else 0,
             fault_gap_s=rng.choice([0.05, 0.3, 1.0]),
             servers=rng.choice([1, 1, 2]),
             terms=Terms(
@@ -127,7 +142,8 @@ class World(Scheduler):
         self.lost = False
         self._copies = [self.store.copy()]
         self._checkpoint: str | None = None
-        self._saved: list[str] = []
+        #: By id.
+        self.saved: dict[str, str] = {}
         self._uids = self._lives = 0
         self._faults_left = self.plan.fault_count
         self._quiet_at: float | None = None
@@ -259,8 +275,8 @@ class World(Scheduler):
         if not self.launches:
             return "", ""
         chance = self.rng.random()
-        if self._saved and chance < 0.1:
-            return self.rng.choice(self._saved), ""
+        if self.saved and chance < 0.1:
+            return self.rng.choice(list(self.saved)), ""
         if self._checkpoint is not None and chance < 0.85:
             return "", self._checkpoint
         return self.rng.choice(["latest", "latest", "fresh", ""]), ""
@@ -401,10 +417,10 @@ class World(Scheduler):
             self.checker.look_at_text(text, at)
             self.checker.look_at_snapshot(launch, text, at)
             if save:
-                snapshot_id = f"{at}-{len(self._saved)}"
+                snapshot_id = f"{at}-{len(self.saved)}"
                 saved = StoredSnapshot(id=snapshot_id, sample_index=at, saved_at=self.now, text=text)
                 host.ledger.save_snapshot(host.uid, host.stream, saved)
-                self._saved.append(snapshot_id)
+                self.saved[snapshot_id] = text
         except (LedgerError, NotFound) as error:
             self.note(server.name, "no snapshot", error.name)
             return None
@@ -429,6 +445,66 @@ class World(Scheduler):
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:
             self.note(server.name, "no pin", error.name)
+
+    def _revise(self) -> None:
+        server = self._a_server()
+        if server is not None and server.host is not None:
+            self.at(0.0, server, self._ask_for_revision, server)
+
+    def _ask_for_revision(self, server: Server) -> None:
+        """An operator changes the mixture, as the REST API has it done."""
+        host = server.host
+        if host is None or server.one_change.locked():
+            return
+        asked = {"reason": f"at {self.now:.3f}", **self._change(host.course.at(2**40).config)}
+        if self.rng.random() < 0.4:
+            asked["sample_index"] = host.first_revisable() + self.rng.choice([0, 1, 7, 30])
+        try:
+            revision = server.served.revising.revise(MixtureChange.model_validate(asked))
+        except (ConfigError, LedgerError) as error:
+            self.note(server.name, "no revision", error.name, str(error))
+        except BeyondHorizon as error:
+            if "sample_index" not in asked and "the data of run" not in str(error):
+                self.checker.fail(f"a revision without a sample index was refused: {error}")
+            self.note(server.name, "no revision", error.name)
+        else:
+            self.note(server.name, "revised", revision.number, revision.sample_index)
+            self.checker.acknowledged(revision)
+
+    def _change(self, config: RunConfig) -> dict[str, object]:
+        source = self.rng.choice(config.sources)
+        kind = self.rng.choice(["weight", "weight", "policy", "pause", "limit", "drop", "bring back"])
+        if kind == "weight":
+            return {"set": [{"child": source.name, "weight": self.rng.choice([0.1, 1, 3, 20])}]}
+        if kind == "policy":
+            policy = self.rng.choice(["least_consumed", "weighted", "round_robin"])
+            return {"set": [{"child": "mixture", "policy": policy}]}
+        if kind == "pause":
+            return {"set": [{"child": source.name, "paused": source.presence == "live"}]}
+        if kind == "limit":
+            return {"set": [{"child": source.name, "max_tokens": self.rng.randint(20, 400)}]}
+        if kind == "drop":
+            return {"drop": [source.name]}
+        return {"add": [{"child": {"source": source.source}}]}
+
+    def _drop_revisions(self) -> None:
+        server = self._a_server()
+        if server is not None and server.host is not None:
+            self.at(0.0, server, self._ask_for_drop, server)
+
+    def _ask_for_drop(self, server: Server) -> None:
+        host = server.host
+        if host is None or server.one_change.locked() or not host.course.revisions:
+            return
+        number = self.rng.randint(1, len(host.course.revisions))
+        self.checker.asked_to_drop(host.course.revisions[number - 1 :])
+        try:
+            server.served.revising.drop(number)
+        except (BeyondHorizon, LedgerError, NotFound) as error:
+            self.note(server.name, "nothing dropped", error.name)
+        else:
+            self.note(server.name, "dropped", number)
+            self.checker.dropped(number)
 
     def _rogue(self) -> None:
         """Another process takes a rank's place within the attempt: it must be refused."""

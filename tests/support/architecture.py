@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("order", "run"),
         ("course",),
         ("planning",),
+        ("imported",),
         ("host",),
         ("committer", "leadership", "producer"),
         ("history", "figures"),
@@ -38,9 +39,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("service",),
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
-        ("server", "remote", "demo"),
-        ("viewer", "trace_report", "sides", "model_card", "mixture_report", "cli_parts"),
-        ("comparison", "cli_mixture"),
+        ("server", "remote", "demo", "checkpoint"),
+        ("viewer", "trace_report", "sides", "model_card", "mixture_report"),
+        ("comparison",),
         ("cli",),
         ("__main__",),
     ),
@@ -75,6 +76,8 @@ ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__ma
 
 #: Client and server in one process: the demonstration is a user of both.
 USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
+#: A trainer's checkpoint may be a file that only torch reads; where there is no torch, this says so.
+READS_WITH_TORCH = f"{SERVER}.checkpoint"
 
 #: What lies at the edge stays there: these names may be imported by the units beside them only.
 EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
@@ -88,8 +91,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.picture"})),
-    # The command line, in parts.
-    (("typer",), frozenset({f"{SERVER}.{name}" for name in ("cli", "cli_parts", "cli_mixture")})),
+    (("typer",), frozenset({f"{SERVER}.cli"})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -216,7 +218,7 @@ def torch_in_server(tree: Tree) -> Iterator[str]:
     """The server runs without torch; its image has none."""
     for module in tree.of(SERVER):
         for target, line in module.imports:
-            if module.qualified_unit != USES_CLIENT_AND_TORCH and _is(target, ("torch",)):
+            if module.qualified_unit not in (USES_CLIENT_AND_TORCH, READS_WITH_TORCH) and _is(target, ("torch",)):
                 yield f"{module.at(line)}: the server imports {target}; its image has no torch"
 
 

@@ -180,7 +180,11 @@ class _Jobs:
         units = [pairs * anchor.weights[i] for i in live]
         begins = [sample - pairs * credit[i] for i in live]
         horizon = count * length
-        counts = [max(0, (horizon * unit - begin) // period + 1) + 1 for unit, begin in zip(units, begins, strict=True)]
+        # None gets more than all, however much it is owed.
+        counts = [
+            min(count, max(0, (horizon * unit - begin) // period + 1)) + 1
+            for unit, begin in zip(units, begins, strict=True)
+        ]
         if len(live) == 2:
             # Where a job is taken before it is due (see _plan; that needs two children), more may be needed.
             counts = [count + 1] * 2

@@ -40,8 +40,9 @@ def soft_sequential(children: Sequence[Left]) -> list[int]:
         share = left * child.remaining // child.total
         shares.append(share)
         left -= share
-    total = sum(shares)
-    return [share * MAX_SUM // total for share in shares]
+    total, room = sum(shares), MAX_SUM - len(shares)
+    # Whoever has a share, however small, has a weight.
+    return [max(1, share * room // total) if share else 0 for share in shares]
 
 
 def balance_remaining(children: Sequence[Left]) -> list[int]:

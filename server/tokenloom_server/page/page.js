@@ -36,13 +36,14 @@ function compact(n) {
 
 const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 2 : 1)}\u00a0%`;
 
-function ago(seconds) {
-  if (seconds === null) return "never";
-  if (seconds < 10) return `${seconds.toFixed(1)}\u00a0s ago`;
-  if (seconds < 120) return `${Math.round(seconds)}\u00a0s ago`;
-  if (seconds < 7200) return `${Math.round(seconds / 60)}\u00a0min ago`;
-  return seconds < 172800 ? `${Math.round(seconds / 3600)}\u00a0h ago` : `${Math.round(seconds / 86400)}\u00a0days ago`;
+function lasting(seconds) {
+  if (seconds < 10) return `${seconds.toFixed(1)}\u00a0s`;
+  if (seconds < 120) return `${Math.round(seconds)}\u00a0s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)}\u00a0min`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)}\u00a0h` : `${Math.round(seconds / 86400)}\u00a0days`;
 }
+
+const ago = (seconds) => (seconds === null ? "never" : `${lasting(seconds)} ago`);
 
 // The end of the bars' scale: the least of these that holds every share.
 const SCALES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];
@@ -149,6 +150,7 @@ class RunView extends View {
     this.text("commit_age", ago(stats.ledger.last_commit_age_s), `at sample ${grouped(stats.ledger.last_commit_index)}`);
     this.text("ledger", stats.ledger.available ? "ledger available" : "ledger away", stats.ledger.backend);
 
+    this.text("revision", revisionNote(stats));
     this.showMix(stats.sources);
     this.showRanks(stats.ranks, stats.world_size * stats.batch_size);
     this.text("digest", stats.digest, `at sample ${grouped(stats.sample_index)}`);
@@ -191,6 +193,9 @@ class RunView extends View {
         row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
       }
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
+      if (source.excluded_rows) {
+        row.text("rows", compact(source.rows), `${grouped(source.rows)}; ${grouped(source.excluded_rows)} of each epoch are left out`);
+      }
       const epochs = source.epochs === null ? "∞" : compact(source.epochs);
       row.text("epochs", `${source.epoch.toFixed(2)} of ${epochs}`, `${source.epoch} passes so far`);
       if (source.exhausted) row.text("remaining", "0", "exhausted");
@@ -255,6 +260,15 @@ class RunView extends View {
       if (document.activeElement === document.body) button.focus();
     }
   }
+}
+
+// Which mixture is in force, where it was ever changed.
+function revisionNote({ revision, next_revision: next }) {
+  if (!revision && !next) return "";
+  const now = revision ? `Revision ${grouped(revision)} in force` : "As it began";
+  if (!next) return now;
+  const when = next.eta_s === null ? "" : `, in about ${lasting(next.eta_s)}`;
+  return `${now}; revision ${grouped(next.number)} from sample ${grouped(next.sample_index)} on${when}`;
 }
 
 function example(run, address) {

@@ -153,6 +153,7 @@ class _Way:
             stretches=[
                 PlannedStretch(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
                 for each in merged(stretches, MAX_STRETCHES)
+                if round(each.begin) < round(each.end)
             ],
         )
 

@@ -138,15 +138,22 @@ class Soft:
 class Scheduled:
     """``schedule``: weights that follow the run's total tokens, by points.
 
-    They do so every ``UPDATE_SAMPLES`` samples, and so on average half of these late.
+    They do so every ``UPDATE_SAMPLES`` samples: a step comes with the next of these, and between points weights are on
+    average half of these late.
     """
 
     looks_ahead = False
 
     def __init__(self, points: Sequence[Sequence[tuple[int, float]]], *, in_steps: bool, sample_tokens: int) -> None:
-        late = UPDATE_SAMPLES * sample_tokens / 2
-        # But what is in force at the beginning is so at once.
-        self._tokens = [np.array([tokens + late if tokens else 0.0 for tokens, _ in child]) for child in points]
+        update = UPDATE_SAMPLES * sample_tokens
+
+        def comes_at(tokens: int) -> float:
+            if in_steps:
+                return float(-(-tokens // update) * update)
+            # What is in force at the beginning is so at once.
+            return tokens + update / 2 if tokens else 0.0
+
+        self._tokens = [np.array([comes_at(tokens) for tokens, _ in child]) for child in points]
         self._weights = [np.array([weight for _, weight in child]) for child in points]
         self._edges = np.unique(np.concatenate(self._tokens))
         self._steps = in_steps

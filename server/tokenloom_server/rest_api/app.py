@@ -25,7 +25,7 @@ from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.page import page_routes
 from tokenloom_server.picture import draw
 from tokenloom_server.plan import RunPlan
-from tokenloom_server.receipt import Receipt, RunReport
+from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES, Guard
 from tokenloom_server.rest_api.models import (
     Alive,
@@ -40,7 +40,7 @@ from tokenloom_server.rest_api.models import (
 from tokenloom_server.rest_api.problems import add_error_handlers
 from tokenloom_server.security import ROUTES, Access, Scope
 from tokenloom_server.state import MAX_COUNTER
-from tokenloom_server.stats import MixtureInfo, ResumePoint, RevisionInfo, RunService, RunStats, SnapshotInfo
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RunService, RunStats, SnapshotInfo
 from tokenloom_server.traced import TracedSample, TracedStep
 
 RunName = Annotated[

@@ -81,7 +81,8 @@ class RestoreRequest(_Model):
     sample_index: SampleIndex | None = None
     """Any sample index from the oldest journalled state up to the horizon."""
     snapshot: Annotated[str, Field(min_length=1)] | None = None
-    """A sealed snapshot as a string: what a trainer's ``state_dict()["tokenloom"]`` holds."""
+    """A sealed snapshot as a string: what a trainer's ``state_dict()["tokenloom"]`` holds. Or what an older data loader
+    saved, as JSON in a string."""
 
     skip_samples: SampleIndex = 0
     """Samples of the order behind that point that are not delivered: a bad range after a loss spike."""

@@ -25,7 +25,12 @@ def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
             f"source {str(spec)!r}: {spec.location!r} is a URL, but this release reads local files only; "
             "copy or mount the files, and give their path"
         )
-    found = _folder_paths(spec, base_dir) if spec.scheme == "arrow" else _glob_paths(spec, base_dir)
+    try:
+        found = _folder_paths(spec, base_dir) if spec.scheme == "arrow" else _glob_paths(spec, base_dir)
+    except (OSError, ValueError) as error:
+        # A name that no file can have, or a folder that may not be looked into.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SourceError(f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason})") from None
     for path in found:
         try:
             path.encode()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import getpass
 import inspect
-import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tokenloom_server.cli_parts import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail
+from tokenloom_server.cli.parts import (
+    ControlTokenFile,
+    RunName,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    Url,
+    console,
+    fail,
+    print_json,
+)
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 app = typer.Typer(
@@ -21,7 +32,6 @@ app = typer.Typer(
     "it.",
     no_args_is_help=True,
 )
-_Run = Annotated[str | None, typer.Option(help="The run; needed where the server has several.", show_default=False)]
 _Children = Annotated[
     list[str],
     typer.Argument(
@@ -37,7 +47,7 @@ _Change = dict[str, Any]
 @app.command()
 def show(
     url: Url,
-    run: _Run = None,
+    run: RunName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document as JSON.")] = False,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the mixture in force as a mixture file has it.")
@@ -57,7 +67,7 @@ def show(
     except TokenloomError as error:
         fail(error)
     if as_json:
-        print(json.dumps(info.model_dump(), ensure_ascii=False))
+        print_json(info.model_dump())
     elif as_yaml:
         print(mixture_report.as_yaml(info), end="")
     else:
@@ -70,7 +80,7 @@ def _send(
     author: Annotated[
         str | None, typer.Option(help="Who asks for it; the name of the user if not given.", show_default=False)
     ] = None,
-    run: _Run = None,
+    run: RunName = None,
     at: Annotated[
         int | None,
         typer.Option(
@@ -83,7 +93,7 @@ def _send(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the revision as JSON.")] = False,
-    token_file: TokenFile = None,
+    token_file: ControlTokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -114,14 +124,16 @@ def _send(
                 print_revision(console(stderr=as_json), name, tried, "would hold")
             if dry_run:
                 if as_json:
-                    print(json.dumps(tried.model_dump(), ensure_ascii=False))
+                    print_json(tried.model_dump())
                 return
+            if not sys.stdin.isatty():
+                raise ConfigError("whether to make this revision is asked first, and nobody is here to answer: --yes")
             typer.confirm("Make this revision?", abort=True, err=as_json)
         made = remote.revise(name, asked)
     except TokenloomError as error:
         fail(error)
     if as_json:
-        print(json.dumps(made.model_dump(), ensure_ascii=False))
+        print_json(made.model_dump())
     else:
         print_revision(out, name, made, "holds")
 
@@ -314,8 +326,8 @@ def _exclude(
 def undo(
     url: Url,
     number: Annotated[int, typer.Argument(min=1, help="The revision's number.", metavar="NUMBER", show_default=False)],
-    run: _Run = None,
-    token_file: TokenFile = None,
+    run: RunName = None,
+    token_file: ControlTokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,

@@ -1,0 +1,243 @@
+"""A checkpoint's file: where in it the state of the data lies. Nothing that is read can run code.
+
+A sealed snapshot can be told by its first bytes, and its checksum proves it; so it is found in any file that holds it
+as plain text, such as a torch checkpoint (whose structure is a pickle) without unpickling, and without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenloom_proto.seal import CHECKSUM, canonical, unseal
+
+from tokenloom_server.errors import SnapshotInvalid
+
+#: The one key of a ``state_dict()``.
+KEY = "tokenloom"
+#: What an older data loader's payload is known by.
+_OLDER_KEYS = ("resume_state", "sample_index")
+#: How a sealed text begins: its keys are sorted, and none comes before the checksum.
+_SEALED = b'{"checksum":"sha256:'
+#: Of a JSON file, and of a torch checkpoint's structure (its tensors lie beside it), bytes.
+_MOST_TEXT, _MOST_STRUCTURE = 2**28, 2**30
+#: No sealed text is longer, bytes.
+_MOST_SEALED = 2**24
+#: Deeper than any checkpoint's dictionaries.
+_MOST_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The state of the data in a checkpoint. ``where`` in the file it was; ``damage`` says what is wrong with its
+    seal."""
+
+    where: str
+    document: dict[str, Any]
+    damage: str | None = None
+
+
+def find(path: Path, inside: str | None = None) -> Found:
+    """The one state of data that a checkpoint holds; ``inside`` names its place where there are several.
+
+    Raises ``SnapshotInvalid``: what the file is, what was expected, and what to do.
+    """
+    try:
+        found = list(_distinct(_states(path)))
+    except OSError as error:
+        raise SnapshotInvalid(f"{path}: cannot be read ({error.strerror or error})") from None
+    if inside is not None:
+        found = [state for state in found if state.where == inside]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        places = ", ".join(f"{state.where!r} (sample {state.document.get('sample_index')})" for state in found[:8])
+        raise SnapshotInvalid(f"{path}: holds {len(found)} different states of data, at {places}; name one: --inside")
+    raise SnapshotInvalid(
+        f"{path}: holds no state of data{f' at {inside!r}' if inside is not None else ''}; expected what "
+        f"RemoteDataset.state_dict() gives (under the key {KEY!r}), a sealed snapshot, or an older data loader's "
+        "resume_state or sample_index"
+    )
+
+
+def _states(path: Path) -> Iterator[Found]:
+    if path.is_dir():
+        yield from _of_folder(path)
+    elif zipfile.is_zipfile(path):
+        yield from _of_torch(path)
+    else:
+        with path.open("rb") as file:
+            begin = file.read(64).lstrip()
+        if not begin:
+            raise SnapshotInvalid(f"{path}: is empty")
+        if begin[:1] in (b"{", b"["):
+            yield from _of_text(path)
+        else:
+            # Torch's older format, one pickle after the other.
+            yield from _sealed_in(path) or _unpickled(path, mapped=False)
+
+
+def _of_text(path: Path) -> Iterator[Found]:
+    if path.stat().st_size > _MOST_TEXT:
+        raise SnapshotInvalid(f"{path}: has {path.stat().st_size} bytes; a JSON file of at most {_MOST_TEXT} is read")
+    text = path.read_bytes()
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotInvalid(f"{path}: begins like JSON, but does not parse: {error}") from None
+    if isinstance(document, dict) and (CHECKSUM in document or "format" in document):
+        yield _of_snapshot("", text.decode())
+    else:
+        yield from _within(document)
+
+
+def _of_torch(path: Path) -> Iterator[Found]:
+    with zipfile.ZipFile(path) as archive:
+        structures = [entry for entry in archive.infolist() if entry.filename.rpartition("/")[2] == "data.pkl"]
+        if not structures:
+            raise SnapshotInvalid(f"{path}: is a zip archive, but none that torch.save wrote (it has no data.pkl)")
+        if structures[0].file_size > _MOST_STRUCTURE:
+            raise SnapshotInvalid(f"{path}: its data.pkl has {structures[0].file_size} bytes, too many to be searched")
+        found = list(_sealed(archive.read(structures[0]), "data.pkl"))
+    if len(list(_distinct(iter(found)))) == 1:
+        yield from found
+        return
+    try:
+        # Several: their places in the dictionaries tell more than bytes do.
+        yield from list(_unpickled(path, mapped=True))
+    except SnapshotInvalid:
+        if not found:
+            raise
+        yield from found
+
+
+def _of_folder(path: Path) -> Iterator[Found]:
+    """A folder of ``torch.distributed.checkpoint``: its own index is a pickle that only running it would read."""
+    parts = sorted(path.glob("*.distcp"))
+    if not parts:
+        raise SnapshotInvalid(f"{path}: is a folder, but none of torch.distributed.checkpoint (it has no *.distcp)")
+    found = [state for part in parts for state in _sealed_in(part)]
+    if not found:
+        raise SnapshotInvalid(
+            f"{path}: its {len(parts)} .distcp files hold no sealed snapshot. What else is in them can only be read by "
+            "running the pickles they are made of, which this command does not. If you trust the files, make one of "
+            f"them: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} checkpoint.pt"
+        )
+    yield from found
+
+
+def _unpickled(path: Path, *, mapped: bool) -> Iterator[Found]:
+    """What torch's own reader gives, which builds tensors and plain containers and refuses all else."""
+    try:
+        import torch
+    except ImportError:
+        raise SnapshotInvalid(
+            f"{path}: holds no sealed snapshot as plain text, and to look further torch is needed, which is not here: "
+            "run this command where the trainer runs"
+        ) from None
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # whatever is wrong with the file: torch has no error of its own for it
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        said = f"it holds {named[1]}" if named else f"{type(error).__name__}: {str(error).strip()[:200]}"
+        raise SnapshotInvalid(
+            f"{path}: torch does not load it without running code of it ({said}). If you trust the file, load it "
+            "yourself and save the state of the data alone as JSON, then show that"
+        ) from None
+    yield from _within(document)
+
+
+def _within(document: Any) -> Iterator[Found]:
+    """Every state within nested containers; a bare ``sample_index`` counts where there is nothing else."""
+    bare: list[Found] = []
+    found = 0
+    waiting: list[tuple[str, Any, int]] = [("", document, 0)]
+    while waiting:
+        path, value, depth = waiting.pop()
+        below = f"{path}." if path else ""
+        if isinstance(value, Mapping):
+            text = value.get(KEY)
+            if isinstance(text, str):
+                found += 1
+                yield _of_snapshot(f"{below}{KEY}", text)
+            if isinstance(value.get("resume_state"), Mapping):
+                found += 1
+                yield _of_mapping(path, value)
+                continue
+            if type(value.get("sample_index")) is int:
+                bare.append(Found(path, {"sample_index": value["sample_index"]}))
+            items = [(str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            items = [(str(i), inner) for i, inner in enumerate(value)]
+        else:
+            continue
+        if depth < _MOST_DEPTH:
+            waiting += [(below + key, inner, depth + 1) for key, inner in reversed(items)]
+    if not found:
+        yield from bare
+
+
+def _of_mapping(path: str, value: Mapping[str, Any]) -> Found:
+    if CHECKSUM in value or "format" in value:
+        try:
+            return _of_snapshot(path, canonical(value))
+        except (TypeError, ValueError):
+            pass  # not plain JSON, so no snapshot
+    return Found(path, {key: value[key] for key in _OLDER_KEYS if key in value})
+
+
+def _of_snapshot(where: str, text: str) -> Found:
+    """A text that should be a sealed snapshot, or an older payload where no batch came before it was saved."""
+    try:
+        return Found(where, unseal(text))
+    except ValueError as error:
+        damage = str(error)
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise SnapshotInvalid(f"at {where or 'its beginning'!r}: {damage}")
+    if CHECKSUM not in document and "format" not in document:
+        return Found(where, document)
+    return Found(where, {key: value for key, value in document.items() if key != CHECKSUM}, damage)
+
+
+def _sealed_in(path: Path) -> list[Found]:
+    """The sealed snapshots in a file, which is mapped and not read into memory."""
+    if not path.stat().st_size:
+        return []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return list(_sealed(content, path.name))
+
+
+def _sealed(content: bytes | mmap.mmap, name: str) -> Iterator[Found]:
+    at = content.find(_SEALED)
+    while at >= 0:
+        # What lies behind the text may be anything; the decoder stops at the text's end.
+        text = bytes(content[at : at + _MOST_SEALED]).decode(errors="replace")
+        try:
+            _, end = json.JSONDecoder().raw_decode(text)
+            yield Found(f"{name}, byte {at}", unseal(text[:end]))
+        except (ValueError, RecursionError):
+            pass  # looks like one, but its checksum does not say so
+        at = content.find(_SEALED, at + 1)
+
+
+def _distinct(states: Iterator[Found]) -> Iterator[Found]:
+    """Each state once: ranks and optimisers may each have written the same."""
+    seen: set[str] = set()
+    for state in states:
+        try:
+            text = canonical(state.document)
+        except (TypeError, ValueError) as error:
+            raise SnapshotInvalid(f"at {state.where!r}: expected plain JSON values, but {error}") from None
+        if text not in seen:
+            seen.add(text)
+            yield state

@@ -1,0 +1,46 @@
+"""The command line: the one place where things are wired together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenloom_server.cli import checkpoint, demo, looking, mixture, moving, plan, receipts, serve, stats
+from tokenloom_server.cli.parts import console
+
+app = typer.Typer(
+    name="tokenloom",
+    help="A data loader for language-model training: one server, one canonical order, exact elastic resume.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# In the order of --help. An app with a name is a group of commands; the commands of the others stand on their own.
+app.add_typer(serve.app)
+app.add_typer(plan.app)
+app.add_typer(stats.app)
+app.add_typer(receipts.app)
+app.add_typer(looking.app)
+app.add_typer(moving.app)
+app.add_typer(demo.app)
+app.add_typer(mixture.app)
+app.add_typer(checkpoint.app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        console().print(f"tokenloom {version('tokenloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,86 @@
+"""``tokenloom checkpoint``: what a checkpoint's file says of its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenloom_server.cli.parts import console, fail, print_json
+from tokenloom_server.errors import TokenloomError
+
+if TYPE_CHECKING:
+    from tokenloom_server.checkpoint.content import Content
+
+app = typer.Typer(
+    name="checkpoint",
+    help="Look into a checkpoint's file: where its data stand. No server is needed, and nothing in the file is run.",
+    no_args_is_help=True,
+)
+_Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="A snapshot, a JSON file with a state of data in it (an older data loader's, too), a torch checkpoint, or "
+        "a folder of torch.distributed.checkpoint.",
+        show_default=False,
+    ),
+]
+_Inside = Annotated[
+    str | None, typer.Option(help="Where in the file the state lies, if it holds several.", show_default=False)
+]
+_OfMixture = Annotated[
+    Path | None,
+    typer.Option(
+        "--mixture", help="The mixture file, for a checkpoint that does not say its mixture.", show_default=False
+    ),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+@app.command("show")
+def show_checkpoint(
+    file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
+) -> None:
+    """Show where a checkpoint's data stand: run, sources, counters of every node, and what is suspicious."""
+    from tokenloom_server.checkpoint import report
+
+    content = _content(file, mixture, inside)
+    print_json(report.shown(content)) if as_json else report.show(content, console())
+
+
+@app.command("diff")
+def diff_checkpoints(
+    a: _Checkpoint, b: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
+) -> None:
+    """Show what was consumed between two checkpoints, by source, and whether they are of one run."""
+    from dataclasses import asdict
+
+    from tokenloom_server.checkpoint import report
+    from tokenloom_server.checkpoint.difference import difference
+
+    before, after = _content(a, mixture, inside), _content(b, mixture, inside)
+    found = difference(before, after)
+    print_json(asdict(found)) if as_json else report.show_difference(found, before, after, console())
+
+
+@app.command("probabilities")
+def checkpoint_probabilities(
+    file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
+) -> None:
+    """Show with which probability each child of a node is next: with the saved counters, and as if they were lost."""
+    from tokenloom_server.checkpoint import report
+
+    content = _content(file, mixture, inside)
+    print_json(report.probabilities(content)) if as_json else report.show_probabilities(content, console())
+
+
+def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
+    from tokenloom_server import config
+    from tokenloom_server.checkpoint.content import read
+    from tokenloom_server.checkpoint.file import find
+
+    try:
+        return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)
+    except TokenloomError as error:
+        fail(error)

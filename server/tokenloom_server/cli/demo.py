@@ -1,0 +1,24 @@
+"""``tokenloom demo``: the whole job on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
+    steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the server and its page up at the end, until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Run the whole job on text that is on this machine: train, kill everything, resume elsewhere, prove it."""
+    from tokenloom_server.demo.main import run_demo
+
+    raise typer.Exit(run_demo(folder, steps=steps, keep=keep))

@@ -1,0 +1,110 @@
+"""``tokenloom plan``: what a run will be, before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tokenloom_server.cli.given import (
+    DatasetMix,
+    MixEndOfText,
+    MixLength,
+    MixPolicy,
+    MixRun,
+    MixSeed,
+    MixTokenizer,
+    Mixture,
+    MixVocabSize,
+    Roots,
+    fields_of,
+    one_mixture,
+    short_form,
+)
+from tokenloom_server.cli.parts import console, fail, set_up_logging
+from tokenloom_server.errors import ConfigError, TokenloomError
+
+app = typer.Typer()
+
+
+@app.command()
+def plan(
+    mixture: Mixture = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]').",
+            show_default=False,
+        ),
+    ] = None,
+    data_root: Roots = None,
+    dataset_mix: DatasetMix = None,
+    run: MixRun = None,
+    sequence_length: MixLength = None,
+    tokenizer: MixTokenizer = None,
+    seed: MixSeed = None,
+    policy: MixPolicy = None,
+    vocab_size: MixVocabSize = None,
+    end_of_text_id: MixEndOfText = None,
+) -> None:
+    """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
+
+    Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
+    tokens are planned. Drawn policies are planned at their mean.
+    """
+    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.course import Course
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.order import Order
+    from tokenloom_server.planning.planner import Planner
+
+    set_up_logging("warning")
+    try:
+        until = None if tokens is None else parse_amount(tokens, "--tokens")
+        form = None if picture is None else _picture_format(picture)
+        roots = DataRoots.of(data_root or ())
+        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
+        with console(stderr=True).status("opening sources and tokeniser") as status:
+            order = Order.create(found, base_dir, None, roots)
+            course = Course(order)
+            planner = Planner(lambda name: status.update(f"measuring {name}"))
+            made = planner.plan(course, course.initial(), until)
+        if picture is not None and form is not None:
+            from tokenloom_server.picture import draw
+
+            _write(picture, draw(made, form))
+    except TokenloomError as error:
+        fail(error)
+    if as_json:
+        print(made.model_dump_json(indent=2))
+        return
+    from tokenloom_server.planning.report import report
+
+    out = console()
+    for part in report(made):
+        out.print(part, highlight=False)
+    if picture is not None:
+        out.print(f"the picture is {picture}", highlight=False)
+
+
+def _picture_format(path: Path) -> Literal["svg", "png"]:
+    match path.suffix.lower():
+        case ".svg":
+            return "svg"
+        case ".png":
+            return "png"
+    raise ConfigError(f"--picture {path}: expected a file name that ends with .svg or .png")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

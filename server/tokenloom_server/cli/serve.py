@@ -1,0 +1,254 @@
+"""``tokenloom serve`` and ``tokenloom validate``: runs brought up, or only checked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom_server.cli.given import (
+    PANEL,
+    DatasetMix,
+    MixEndOfText,
+    MixLength,
+    MixPolicy,
+    MixRun,
+    MixSeed,
+    MixTokenizer,
+    Mixture,
+    MixVocabSize,
+    Roots,
+    fields_of,
+    one_mixture,
+    short_form,
+)
+from tokenloom_server.cli.parts import console, fail, set_up_logging
+from tokenloom_server.errors import ConfigError, TokenloomError
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    mixtures: Annotated[
+        list[Path] | None,
+        typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...", show_default=False),
+    ] = None,
+    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = "127.0.0.1:50051",
+    rest: Annotated[
+        str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")
+    ] = "127.0.0.1:8080",
+    ledger: Annotated[
+        str,
+        typer.Option(
+            help="Where committed state lives: sqlite:///file (relative to the first mixture file) or "
+            "redis://host:port/db (needs appendonly yes and appendfsync always).",
+            envvar="TOKENLOOM_LEDGER",
+        ),
+    ] = "sqlite:///tokenloom.db",
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write both addresses there as JSON once the server is ready.")
+    ] = None,
+    index_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.", show_default=False),
+    ] = None,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Where another server leads a run, wait and take over when its lease lapses; else refuse."
+        ),
+    ] = False,
+    revise: Annotated[
+        str | None,
+        typer.Option(
+            help="Where a mixture file differs from the mixture in force, make that a revision, for this reason; else "
+            "refuse.",
+            metavar="REASON",
+            show_default=False,
+        ),
+    ] = None,
+    lease: Annotated[
+        float,
+        typer.Option(
+            min=1, max=3600, help="Seconds after which a server that cannot reach the ledger may be replaced."
+        ),
+    ] = 15.0,
+    liveness: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=3600,
+            help="Seconds of silence after which a rank no longer keeps its run from a new attempt.",
+        ),
+    ] = 15.0,
+    rank_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
+    ] = 300.0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the token that trainers and operators show; mode 0600. Without it: TOKENLOOM_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+    read_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a second token, for reading alone: figures, metrics, the page. Without it: "
+            "TOKENLOOM_READ_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.", show_default=False),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.", show_default=False)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).", show_default=False),
+    ] = None,
+    data_root: Roots = None,
+    dataset_mix: DatasetMix = None,
+    run: MixRun = None,
+    sequence_length: MixLength = None,
+    tokenizer: MixTokenizer = None,
+    seed: MixSeed = None,
+    policy: MixPolicy = None,
+    vocab_size: MixVocabSize = None,
+    end_of_text_id: MixEndOfText = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve one or more runs until SIGTERM or Ctrl-C.
+
+    Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
+    """
+    # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.security import Access
+    from tokenloom_server.server import ServeOptions, Server
+    from tokenloom_server.tls import Tls
+
+    set_up_logging(log_level)
+    stopping, serving = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        stopping.set()
+        if not serving.is_set():
+            # Large corpora, or another server's lease, may keep a start for long: it is given up where it stands.
+            raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        roots = DataRoots.of(data_root or ())
+        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        short = short_form(dataset_mix, fields, roots)
+        if short is None and not mixtures:
+            raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
+        if short is not None:
+            logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", short[1])
+        server = Server(
+            ServeOptions(
+                mixtures=mixtures or (),
+                mixture=short[0] if short is not None else None,
+                grpc=grpc,
+                rest=rest,
+                ledger=ledger,
+                ready_file=ready_file,
+                index_dir=index_dir,
+                standby=standby,
+                revise=revise,
+                lease_s=lease,
+                liveness_s=liveness,
+                rank_timeout_s=rank_timeout,
+                access=Access.find(os.environ, token_file, read_token_file),
+                tls=Tls.load(tls_cert, tls_key, tls_client_ca),
+                data_roots=roots,
+            )
+        )
+        serving.set()
+    except TokenloomError as error:
+        fail(error)
+    # One line, plain, for people and scripts alike.
+    print(
+        f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
+        f"{server.page_url} (runs: {', '.join(server.run_names)})",
+        flush=True,
+    )
+    stopping.wait()
+    logging.getLogger(__name__).info("stopping")
+    server.close()
+
+
+@app.command()
+def validate(
+    mixture: Mixture = None,
+    data_root: Roots = None,
+    dataset_mix: DatasetMix = None,
+    run: MixRun = None,
+    sequence_length: MixLength = None,
+    tokenizer: MixTokenizer = None,
+    seed: MixSeed = None,
+    policy: MixPolicy = None,
+    vocab_size: MixVocabSize = None,
+    end_of_text_id: MixEndOfText = None,
+    print_file: Annotated[
+        bool,
+        typer.Option(
+            "--print",
+            help="Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
+) -> None:
+    """Check a mixture, its sources and its tokeniser, without serving anything.
+
+    Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
+    """
+    from rich.table import Table
+
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.mixing.mixer import target_shares
+    from tokenloom_server.order import Order
+
+    set_up_logging("warning")
+    out = console(stderr=print_file)
+    try:
+        roots = DataRoots.of(data_root or ())
+        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        found, text, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
+        if print_file and not text:
+            raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
+        with console(stderr=True).status("opening sources and tokeniser"):
+            order = Order.create(found, base_dir, None, roots)
+            samples = order.pipeline(order.initial())
+            samples.advance(1)
+    except TokenloomError as error:
+        fail(error)
+    table = Table(title=f"run {found.run}: sequence length {found.sequence_length}, {found.packing}, seed {found.seed}")
+    for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
+        table.add_column(heading, justify="left" if heading == "source" else "right")
+    for i, (source, shards, share) in enumerate(
+        zip(found.sources, order.shards, target_shares(found, order.extents), strict=True)
+    ):
+        size = sum(shard.size for shard in shards) / 1e6
+        table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")
+    out.print(table)
+    engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
+    out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+    for warning in order.warnings():
+        out.print(f"warning: {warning}", style="yellow")
+    if samples.ended is not None:
+        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
+    out.print("valid", style="green")
+    if print_file:
+        print(text, end="")

@@ -1,0 +1,35 @@
+"""What a client reads of a resume state: the sources that samples behind it may be of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.corpora import order_of, write_corpus, write_parquet
+from tokenloom_proto.resume import NamedSource, sources_of
+from tokenloom_proto.seal import canonical
+from tokenloom_server.course import Course
+from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.mixture_change import MixtureChange
+
+EXTRA = "parquet:data/extra.parquet:ids"
+
+
+def test_a_source_is_known_from_the_boundary_before_the_revision_that_brings_it(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_parquet(tmp_path / "data/extra.parquet", [[1, 2, 3] * 9] * 20)
+    course = Course(order_of(tmp_path))
+    change = {"reason": "why", "add": [{"child": {"source": EXTRA, "alias": "extra"}, "to": "rest"}]}
+    content = course.revise(MixtureChange.model_validate(change), 20)
+    revision = StoredRevision(
+        number=1, sample_index=20, made_at=0.0, author="", reason="why", content=canonical(content)
+    )
+    course = course.with_revisions([revision])
+    pipeline = course.pipeline(course.initial())
+    specs = [source.source for source in course.first.config.sources]
+    for index, through, known in ((0, 20, 4), (0, 21, 5), (19, 40, 5), (20, 20, 5), (30, 40, 5)):
+        pipeline.advance(index - pipeline.sample_index)
+        found = sources_of(course.encode(pipeline.state(), through))
+        assert sorted(found) == list(range(known))
+        assert [found[i].spec for i in range(4)] == specs
+        assert found.get(4) == (NamedSource(EXTRA, "extra") if known == 5 else None)
+        assert (found[0].alias, found[3].alias) == ("code", specs[3])
