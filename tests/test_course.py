@@ -304,7 +304,7 @@ def test_a_state_of_a_line_without_the_revision_is_refused(folder: Path, change:
     plain = Course(order_of(folder))
     course = revised(plain, 10, **change)
     states = [walked(each, 20) for each in (plain, course)]
-    assert course.encode(course.decode(states[0][9])) == states[0][9]
+    assert course.decode(states[0][9]) == course.decode(states[1][9])
     with pytest.raises(SnapshotInvalid, match="at sample 10 has none, but in force there is the revision from sample"):
         course.decode(states[0][10])
     with pytest.raises(SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"):
@@ -388,3 +388,39 @@ def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
     for at, told in ((5, True), (29, True), (30, False)):
         changes = json.loads(revised(course, at, set=[{"child": "code", "weight": 7}]).revisions[0].content)["changes"]
         assert (changes[-1] == "until sample 30, where phase 2 begins with a mixture of its own") == told
+
+
+def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
+    course = revised(Course(order_of(folder)), 20, drop=["docs"])
+    course = revised(course, 60, set=[{"child": "code", "weight": 5}])
+    early = json.loads(walked(course, 5)[5])
+    assert [each["sample_index"] for each in early["revisions"]] == [20, 60]
+    late = json.loads(walked(course, 70)[70])
+    assert [each["sample_index"] for each in late["revisions"]] == [60]
+
+
+def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Path) -> None:
+    both = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
+    document = mixture(mixture=both, phases=[{"until_tokens": 160}, {"mixture": {**both, "policy": "least_consumed"}}])
+    plain = Course(order_of(folder, document))
+    course = revised(plain, 5, drop=["code"])
+    assert [source.presence for source in course.at(30).config.sources] == ["live", "dropped"]
+    again = revised(course, 10, add=[{"child": {"source": CODE, "alias": "code"}}])
+    assert [source.presence for source in again.at(30).config.sources] == ["live", "live"]
+    # One that an earlier phase just does not have comes with the phase that has it.
+    one = mixture(
+        mixture={"policy": "weighted", "children": [{"source": WIKI}]},
+        phases=[{"until_tokens": 80}, {"mixture": both}],
+    )
+    assert [source.presence for source in Course(order_of(folder, one)).at(30).config.sources] == ["live", "live"]
+
+
+def test_a_limit_below_a_sample_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="code: max_tokens is 3, which is less than one sample of 8 tokens"):
+        revised(Course(order_of(folder)), 5, set=[{"child": "code", "max_tokens": 3}])
+
+
+def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: Path) -> None:
+    course = Course(order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}])))
+    assert course.stretches[1].tokens == 88
+    assert _end(course).total_tokens == 208

@@ -15,7 +15,7 @@ class NamedSource(NamedTuple):
 
 
 def sources_of(resume_state: str | bytes) -> dict[int, NamedSource]:
-    """By id, all sources that samples from a state boundary on may be of, up to the next boundary: those of the state,
+    """By id, all sources that samples from a state boundary on may be of: those of the state,
     and those that revisions bring in between."""
     document = json.loads(resume_state)
     entries = [entry for entry in document["datasets"] if "unknown" not in entry]

@@ -111,7 +111,7 @@ class SourceConfig(_Model):
     presence: Presence = "live"
     source: str
     """The spec: ``scheme:location:column``."""
-    alias: str | None = None
+    alias: Annotated[str, Field(min_length=1)] | None = None
     """A short name for pages and logs; the spec where there is none."""
     weight: Weight = 1.0
     """Share within the parent node, relative to its siblings; below a ``schedule``, a number or points."""
@@ -164,7 +164,7 @@ class NodeConfig(_Model):
     the run's total tokens."""
     children: Annotated[list[Child], Field(min_length=1)]
     """Sources, or nodes."""
-    alias: str | None = None
+    alias: Annotated[str, Field(min_length=1)] | None = None
     """A short name for pages and logs."""
     weight: Weight = 1.0
     """Share within the parent node, relative to its siblings; below a ``schedule``, a number or points."""

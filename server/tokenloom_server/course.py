@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import exclusions, snapshot
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.extents import Extent
@@ -21,7 +21,7 @@ from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import Pipeline, Switch
-from tokenloom_server.revision import carry, changed, content_of, differences, merged, with_content
+from tokenloom_server.revision import carry, changed, content_of, differences, merged, with_content, without
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
@@ -186,12 +186,12 @@ class Course:
         left = self.origin.left_samples if self.origin is not None else 0
         return snapshot.with_tokens(shape, self.tokens_at, left)
 
-    def encode(self, state: State, through: int | None = None) -> str:
-        """``resume_state``: the canonical JSON of a state, with the revisions that whoever goes forward from it to
-        before sample ``through`` needs."""
+    def encode(self, state: State) -> str:
+        """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a
+        ledger that knows none of them needs to go on."""
         index = state.sample_index
         in_force = [told for told in self._told if told.begin <= index]
-        ahead = [told for told in self._told if through is not None and index < told.begin < through]
+        ahead = [told for told in self._told if told.begin > index]
         revisions = [{"sample_index": told.begin, "content": told.content} for told in (*in_force[-1:], *ahead)]
         origin = asdict(replace(self.origin, state="")) if self.origin is not None else None
         return snapshot.encode_state(state, self.shape_at(index), revisions, origin)
@@ -251,6 +251,7 @@ class Course:
             content = content_of(config)
             content["mixture"]["max_tokens"] = order.config.mixture.max_tokens
             config = with_content(config, content)
+        _check_limits(order.config, config)
         order.check_named(config, *([change.exclude.file] if change.exclude is not None else []))
         shards = dict(self._new_files(order, config))
         shards |= {spec: more for name in change.append_files for spec, more in [self._appended(order, name)]}
@@ -284,14 +285,16 @@ class Course:
         config = (revised[-1] if revised else self._stretches[0]).order.config
         phases, left = config.phases, self.origin.left_tokens if self.origin is not None else 0
         ends = phases[-1].until_tokens if phases else None
-        if ends is not None and config.mixture.max_tokens == max(1, ends - left):
+        found = config.mixture.max_tokens
+        # To the next whole sample (see ``_in_phase``).
+        if ends is not None and found is not None and 0 <= found - max(1, ends - left) < config.sequence_length:
             content = content_of(config)
             del content["mixture"]["max_tokens"]
             return with_content(config, content)
         return config
 
     def _ended_by_a_phase(self, sample_index: int) -> Iterator[str]:
-        """That a change holds only until a phase brings a mixture of its own: what was dropped may be in that again."""
+        """That a change holds only until a phase brings a mixture of its own; what was dropped stays so."""
         phases = self.first.config.phases
         for stretch in self._stretches:
             brings = stretch.phase is not None and stretch.phase < len(phases) and phases[stretch.phase].mixture
@@ -338,9 +341,11 @@ class Course:
         present = over.index(False) if False in over else len(phases)
         left = origin.left_tokens if origin is not None else 0
         for i in range(min(present + 1, len(phases))):
-            order = _in_phase(order, i, left)
+            order = _in_phase(order, i, left, tokens, ())
         stretch = Stretch(begin, tokens, order, phase=present if phases else None)
         waiting = list(self.revisions)
+        # What revisions dropped: a phase that has it in its mixture does not bring it back.
+        gone: set[int] = set()
         ends = phases[present:-1] if present < len(phases) else []
         for number, phase in enumerate([*ends, None], present):
             # The sequence length is one within a phase, so its end is known before any revision is.
@@ -353,6 +358,7 @@ class Course:
                 content = json.loads(revision.content)
                 tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
                 order = _revised(stretch.order, content)
+                gone = _gone(gone, stretch.order.config, order.config)
                 more, phase_here = _grown(stretch.order, order), None
                 if revision.sample_index > stretch.begin:
                     yield stretch
@@ -370,7 +376,9 @@ class Course:
                 # A phase of less than a sample: nothing is given in it.
                 grown = stretch.grown
             tokens = stretch.tokens + (end - stretch.begin) * length
-            stretch = Stretch(end, tokens, _in_phase(stretch.order, number + 1, left), grown, phase=number + 1)
+            stretch = Stretch(
+                end, tokens, _in_phase(stretch.order, number + 1, left, tokens, gone), grown, phase=number + 1
+            )
 
 
 class _Lazily:
@@ -386,7 +394,15 @@ class _Lazily:
         return self._made(source_id, state)
 
 
-def _in_phase(order: Order, number: int, left_tokens: int) -> Order:
+def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:
+    """The sources that revisions dropped, and did not bring back, once another one made ``new`` of ``old``."""
+    left = {source.id for source in old.sources if source.presence != "dropped"}
+    dropped = {source.id for source in new.sources if source.presence == "dropped"}
+    return {source for source in before if source in dropped} | (left & dropped)
+
+
+def _in_phase(order: Order, number: int, left_tokens: int, tokens: int, gone: Collection[int]) -> Order:
+    """The order in a phase, which begins at so many of the run's tokens; what is ``gone`` stays so."""
     phase, last = order.config.phases[number], number == len(order.config.phases) - 1
     length = phase.sequence_length or order.config.sequence_length
     ends = phase.until_tokens if last else None
@@ -395,6 +411,8 @@ def _in_phase(order: Order, number: int, left_tokens: int) -> Order:
     mixture = phase.mixture
     if ends is not None:
         # What the mixture gives is what the run has, but for what a fork left behind: after its last phase it ends.
+        # To the next whole sample, like every phase.
+        ends = tokens + -(-(ends - tokens) // length) * length if ends > tokens else ends
         root, ends = mixture or order.config.mixture, max(1, ends - left_tokens)
         mixture = root.model_copy(update={"max_tokens": min(ends, root.max_tokens or ends)})
     config = (
@@ -402,7 +420,7 @@ def _in_phase(order: Order, number: int, left_tokens: int) -> Order:
         if mixture is not None
         else with_content(order.config, {**content_of(order.config), "sequence_length": length})
     )
-    return order.under(config, order.manifest, order.excluded)
+    return order.under(without(config, gone), order.manifest, order.excluded)
 
 
 def _content(
@@ -414,6 +432,20 @@ def _content(
     if excluded:
         content["exclude"] = [list(file) for file in excluded]
     return content
+
+
+def _check_limits(old: RunConfig, new: RunConfig) -> None:
+    """That a limit that was asked for holds a sample, as in a mixture file. Raises ``ConfigError``."""
+    before: list[SourceConfig | NodeConfig] = [*old.sources, *old.nodes]
+    known = {(type(child), child.id): child.max_tokens for child in before}
+    now: list[SourceConfig | NodeConfig] = [*new.sources, *new.nodes]
+    for child in now:
+        most = child.max_tokens
+        if most is not None and most < new.sequence_length and known.get((type(child), child.id)) != most:
+            raise ConfigError(
+                f"{child.name}: max_tokens is {most}, which is less than one sample of {new.sequence_length} tokens; "
+                "give at least that many, or pause or drop it"
+            )
 
 
 def _listed(files_of: Iterable[tuple[str, Sequence[Shard]]]) -> dict[str, list[list[Any]]]:

@@ -100,6 +100,7 @@ class Forking:
         parent = self._parent(found.run)
         if parent is not None:
             state = parent.forward(parent.parse(text))
+            _refuse_other_documents(parent.order_at(state.sample_index), host.order)
             return _named(parent.order_at(state.sample_index), state), state if same else None
         if same:
             point = snapshot.parse(text, {**ours, "run": found.run}, host.course.shape_at)
@@ -112,6 +113,25 @@ class Forking:
             f"forward to sample {found.sample_index} takes that run's mixture: serve its mixture file with this "
             "server, too (tokenloom serve A.yaml B.yaml)"
         )
+
+
+def _refuse_other_documents(theirs: Order, ours: Order) -> None:
+    """Where a document's tokens begin and end has to be the same, or a place within one is another."""
+    there = {source.source: source for source in theirs.config.sources}
+    for source in ours.config.sources:
+        known = there.get(source.source)
+        if known is None:
+            continue
+        for field in ("add_bos", "add_eot"):
+            values = [
+                getattr(run, field) if getattr(own, field) is None else getattr(own, field)
+                for own, run in ((known, theirs.config), (source, ours.config))
+            ]
+            if values[0] != values[1]:
+                raise SnapshotInvalid(
+                    f"source {source.source!r}: {field} is {values[0]} in run {theirs.name!r} and {values[1]} in "
+                    f"{ours.name!r}: places within documents would be others; make them the same"
+                )
 
 
 def _is_at(origin: Origin, found: Foreign) -> bool:

@@ -380,8 +380,7 @@ class History:
         state = self._advance(base, index)
         if state.sample_index != index:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
-        through = boundary + plan.group_samples
-        return opening.generation, host.course.encode(base, through), digest_hex(state.digest), state.total_tokens
+        return opening.generation, host.course.encode(base), digest_hex(state.digest), state.total_tokens
 
     def _journalled(self, opening: Opening, index: int, course: Course | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""

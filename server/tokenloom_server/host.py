@@ -530,7 +530,7 @@ class Host:
     def resume_state(self, group: Group) -> str:
         """``resume_state`` at a group's begin; made once per group (twice at worst, and equal)."""
         if group.resume_state is None:
-            group.resume_state = self.course.encode(group.base, group.begin + group.plan.group_samples)
+            group.resume_state = self.course.encode(group.base)
         return group.resume_state
 
     def waiting_for(self) -> str:

@@ -180,8 +180,7 @@ class Opener:
             uid = self._adopt(point, stored)
             number = max(stored.opening.generation if stored.opening else 0, point.generation) + 1
             group_steps = host.group_steps(call.world_size, call.batch_size)
-            through = start.sample_index + group_steps * call.world_size * call.batch_size
-            text = host.course.encode(start, through)
+            text = host.course.encode(start)
             opening = Opening(
                 generation=number,
                 parent=point.generation,

@@ -104,7 +104,7 @@ class Revising:
                     raise BeyondHorizon(
                         f"revision {number} holds from sample {dropped[0].sample_index} on, and samples before {least} "
                         f"may have been produced already: undo it by another revision of run {host.name!r}, or restore "
-                        "to a sample before it first"
+                        "to a sample before it first, by more than the window and a state boundary"
                     )
                 host.revising_at = dropped[0].sample_index
             self._write(
@@ -164,6 +164,16 @@ class Revising:
         if stored.opening is None and course.origin is None and found.origin is not None:
             course = course.with_origin(Origin(**found.origin))
         missing = [(index, content) for index, content in found.revisions if not course.holds(index, content)]
+        if stored.opening is not None:
+            # What was still to come when the state was saved, and is not here, may have been dropped since.
+            for index, _ in missing:
+                if index > found.sample_index:
+                    _log.warning(
+                        "%s: when the state at sample %d was saved, a revision was to hold from sample %d on, and this "
+                        "ledger has none there: it was dropped since, or lost; make it again if it is wanted",
+                        host.name, found.sample_index, index,
+                    )  # fmt: skip
+            missing = [(index, content) for index, content in missing if index <= found.sample_index]
         behind = course.revisions[-1].sample_index if course.revisions else 0
         if stored.opening is not None and stored.committed is not None:
             behind = max(behind, stored.committed.sample_index)

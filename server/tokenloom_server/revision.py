@@ -6,7 +6,7 @@ given twice and every counter still adds up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
@@ -94,6 +94,23 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
             # Which weights it may have is its new siblings' policy's to say, and it needs none.
             parent["children"].append(source.model_dump() | {"presence": "dropped", "weight": 1.0})
     return _validated(config, root, sequence_length)
+
+
+def without(config: RunConfig, gone: Collection[int]) -> RunConfig:
+    """The config in which these sources are dropped."""
+    if not any(config.sources[source].presence != "dropped" for source in gone):
+        return config
+
+    def visit(node: dict[str, Any]) -> dict[str, Any]:
+        children = []
+        for child in node["children"]:
+            if "children" in child:
+                children.append(visit(child))
+            else:
+                children.append(child | ({"presence": "dropped"} if child["id"] in gone else {}))
+        return node | {"children": children}
+
+    return _validated(config, visit(config.mixture.model_dump()))
 
 
 def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = _SETTABLE) -> list[str]:

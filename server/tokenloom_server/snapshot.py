@@ -133,7 +133,7 @@ class _ResumeState(_Strict):
     nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
     mixture: list[_Node] | None = None
-    #: The revision in force, and those before the next state boundary.
+    #: The revision in force, and all that are to come.
     revisions: list[_Revision] | None = None
     #: Where the run was forked from.
     origin: dict[str, Any] | None = None
