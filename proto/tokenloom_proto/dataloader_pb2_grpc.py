@@ -88,7 +88,8 @@ class DataLoaderServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """The sealed state at a sample index, without joining. The same text that state_dict() holds there.
+        """The sealed state at a sample index, without joining. The same text that state_dict() holds there, but for the
+        revisions to come that it names: those are the ones that were made by then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
