@@ -33,6 +33,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     RankStalled,
     ResumePointNeeded,
+    RunBusy,
     ServerStopping,
     SnapshotInvalid,
     SourceError,
@@ -1125,6 +1126,20 @@ def test_a_loss_is_told_until_the_ledger_has_caught_up_perhaps_by_another_server
     )
     host.lead(host.epoch, found, host.course, host.clock(), host.clock() + 15)
     assert isinstance(host.error, LedgerRolledBack) == told
+
+
+def test_ranks_that_hear_of_a_busy_run_ask_for_longer_than_rank_0(place: Place) -> None:
+    # It may be cut off from the server for a while; they gave up before it was heard again.
+    place.terms = Terms(liveness_s=50.0)
+    opener = place.serve().opener
+    for rank in range(2):
+        opener.join(call_of(rank))
+    found = []
+    for rank in range(2):
+        with pytest.raises(RunBusy) as refused:
+            opener.join(call_of(rank, attempt="b", resume="latest"))
+        found.append(refused.value.retry_for_s)
+    assert found[1] >= found[0] + 30
 
 
 # --- restarts and ends -----------------------------------------------------------------------------

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 RANK_0_WAIT_S = 300.0
 #: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
 BUSY_MARGIN_S = 6.0
+#: And so much longer ask the ranks that heard of it by rank 0's refusal, seconds: it may be cut off for a while.
+RANK_0_MARGIN_S = 60.0
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``grpc_service.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
 #: The largest step that the server makes room for, bytes.
@@ -244,7 +246,11 @@ class Opener:
                 raise ServerStopping("the server is stopping; join again when it is back")
             opened = host.live is not None and host.live.generation.attempt == call.attempt
             if not opened and (call.attempt, asked) in self._refused:
-                raise self._refused[call.attempt, asked]
+                refused = self._refused[call.attempt, asked]
+                if isinstance(refused, RunBusy):
+                    # Rank 0 asks again, and may take longer than this one to be heard.
+                    raise RunBusy(str(refused), (refused.retry_for_s or 0.0) + RANK_0_MARGIN_S)
+                raise refused
         if not opened:
             if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
                 raise AttemptUsed(
