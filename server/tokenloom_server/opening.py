@@ -35,7 +35,7 @@ RANK_0_WAIT_S = 300.0
 #: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
 BUSY_MARGIN_S = 6.0
 #: And so much longer ask the ranks that heard of it by rank 0's refusal, seconds: it may be cut off for a while.
-RANK_0_MARGIN_S = 20.0
+RANK_0_MARGIN_S = 60.0
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``grpc_service.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
 #: The largest step that the server makes room for, bytes.

@@ -572,8 +572,11 @@ def second_launch_by_mistake(world: World, draw: random.Random) -> Iterator[None
     second.may_end_with.add("RunBusy")
     world.job = job
     yield
+    world.wait(lambda: world.ranks.status(second.names[0]) is not None, "the refusal of a second launch")
+    # The others ask for longer, in case that rank 0 is only cut off; its launcher ends them with it.
+    world.signal(signal.SIGKILL, second)
     for name in second.names:
-        world.wait(lambda name=name: world.ranks.status(name) is not None, "the refusal of a second launch")  # type: ignore[misc]
+        world.wait(lambda name=name: world.ranks.status(name) is not None, "the end of a second launch")  # type: ignore[misc]
 
 
 # All of it
