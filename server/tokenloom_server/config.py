@@ -508,12 +508,9 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
-    fields |= {key: getattr(child, key) for key in ("max_tokens", "on_exhausted") if getattr(child, key) is not None}
-    for key in ("add_bos", "add_eot"):
-        override = getattr(child, key)
-        if override is not None and override != getattr(run, key):
-            fields[key] = override
-    return fields
+    given = child.model_dump(mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", "alias"})
+    # What overrides the run's own setting with the same is nothing.
+    return fields | {key: value for key, value in given.items() if value != getattr(run, key, None)}
 
 
 def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
