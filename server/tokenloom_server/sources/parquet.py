@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -54,6 +55,10 @@ class ParquetSource(ShardedSource):
             with self._open(shard) as file:
                 self._check(shard, file)
         return int(self._group_ends[shard][-1])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        self.row_count(shard)
+        return self._group_ends[shard]
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         with self._open(shard) as file:
