@@ -35,8 +35,8 @@ SEQUENCE_LENGTH = 2_048
 COLUMNS = {
     "first batch ms": "first batch ms",
     "M tokens/s": "M tokens/s",
-    "PSS MB": "server PSS MB",
-    "anonymous MB": "server anonymous MB",
+    "PSS MB": "PSS MB",
+    "anonymous MB": "anonymous MB",
 }
 
 
