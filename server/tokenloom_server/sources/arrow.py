@@ -53,9 +53,8 @@ class ArrowSource(ShardedSource):
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         rows = self.row_count(shard)
-        mapped, _ = self._open(shard)
         # Other streams are followed from their beginning.
-        by_itself = self._batches[shard].plain or _is_file_format(mapped)
+        by_itself = self._batches[shard].plain or _is_file_format(self._open_arrow(shard).stream)
         return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
