@@ -39,6 +39,7 @@ from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
@@ -345,7 +346,9 @@ class Order:
         source = self.config.sources[source_id]
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
-        return Documents(source.source, reader, encoder, epochs, self.excluded.of(source.source))
+        return Documents(
+            source.source, Watched(reader, self.traffic, source.spec), encoder, epochs, self.excluded.of(source.source)
+        )
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
