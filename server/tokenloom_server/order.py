@@ -40,6 +40,7 @@ from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
@@ -352,7 +353,8 @@ class Order:
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
         excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
-        return Documents(source.source, reader, encoder, epochs, excluded, reading)
+        watched = Watched(reader, self.traffic, source.spec)
+        return Documents(source.source, watched, encoder, epochs, excluded, reading)
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
