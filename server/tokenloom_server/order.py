@@ -38,10 +38,11 @@ from tokenloom_server.packing.reading import FileOrder, Layout, Reading, Shuffle
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.files import order_warning
-from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
+from tokenloom_server.sources.files import in_threads, order_warning
+from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
+from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -92,6 +93,8 @@ class Order:
         self.engine = engine
         #: None where the mixture file names none: every source holds ids.
         self.tokenizer = definition
+        #: What its readers wait for.
+        self.traffic: Traffic = first.traffic if first is not None else Traffic()
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
         self._suspects: Suspects | None = None
@@ -135,7 +138,9 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-        opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
+        opened = in_threads(
+            lambda source: open_source(source.spec, base_dir, manifest.shards(source.source), index_dir), named
+        )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
@@ -176,8 +181,9 @@ class Order:
         _check_named(config, base_dir, roots)
         manifest = Manifest.from_json(canonical(found["manifest"]))
         _check_files(manifest, base_dir, roots)
-        verify(manifest, base_dir)
-        for path in appeared(manifest, base_dir):
+        listings = Listings()
+        verify(manifest, base_dir, listings)
+        for path in appeared(manifest, base_dir, listings):
             _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
         recorded = found["tokenizer"]
@@ -464,7 +470,8 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+        spec = self.config.sources[source_id].spec
+        return open_source(spec, self.base_dir, self.shards[source_id], self.index_dir, self.traffic)
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
