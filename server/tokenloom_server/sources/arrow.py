@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
@@ -49,6 +50,12 @@ class ArrowSource(ShardedSource):
             self._check(shard, self._open_arrow(shard).schema)
             self._scan(shard)
         return int(self._batches[shard].ends[-1])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        rows = self.row_count(shard)
+        # Other streams are followed from their beginning.
+        by_itself = self._batches[shard].plain or _is_file_format(self._open_arrow(shard).stream)
+        return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         file, stream, schema = self._open_arrow(shard)

@@ -150,10 +150,10 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None
 
 
 def order_warning(spec: Spec, shards: tuple[Shard, ...]) -> str | None:
-    """What a caller should log about a source whose shards are read one behind the other."""
+    """What a caller should log about a source that is not shuffled, whose shards are read one behind the other."""
     if len(shards) < 2:
         return None
     return (
         f"source {str(spec)!r}: its {len(shards)} shards are read in file order; "
-        "shuffling comes with a later release, so mix documents across files beforehand where that matters"
+        "where documents should be mixed across files, set shuffle: rows (or shards) on the source"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -59,6 +60,10 @@ class ParquetSource(ShardedSource):
             with self._open_parquet(shard) as opened:
                 self._check(shard, opened.parquet)
         return int(self._group_ends[shard][-1])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        self.row_count(shard)
+        return self._group_ends[shard]
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         with self._open_parquet(shard) as (file, parquet):
