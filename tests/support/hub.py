@@ -6,6 +6,7 @@ signature that runs out. Everything is counted, and any request can be made to f
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -266,6 +267,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(
                 [{"id": name} for name in self.server.hub.repos if name.startswith(query["author"] + "/")]
             )
+        if path == "api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name not in self.server.hub.repos:
+                self.server.hub.repo(name).commit({})
+            return self._json({"url": f"{self.server.hub.url}/datasets/{name}"})
         if path.startswith("api/resolve-cache/datasets/"):
             return self._file(*self._split(path.removeprefix("api/resolve-cache/datasets/"), ""), redirect=False)
         if path.startswith("api/datasets/"):
@@ -297,6 +304,26 @@ class _Handler(BaseHTTPRequestHandler):
                 {
                     kind: [{"name": one, "ref": one, "targetCommit": "0" * 40} for one in refs]
                     for kind, refs in kinds.items()
+                }
+            )
+        if what == "preupload":
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            return self._json(
+                {"files": [{"path": one, "uploadMode": "regular", "shouldIgnore": False} for one in asked]}
+            )
+        if what == "commit":
+            lines = [json.loads(line) for line in body.splitlines()]
+            new = {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
+            }
+            sha = repo.commit(repo.commits[repo.refs["main"]] | new)
+            return self._json(
+                {
+                    "success": True,
+                    "commitOid": sha,
+                    "commitUrl": f"{self.server.hub.url}/datasets/{repo.name}/commit/{sha}",
                 }
             )
         revision, _, folder = rest.partition("/")
