@@ -543,7 +543,7 @@ class _Engines:
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
     """That whatever the mixture file names lies below a data root; before anything of it is looked at."""
     for path, source in config.named_sources():
-        roots.check_pattern(f"{path}.source", base_dir, source.spec.location)
+        roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 
