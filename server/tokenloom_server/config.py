@@ -31,6 +31,9 @@ from tokenloom_server.spec import Spec
 
 BYTES_TOKENIZER = "bytes"
 
+#: Schemes of ids whose documents as a rule carry their end-of-text id.
+ENDED_SCHEMES = ("megatron", "npy")
+
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
 OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step", "new_source_baseline")
 
@@ -124,7 +127,8 @@ class SourceConfig(_Model):
     add_bos: bool | None = None
     """Overrides the run's ``add_bos``."""
     add_eot: Literal[True, False, "auto"] | None = None
-    """Overrides the run's ``add_eot``."""
+    """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
+    ``auto`` where the run says true."""
 
     @field_validator("source")
     @classmethod
@@ -335,6 +339,16 @@ class RunConfig(_Model):
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
         return self
 
+    def adds_bos(self, source: SourceConfig) -> bool:
+        """Whether each document of a source gets the begin-of-text id."""
+        return self.add_bos if source.add_bos is None else source.add_bos
+
+    def adds_eot(self, source: SourceConfig) -> Literal[True, False, "auto"]:
+        """Whether each document of a source gets the end-of-text id."""
+        if source.add_eot is not None:
+            return source.add_eot
+        return "auto" if self.add_eot is True and source.spec.scheme in ENDED_SCHEMES else self.add_eot
+
     def mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
         """Every mixture in the file, with its place."""
         yield self.mixture, "mixture"
@@ -509,10 +523,11 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
     fields |= {key: getattr(child, key) for key in ("max_tokens", "on_exhausted") if getattr(child, key) is not None}
-    for key in ("add_bos", "add_eot"):
-        override = getattr(child, key)
-        if override is not None and override != getattr(run, key):
-            fields[key] = override
+    plain = child.model_copy(update={"add_bos": None, "add_eot": None})
+    if run.adds_bos(child) != run.adds_bos(plain):
+        fields["add_bos"] = child.add_bos
+    if run.adds_eot(child) != run.adds_eot(plain):
+        fields["add_eot"] = child.add_eot
     return fields
 
 

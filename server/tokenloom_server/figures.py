@@ -196,8 +196,8 @@ class Figures:
             key = (source, shard)
             if key not in self._rows:
                 self._rows[key] = None
-                scheme = order.config.sources[source].spec.scheme
-                if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                is_counted = order.config.sources[source].spec.scheme in ("parquet", "arrow", "megatron")
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:

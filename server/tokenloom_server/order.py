@@ -23,7 +23,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, SourceConfig, weight_text
+from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, weight_text
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
@@ -111,9 +111,9 @@ class Order:
         self.width = config.sequence_length + (config.labels == "shifted")
         #: Bytes of a sample as it travels.
         self.sample_bytes = self.width * self.dtype.itemsize
-        adds_eot = any(_adds_eot(config, source) for source in config.sources)
-        adds_bos = any(_adds_bos(config, source) for source in config.sources)
-        self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
+        adds_bos = any(config.adds_bos(source) for source in config.sources)
+        #: Ends each document; None where there is none.
+        self.end_of_text_id = _end_of_text_id(config, definition)
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
@@ -129,7 +129,10 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-        opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
+        eot_id = _end_of_text_id(config, definition)
+        opened = [
+            open_source(source.spec, base_dir, manifest.shards(source.source), index_dir, eot_id) for source in named
+        ]
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
@@ -353,9 +356,9 @@ class Order:
                 engine,
                 vocab_size=self.vocab_size,
                 bos_id=self._bos_id,
-                eot_id=self._eot_id,
-                add_bos=_adds_bos(self.config, source),
-                add_eot=_adds_eot(self.config, source),
+                eot_id=self.end_of_text_id,
+                add_bos=self.config.adds_bos(source),
+                add_eot=self.config.adds_eot(source),
             )
 
         suspects = self._load_suspects()
@@ -386,7 +389,8 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+        spec, shards = self.config.sources[source_id].spec, self.shards[source_id]
+        return open_source(spec, self.base_dir, shards, self.index_dir, self.end_of_text_id)
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -490,12 +494,9 @@ def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> in
     return config.vocab_size or definition.vocab_size
 
 
-def _adds_eot(config: RunConfig, source: SourceConfig) -> Any:
-    return config.add_eot if source.add_eot is None else source.add_eot
-
-
-def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
-    return config.add_bos if source.add_bos is None else source.add_bos
+def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:
+    needed = any(config.adds_eot(source) for source in config.sources)
+    return end_of_text_id(definition, config.end_of_text_id, needed=needed)
 
 
 def _first_rows(source: Source) -> pa.Array:

@@ -11,7 +11,14 @@ SCHEMES = {
     "jsonl": "jsonl:GLOB:COLUMN",
     "txt": "txt:GLOB:text",
     "arrow": "arrow:DIR:COLUMN",
+    "megatron": "megatron:PREFIX",
+    "npy": "npy:GLOB",
 }
+
+#: The column of sources that have nothing but ids: it need not be named.
+IDS = "ids"
+#: What the files of ``npy:GLOB:TYPE`` hold, which do not say so themselves.
+RAW_TYPES = ("uint16", "uint32", "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +26,8 @@ class Spec:
     """A parsed spec.
 
     ``location`` may contain colons (a URL, a drive letter): the scheme ends at the first colon and
-    the column begins after the last.
+    the column begins after the last. Schemes of bare ids name no column: it is ``ids``, or for raw files of
+    ``npy:GLOB:TYPE`` their type.
     """
 
     scheme: str
@@ -33,6 +41,8 @@ class Spec:
         if not colon or scheme not in SCHEMES:
             known = ", ".join(SCHEMES.values())
             raise ConfigError(f"source {text!r}: the scheme is {scheme!r}, expected one of {known}")
+        if scheme in ("megatron", "npy"):
+            return cls._of_ids(scheme, rest)
         location, colon, column = rest.rpartition(":")
         if not colon or not location or not column:
             raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
@@ -40,5 +50,22 @@ class Spec:
             raise ConfigError(f"source {text!r}: a txt source has one column, 'text', but {column!r} was asked for")
         return cls(scheme, location, column)
 
+    @classmethod
+    def _of_ids(cls, scheme: str, rest: str) -> Spec:
+        location, column = rest, IDS
+        known = (IDS, *RAW_TYPES) if scheme == "npy" else (IDS,)
+        before, colon, last = rest.rpartition(":")
+        if colon and last in known:
+            location, column = before, last
+        text = f"{scheme}:{rest}"
+        if not location:
+            raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
+        if scheme == "megatron" and location.endswith((".bin", ".idx")):
+            raise ConfigError(
+                f"source {text!r}: expected the prefix that both files share; leave {location[-4:]!r} out"
+            )
+        return cls(scheme, location, column)
+
     def __str__(self) -> str:
-        return f"{self.scheme}:{self.location}:{self.column}"
+        is_implied = self.scheme in ("megatron", "npy") and self.column == IDS
+        return f"{self.scheme}:{self.location}" + ("" if is_implied else f":{self.column}")

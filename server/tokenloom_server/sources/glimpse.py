@@ -29,6 +29,8 @@ def columns_of(scheme: str, path: Path) -> Mapping[str, Content | None]:
     try:
         if scheme == "txt":
             return {"text": Content.TEXT}
+        if scheme in ("megatron", "npy"):
+            return {"ids": Content.IDS}
         if scheme == "jsonl":
             return _keys(path)
         return {field.name: content_of(field.type) for field in _schema(scheme, path)}

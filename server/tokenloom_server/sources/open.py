@@ -9,19 +9,27 @@ from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.jsonl import open_jsonl
+from tokenloom_server.sources.megatron import MegatronSource
+from tokenloom_server.sources.npy import NpySource
 from tokenloom_server.sources.parquet import ParquetSource
 from tokenloom_server.sources.txt import open_txt
 from tokenloom_server.spec import Spec
 
 
 def open_source(
-    spec: Spec, base_dir: Path, shards: tuple[Shard, ...] | None = None, index_dir: Path | None = None
+    spec: Spec,
+    base_dir: Path,
+    shards: tuple[Shard, ...] | None = None,
+    index_dir: Path | None = None,
+    end_of_text_id: int | None = None,
 ) -> Source:
     """Opens a source in seconds, whatever its size.
 
     ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths
-    are below ``base_dir``. Line indexes of text are cached in ``index_dir``; ``None`` keeps them in
-    memory only. Raises ``SourceError`` naming the source, and the file where it is one file's fault.
+    are below ``base_dir``. Indexes of text and flat arrays are cached in ``index_dir``; ``None`` keeps them in
+    memory only. ``end_of_text_id`` ends the documents of ``npy:``; other schemes need none.
+
+    Raises ``SourceError`` naming the source, and the file where it is one file's fault.
     """
     if shards is None:
         shards = files.shards_of(spec, locations.paths(spec, base_dir), base_dir)
@@ -36,4 +44,8 @@ def open_source(
             return open_jsonl(spec, shards, base_dir, index_dir)
         case "txt":
             return open_txt(spec, shards, base_dir, index_dir)
+        case "megatron":
+            return MegatronSource(spec, shards, base_dir)
+        case "npy":
+            return NpySource(spec, shards, base_dir, index_dir, end_of_text_id)
     raise SourceError(f"source {str(spec)!r}: no reader for the scheme {spec.scheme!r}")
