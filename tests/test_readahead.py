@@ -31,7 +31,7 @@ class Slow:
             time.sleep(0.002)
             self.made += 1
             self._inside.release()
-            yield Block([], [number], Places(1, number, nothing, nothing.astype(np.uint32), nothing))
+            yield Block([], [number], Places(1, number, nothing, nothing.astype(np.uint32), nothing, nothing))
         if self.fails:
             raise SourceError("row 7 is damaged")
         self.dropped_tokens = 5

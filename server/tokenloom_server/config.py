@@ -522,13 +522,11 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
-    fields |= {key: getattr(child, key) for key in ("max_tokens", "on_exhausted") if getattr(child, key) is not None}
+    given = child.model_dump(mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", "alias"})
+    # What overrides the run's own setting with the same is nothing.
     plain = child.model_copy(update={"add_bos": None, "add_eot": None})
-    if run.adds_bos(child) != run.adds_bos(plain):
-        fields["add_bos"] = child.add_bos
-    if run.adds_eot(child) != run.adds_eot(plain):
-        fields["add_eot"] = child.add_eot
-    return fields
+    same = {"add_bos": run.adds_bos(plain), "add_eot": run.adds_eot(plain)}
+    return fields | {key: value for key, value in given.items() if value != same.get(key, getattr(run, key, None))}
 
 
 def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:

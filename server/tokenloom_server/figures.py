@@ -162,6 +162,7 @@ class Figures:
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
             excluded_rows=order.excluded.count(spec),
+            **state.tally._asdict(),
             skipped_samples=state.skipped_samples,
             skipped_rows=state.skipped_rows,
             skipped_tokens=state.skipped_tokens,

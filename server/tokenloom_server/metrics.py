@@ -81,6 +81,27 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
     Figure("tokenloom_source_tokens_total", "Tokens committed from the source.", lambda source: source.tokens),
     Figure("tokenloom_source_samples_total", "Samples committed from the source.", lambda source: source.samples),
     Figure("tokenloom_source_rows_total", "Rows of the source taken to their end.", lambda source: source.rows),
+    Figure("tokenloom_source_bad_rows_total", "Rows that did not decode.", lambda source: source.bad_rows),
+    Figure(
+        "tokenloom_source_filtered_rows_total",
+        "Rows that did not pass the source's filter.",
+        lambda source: source.filtered_rows,
+    ),
+    Figure(
+        "tokenloom_source_padding_tokens_total",
+        "Of the source's tokens, those that no document fills.",
+        lambda source: source.padding_tokens,
+    ),
+    Figure(
+        "tokenloom_source_cut_documents_total",
+        "Documents that do not lie in one sample as a whole, though the packing would have had them so.",
+        lambda source: source.cut_documents,
+    ),
+    Figure(
+        "tokenloom_source_lost_tokens_total",
+        "Tokens of documents that were cut off.",
+        lambda source: source.lost_tokens,
+    ),
     Figure(
         "tokenloom_source_dropped_tokens_total",
         "Tail that filled no sample; known once the source is exhausted.",

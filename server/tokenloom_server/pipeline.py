@@ -22,12 +22,11 @@ from tokenloom_server.errors import CounterOverflow, TokenloomError
 from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, initial_nodes
 from tokenloom_server.mixing.totals import Extent
-from tokenloom_server.packing.base import Packer, PackerFactory, Places
+from tokenloom_server.packing.base import Packer, PackerFactory, Place, Places
 from tokenloom_server.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
     MAX_COUNTER,
-    Cursor,
     SourceState,
     State,
 )
@@ -195,7 +194,7 @@ class Group:
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
         places = [
-            self._places(i, samples[i] - 1).cursor_behind(samples[i] - 1) if count else (was.cursor, was.rows)
+            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else Place(was.cursor, was.rows, was.tally)
             for i, (count, was) in enumerate(zip(counts, known, strict=True))
         ]
         return _state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
@@ -211,26 +210,23 @@ class Group:
         return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
 
 
-def _state_at(
-    mark: Mark, samples: Sequence[int], places: Sequence[tuple[Cursor, int]], dropped_tokens: Sequence[int]
-) -> State:
-    """The state at a mark. By source: ``samples`` since the run began, ``places`` the cursor and the rows counter."""
+def _state_at(mark: Mark, samples: Sequence[int], places: Sequence[Place], dropped_tokens: Sequence[int]) -> State:
+    """The state at a mark. By source: ``samples`` since the run began, and where it stands."""
     config, mixer, start = mark.segment
     given = [now - was.samples for now, was in zip(samples, start.sources, strict=True)]
     exhausted = mixer.exhausted(mark.regime)
     sources = [
         replace(
             was,
-            cursor=cursor,
+            cursor=place.cursor,
             samples=was.samples + more,
-            rows=rows,
+            rows=place.rows,
+            tally=place.tally,
             tokens=was.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,
             exhausted=out,
         )
-        for was, more, (cursor, rows), dropped, out in zip(
-            start.sources, given, places, dropped_tokens, exhausted, strict=True
-        )
+        for was, more, place, dropped, out in zip(start.sources, given, places, dropped_tokens, exhausted, strict=True)
     ]
     return replace(
         start,
@@ -260,8 +256,7 @@ class _Feed:
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
         # Behind the last sample that was taken.
-        self.cursor = state.cursor
-        self.rows = state.rows
+        self.place = Place(state.cursor, state.rows, state.tally)
         self.exhausted = state.exhausted
         self.dropped_tokens = state.dropped_tokens
 
@@ -297,11 +292,11 @@ class _Feed:
 
     def rows_picked(self) -> tuple[int, int]:
         """The rows counter, and the offset of the cursor, behind the last picked sample."""
-        if self.picked == self._taken:
-            return self.rows, self.cursor.offset
-        last = self.picked - 1
-        cursor, rows = next(held for held in reversed(self._held) if held.first_sample <= last).cursor_behind(last)
-        return rows, cursor.offset
+        place = self.place
+        if self.picked != self._taken:
+            last = self.picked - 1
+            place = next(held for held in reversed(self._held) if held.first_sample <= last).behind(last)
+        return place.rows, place.cursor.offset
 
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[Places]]:
         """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
@@ -314,7 +309,7 @@ class _Feed:
         while last - self._held[0].first_sample >= len(self._held[0].cursors):
             self._held.popleft()
             places.append(self._held[0])
-        self.cursor, self.rows = places[-1].cursor_behind(last)
+        self.place = places[-1].behind(last)
         return ids, hashes, places
 
 
@@ -429,7 +424,7 @@ class Pipeline:
 
     def state(self) -> State:
         """The state at the present sample index."""
-        places = [(feed.cursor, feed.rows) for feed in self._feeds]
+        places = [feed.place for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
         mark = Mark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.regime)

@@ -27,6 +27,7 @@ from tokenloom_server.state import (
     Imported,
     SourceState,
     State,
+    Tally,
     digest_hex,
 )
 
@@ -85,6 +86,11 @@ class _Dataset(_Strict):
     skipped_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    bad_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    filtered_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    cut_documents: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
 
 
 class _Imported(_Strict):
@@ -236,6 +242,7 @@ def encode_state(
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         if source.skipped_samples:
             entry |= {name: getattr(source, name) for name in _SKIPPED}
+        entry |= {name: count for name, count in source.tally._asdict().items() if count}
         if shape.names and shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
@@ -520,6 +527,7 @@ def _source(dataset: _Dataset) -> SourceState:
         skipped_samples=dataset.skipped_samples,
         skipped_rows=dataset.skipped_rows,
         skipped_tokens=dataset.skipped_tokens,
+        tally=Tally(*(getattr(dataset, name) for name in Tally._fields)),
     )
 
 

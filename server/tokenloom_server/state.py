@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 #: Names the rules of packing, mixing, hashing and shuffling. A change to any of them is a new number.
 ORDER_VERSION = 1
@@ -40,6 +41,24 @@ class Cursor:
     offset: int = 0
 
 
+class Tally(NamedTuple):
+    """What became of a source's rows and samples beside the tokens that were given, since the run began.
+
+    ``bad_rows`` did not decode, ``filtered_rows`` did not pass the filter; both are part of the source's ``rows``.
+    ``padding_tokens`` are the part of its ``tokens`` that no document filled. ``cut_documents`` do not lie in one
+    sample as a whole, though the packing would have had them so; ``lost_tokens`` are those that were cut off.
+    """
+
+    bad_rows: int = 0
+    filtered_rows: int = 0
+    padding_tokens: int = 0
+    cut_documents: int = 0
+    lost_tokens: int = 0
+
+
+_NOTHING_TALLIED = Tally()
+
+
 @dataclass(frozen=True, slots=True)
 class SourceState:
     """A source's cursor and its counters since the run began.
@@ -58,6 +77,7 @@ class SourceState:
     skipped_samples: int = 0
     skipped_rows: int = 0
     skipped_tokens: int = 0
+    tally: Tally = _NOTHING_TALLIED
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,16 @@ class SourceStats(_Figures):
     """The tail that filled no sample; known once exhausted."""
     excluded_rows: int
     """Rows of an epoch that the revision in force leaves out."""
+    bad_rows: int
+    """Of ``rows``, those that did not decode (``on_bad_row: skip``); like the next four since the run began."""
+    filtered_rows: int
+    """Of ``rows``, those that did not pass the source's filter."""
+    padding_tokens: int
+    """Of ``tokens``, those that no document fills."""
+    cut_documents: int
+    """Documents that do not lie in one sample as a whole, though the packing would have had them so."""
+    lost_tokens: int
+    """Tokens of documents that were cut off."""
     skipped_samples: int
     """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
     skipped_rows: int

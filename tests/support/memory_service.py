@@ -12,7 +12,7 @@ from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, Snapsh
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
 from tokenloom_server.receipt import Receipt, RunReport, SourceReport, Tokenizer
-from tokenloom_server.state import digest_hex
+from tokenloom_server.state import Tally, digest_hex
 from tokenloom_server.stats import (
     LedgerStats,
     MixtureInfo,
@@ -44,6 +44,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "exhausted": False,
             "dropped_tokens": 0,
             "excluded_rows": 0,
+            **Tally()._asdict(),
             "skipped_samples": 0,
             "skipped_rows": 0,
             "skipped_tokens": 0,

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.state import Cursor, SourceState
+from tokenloom_server.state import Cursor, SourceState, Tally
+
+
+class Place(NamedTuple):
+    """Where a source stands: its cursor, its rows counter, its tally."""
+
+    cursor: Cursor
+    rows: int
+    tally: Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,8 @@ class Places:
     ``length``: tokens that a sample advances by. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
     source's rows counter *behind* each sample. ``starts`` uint32: the positions, in tokens from the block's
     first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
-    [n + 1] int64.
+    [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``Tally`` behind each sample; [1, 5] where it is the same
+    behind all of them.
     """
 
     length: int
@@ -27,11 +36,14 @@ class Places:
     cursors: npt.NDArray[np.int64]
     starts: npt.NDArray[np.uint32]
     bounds: npt.NDArray[np.int64]
+    tallies: npt.NDArray[np.int64]
 
-    def cursor_behind(self, sample: int) -> tuple[Cursor, int]:
-        """The cursor and the rows counter behind a sample (its number within the source)."""
-        epoch, shard, row, offset, rows = self.cursors[sample - self.first_sample].tolist()
-        return Cursor(epoch, shard, row, offset), rows
+    def behind(self, sample: int) -> Place:
+        """Where the source stands behind a sample (its number within the source)."""
+        at = sample - self.first_sample
+        epoch, shard, row, offset, rows = self.cursors[at].tolist()
+        tally = Tally(*self.tallies[min(at, len(self.tallies) - 1)].tolist())
+        return Place(Cursor(epoch, shard, row, offset), rows, tally)
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         """Where documents begin in a sample (its number within the source), from the sample's first id."""

@@ -40,6 +40,7 @@ class ConcatPacker:
         self._source_id = source_id
         self._length = length
         self._width = length + lookahead
+        self._tally = np.array([state.tally], np.int64)
         self.dropped_tokens = 0
 
     def blocks(self) -> Iterator[Block]:
@@ -92,6 +93,7 @@ class ConcatPacker:
                 cursors=held.cursors(edges[1:] + position),
                 starts=starts.astype(np.uint32),
                 bounds=np.searchsorted(starts, edges),
+                tallies=self._tally,
             ),
         )
 
