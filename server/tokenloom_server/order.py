@@ -77,9 +77,13 @@ class Order:
         excluded: Exclusions = NOTHING_EXCLUDED,
         first: Order | None = None,
         roots: DataRoots = _ANYWHERE,
+        engines: int = 0,
     ) -> None:
         """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
-        another one. See ``create``, ``load`` and ``under``."""
+        another one. ``engines``: how many threads may encode at once, if not as many as read ahead. See ``create``,
+        ``load`` and ``under``."""
+        # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
+        self._engines = engines or readahead.threads() + 1
         self.config = config
         self.excluded = excluded
         self._first = first
@@ -114,12 +118,21 @@ class Order:
         adds_bos = any(config.adds_bos(source) for source in config.sources)
         #: Ends each document; None where there is none.
         self.end_of_text_id = _end_of_text_id(config, definition)
-        self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        #: Begins each document where the config says so; None where there is none.
+        self.begin_of_text_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
 
     @classmethod
-    def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
+    def create(
+        cls,
+        config: RunConfig,
+        base_dir: Path,
+        index_dir: Path | None,
+        roots: DataRoots = _ANYWHERE,
+        *,
+        engines: int = 0,
+    ) -> Order:
         """The order of a new run: freezes the files, reads the tokeniser, chooses its engine.
 
         Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
@@ -151,7 +164,8 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots)._measured()
+        order = cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots, engines=engines)
+        return order._measured()
 
     @classmethod
     def load(
@@ -355,7 +369,7 @@ class Order:
             return DocumentEncoder(
                 engine,
                 vocab_size=self.vocab_size,
-                bos_id=self._bos_id,
+                bos_id=self.begin_of_text_id,
                 eot_id=self.end_of_text_id,
                 add_bos=self.config.adds_bos(source),
                 add_eot=self.config.adds_eot(source),
@@ -401,8 +415,7 @@ class Order:
         with self._engine_lock:
             if self._loaded is None:
                 load = partial(load_engine, self.tokenizer, self.engine, self.config.special_tokens_in_text)
-                # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
-                self._loaded = _Engines(load, readahead.threads() + 1)
+                self._loaded = _Engines(load, self._engines)
             return self._loaded
 
     def _load_suspects(self) -> Suspects | None:

@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("careful", "extents"),
         ("order", "run"),
         ("course",),
-        ("planning",),
+        ("planning", "prepare"),
         ("imported",),
         ("host",),
         ("committer", "leadership", "producer"),
