@@ -78,7 +78,11 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "npy": _npy,
 }
 #: Options of the source.
-SHUFFLES: dict[str, dict[str, Any]] = {"in file order": {}}
+SHUFFLES: dict[str, dict[str, Any]] = {
+    "in file order": {},
+    "files": {"shuffle": "shards"},
+    "rows": {"shuffle": "rows", "shuffle_window_rows": 7},
+}
 #: Options of the run.
 PACKINGS: dict[str, dict[str, Any]] = {
     "concat": {},

@@ -149,7 +149,7 @@ def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path,
             stops += 1
             assert not list(out.glob("sources/*/*.draft"))
             assert not (out / "mixture.yaml").exists()
-    assert 2 < stops < 50
+    assert 0 < stops < 50
     assert done.found > 0
     assert files_of(out) == files_of(tmp_path / "whole")
     assert run(job_of(folder, mixture()), folder, out).found == done.shards

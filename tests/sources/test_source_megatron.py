@@ -113,6 +113,19 @@ def test_half_a_dataset_and_none_are_named(tmp_path: Path) -> None:
         locations.paths(Spec.parse("megatron:data/other"), tmp_path)
 
 
+@pytest.mark.parametrize("spec", ["megatron:s3://bucket/corpus", "npy:https://host/*.npy"])
+def test_a_url_is_refused_with_the_remedy(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"):
+        locations.shards(Spec.parse(spec), tmp_path)
+
+
+def test_blocks_are_some_documents_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "BLOCK_DOCUMENTS", 3)
+    write(tmp_path / "data/corpus", DOCUMENTS)
+    source = open_source(SPEC, tmp_path)
+    assert [source.blocks(shard).tolist() for shard in (0, 1)] == [[0, 3, 6, 7], [0]]
+
+
 LENGTHS, EDGES = [3, 1, 2], [0, 1, 3]
 FAULTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", r"has 0 bytes, expected at least the 34"),

@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[str, str, Callable[[Path, list[int]], None]]] = {
 
 
 def opened(spec: str, folder: Path, index_dir: Path | None = None, end: int | None = END) -> Source:
-    return open_source(Spec.parse(spec), folder, None, index_dir, end)
+    return open_source(Spec.parse(spec), folder, None, index_dir, end_of_text_id=end)
 
 
 def rows_of(source: Source, shard: int = 0, row: int = 0) -> list[Any]:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.local import LocalFile
+
+
+def local(file: File) -> LocalFile:
+    """A file that can be mapped."""
+    assert isinstance(file, LocalFile), "no other location is looked up for these schemes"
+    return file
 
 
 class FlatIds:
     """``count`` ids of an integer type from byte ``begin`` of a file on. Stays mapped while an array of it is alive."""
 
-    def __init__(self, local: Path, kind: npt.DTypeLike, begin: int, count: int) -> None:
-        """Raises ``OSError``."""
+    def __init__(self, file: File, kind: npt.DTypeLike, begin: int, count: int) -> None:
+        """The file may be closed behind it. Raises ``SourceError``."""
         self.kind = np.dtype(kind)
         self.count = count
         self._begin = begin
         # A file of 0 bytes cannot be mapped.
-        self._mapped = pa.memory_map(str(local)) if count else None
+        try:
+            self._mapped = pa.memory_map(str(local(file).path)) if count else None
+        except OSError as error:
+            raise SourceError(f"{file.name} cannot be mapped ({error.strerror or error})") from None
 
     def numbers(self, first: int, behind: int) -> npt.NDArray[Any]:
         """The ids from position ``first`` up to ``behind``; not copied."""

@@ -11,7 +11,6 @@ Source of the format: ``megatron/core/datasets/indexed_dataset.py`` of NVIDIA/Me
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import columns, flat_ids
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.traffic import Traffic
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -38,6 +37,8 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 #: What is looked up and mapped at once: so many documents, and about so many ids.
 CHUNK_DOCUMENTS = 1 << 13
 CHUNK_IDS = 1 << 22
+#: Any document can be read by itself; a block of a shuffle has so many, so that a disk still reads them together.
+BLOCK_DOCUMENTS = 1 << 10
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -46,13 +47,13 @@ class MegatronSource(ShardedSource):
     """A source of indexed datasets. Both files of each are shards, so that a manifest freezes both; the ``.idx`` has
     no rows of its own."""
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
         """Reads headers up to the first that has documents.
 
         Raises ``SourceError`` naming a file that is not one of the format, or not what its other half says, and when
         no dataset has a document.
         """
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, traffic)
         self._content = Content.IDS
         self._by_path = {shard.path: shard for shard in shards}
         self._counts: dict[int, int] = {}
@@ -62,8 +63,12 @@ class MegatronSource(ShardedSource):
         if self._shards[shard].path.endswith(".idx"):
             return 0
         if shard not in self._counts:
-            self._counts[shard] = self._open(shard).documents
+            self._counts[shard] = self._index(shard).documents
         return self._counts[shard]
+
+    def blocks(self, shard: int) -> _Int64s:
+        rows = self.row_count(shard)
+        return np.append(np.arange(0, rows, BLOCK_DOCUMENTS), rows)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
@@ -73,31 +78,25 @@ class MegatronSource(ShardedSource):
             raise SourceError(f"{where} has {count} rows, but row {row} was asked for")
         if row == count:
             return
-        index = self._open(shard)
-        try:
-            ids = FlatIds(files.present(self._spec, entry, self._base_dir), index.kind, 0, index.ids)
-        except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{where} cannot be read ({error})") from None
+        index = self._index(shard)
+        with self._open(entry) as file:
+            ids = FlatIds(file, index.kind, 0, index.ids)
         while row < count:
             edges = index.edges(row, min(row + CHUNK_DOCUMENTS, count))
             taken = max(1, int(np.searchsorted(edges, edges[0] + CHUNK_IDS, "right")) - 1)
             yield from columns.rows(ids.rows(edges[: taken + 1]), row, where, valid=True)
             row += taken
 
-    def _open(self, shard: int) -> _Index:
+    def _index(self, shard: int) -> _Index:
         entry = self._shards[shard]
         path = entry.path.removesuffix(".bin") + ".idx"
         where = f"source {str(self._spec)!r}: {path!r}"
         index = self._by_path.get(path)
         if index is None:
             raise SourceError(f"{where} is not among the run's files, and {entry.path!r} cannot be read without it")
-        local = files.present(self._spec, index, self._base_dir)
-        try:
-            with local.open("rb") as file:
-                # Unmapped with its last view. A mapping of 0 bytes there is none.
-                content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if index.size else b"")
-        except (ValueError, OSError) as error:
-            raise SourceError(f"{where} cannot be read ({error})") from None
+        with self._open(index) as file:
+            # Unmapped with its last view. A mapping of 0 bytes there is none.
+            content = memoryview(flat_ids.local(file).mapped() if index.size else b"")
         return _Index.of(content, entry, where)
 
 

@@ -12,24 +12,26 @@ Sources of the formats: ``numpy.lib.format``; ``dev/data/data_common.py`` of kar
 
 from __future__ import annotations
 
+import io
 import logging
 import struct
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files, line_index
+from tokenloom_server.sources import columns, line_index
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import IDS, RAW_TYPES, Spec
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ MAGIC = b"\x93NUMPY"
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 LLM_C_HEADER_BYTES = 256 * 4
 
+#: Of a .npy file of one dimension; numpy itself reads no longer one.
+MAX_HEADER_BYTES = 1 << 14
 #: What is looked through at once.
 CHUNK_BYTES = 1 << 20
 #: Without an end-of-text id for so long, it is more likely another one.
@@ -52,14 +56,20 @@ class NpySource(ShardedSource):
     """A source of flat arrays."""
 
     def __init__(
-        self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None, end_of_text_id: int | None
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        index_dir: Path | None,
+        end_of_text_id: int | None,
+        traffic: Traffic | None = None,
     ) -> None:
         """Reads headers up to the first file that has ids.
 
         Raises ``SourceError`` naming a file that is none of the three kinds, of another type, or truncated, and when
         no file has an id, or no end-of-text id is known.
         """
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, traffic)
         if end_of_text_id is None:
             raise SourceError(
                 f"source {str(spec)!r}: documents of flat arrays end with the end-of-text id, which is not known; set "
@@ -75,9 +85,12 @@ class NpySource(ShardedSource):
     def row_count(self, shard: int) -> int:
         return self._index(shard).row_count
 
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        return self._index(shard).entries[:, 0]
+
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
-        ids = self._open(shard)
+        ids = self._mapped(shard)
         first = position = 0
         if row > 0:
             # Only now: a corpus that is read from its beginning must not be scanned first.
@@ -119,23 +132,16 @@ class NpySource(ShardedSource):
         found: npt.NDArray[np.bool_] = ids == ids.dtype.type(self._end_of_text_id)
         return found
 
-    def _open(self, shard: int) -> FlatIds:
-        layout = self._layout(shard)
-        local = files.present(self._spec, self._shards[shard], self._base_dir)
-        try:
-            return FlatIds(local, layout.kind, layout.begin, layout.ids)
-        except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{self._where(self._shards[shard])} cannot be read ({error})") from None
+    def _mapped(self, shard: int) -> FlatIds:
+        entry = self._shards[shard]
+        with self._open(entry) as file:
+            layout = _layout(file, self._spec, self._where(entry))
+            return FlatIds(file, layout.kind, layout.begin, layout.ids)
 
     def _layout(self, shard: int) -> _Layout:
         entry = self._shards[shard]
-        where = self._where(entry)
-        local = files.present(self._spec, entry, self._base_dir)
-        try:
-            with local.open("rb") as file:
-                return _layout(file, entry.size, self._spec, where)
-        except OSError as error:
-            raise SourceError(f"{where} cannot be read ({error})") from None
+        with self._open(entry) as file:
+            return _layout(file, self._spec, self._where(entry))
 
     def _index(self, shard: int) -> LineIndex:
         index = self._indexes.get(shard)
@@ -147,11 +153,11 @@ class NpySource(ShardedSource):
         return index
 
     def _load_index(self, shard: int) -> LineIndex:
-        entry, ids = self._shards[shard], self._open(shard)
+        entry, ids = self._shards[shard], self._mapped(shard)
         cache = index = None
         if self._index_dir is not None:
-            modified = files.present(self._spec, entry, self._base_dir).stat().st_mtime_ns
-            key = f"{entry.fingerprint.replace(':', '-')}-{modified:x}-{ids.kind.name}-{self._end_of_text_id}"
+            with self._open(entry) as file:
+                key = f"{line_index.key(entry, file)}-{ids.kind.name}-{self._end_of_text_id}"
             cache = self._index_dir / f"ids-v{FORMAT}-{key}.npy"
             index = line_index.stored(cache, ids.count)
         if index is None:
@@ -184,12 +190,13 @@ class _Layout(NamedTuple):
     ids: int
 
 
-def _layout(file: IO[bytes], size: int, spec: Spec, where: str) -> _Layout:
-    head = file.read(12)
+def _layout(file: File, spec: Spec, where: str) -> _Layout:
+    size = file.size
+    head = bytes(file.read_at(0, 12))
     llm_c = _llm_c(head, size)
     if spec.column == IDS:
         if head.startswith(MAGIC):
-            return _of_numpy(file, size, where)
+            return _of_numpy(file, where)
         if llm_c is None:
             types = ", ".join(f"'{spec}:{name}'" for name in RAW_TYPES)
             raise SourceError(
@@ -222,20 +229,20 @@ def _llm_c(head: bytes, size: int) -> _Layout | None:
     return _Layout(kind, LLM_C_HEADER_BYTES, count) if size == LLM_C_HEADER_BYTES + count * kind.itemsize else None
 
 
-def _of_numpy(file: IO[bytes], size: int, where: str) -> _Layout:
-    file.seek(0)
+def _of_numpy(file: File, where: str) -> _Layout:
+    head = io.BytesIO(file.read_at(0, MAX_HEADER_BYTES))
     read = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
     try:
-        major, minor = np.lib.format.read_magic(file)
+        major, minor = np.lib.format.read_magic(head)
         if (major, minor) not in ((1, 0), (2, 0)):
             raise ValueError(f"version {major}.{minor}, expected 1.0 or 2.0")
-        shape, _, kind = read[major - 1](file)
+        shape, _, kind = read[major - 1](head)
     # The header is text that Python's parser reads: whatever that finds wrong with it comes up.
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError, tokenize.TokenError) as error:
         raise SourceError(
             f"{where} is not a readable .npy file ({error}); it is truncated or damaged: write or copy it again"
         ) from None
-    begin = file.tell()
+    begin, size = head.tell(), file.size
     if len(shape) != 1:
         raise SourceError(f"{where} is an array of {len(shape)} dimensions, expected one; save array.reshape(-1)")
     if kind.kind not in "iu" or kind.newbyteorder("<") != kind:
