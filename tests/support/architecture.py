@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo", "checkpoint"),
         ("viewer", "trace_report", "sides", "model_card", "mixture_report"),
-        ("comparison",),
+        ("comparison", "exporting"),
         ("cli",),
         ("__main__",),
     ),

@@ -6,7 +6,19 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli import checkpoint, demo, looking, mixture, moving, plan, prepare, receipts, serve, stats
+from tokenloom_server.cli import (
+    checkpoint,
+    demo,
+    export,
+    looking,
+    mixture,
+    moving,
+    plan,
+    prepare,
+    receipts,
+    serve,
+    stats,
+)
 from tokenloom_server.cli.parts import console
 
 app = typer.Typer(
@@ -24,6 +36,7 @@ app.add_typer(prepare.app)
 app.add_typer(stats.app)
 app.add_typer(receipts.app)
 app.add_typer(looking.app)
+app.add_typer(export.app)
 app.add_typer(moving.app)
 app.add_typer(demo.app)
 app.add_typer(mixture.app)

@@ -21,9 +21,9 @@ LINE_S = 10.0
 class Progress:
     """Rows (or samples), tokens, MB/s and the time that is left. Thread-safe."""
 
-    def __init__(self, total: int, unit: str, *, bytes_are_total: bool = True) -> None:
-        """``total``: bytes, or with ``bytes_are_total=False`` units."""
-        self._total = max(1, total)
+    def __init__(self, total: int | None, unit: str, *, bytes_are_total: bool = True) -> None:
+        """``total``: bytes, or with ``bytes_are_total=False`` units; None where it is not known."""
+        self._total = None if total is None else max(1, total)
         self._unit = unit
         self._by_bytes = bytes_are_total
         self._lock = threading.Lock()
@@ -83,8 +83,9 @@ class Progress:
 
     def _say(self) -> None:
         self._said = time.monotonic()
-        part = min(1.0, self._done / self._total)
-        fresh = self._done - self._before
-        left = (self._total - self._done) / fresh * (self._said - self._began) if fresh else 0.0
-        eta = f", {left:,.0f} s left" if fresh and part < 1 else ""
-        print(f"{part:4.0%}  {self._text()}{eta}", file=sys.stderr, flush=True)
+        fresh, part, eta = self._done - self._before, "", ""
+        if self._total is not None:
+            part = f"{min(1.0, self._done / self._total):4.0%}  "
+            if fresh and self._done < self._total:
+                eta = f", {(self._total - self._done) / fresh * (self._said - self._began):,.0f} s left"
+        print(f"{part}{self._text()}{eta}", file=sys.stderr, flush=True)
