@@ -31,6 +31,9 @@ from tokenloom_server.spec import Spec
 
 BYTES_TOKENIZER = "bytes"
 
+#: Schemes of ids whose documents as a rule carry their end-of-text id.
+ENDED_SCHEMES = ("megatron", "npy")
+
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
 OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step", "new_source_baseline")
 
@@ -124,7 +127,8 @@ class SourceConfig(_Model):
     add_bos: bool | None = None
     """Overrides the run's ``add_bos``."""
     add_eot: Literal[True, False, "auto"] | None = None
-    """Overrides the run's ``add_eot``."""
+    """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
+    ``auto`` where the run says true."""
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
@@ -358,6 +362,16 @@ class RunConfig(_Model):
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
         return self
 
+    def adds_bos(self, source: SourceConfig) -> bool:
+        """Whether each document of a source gets the begin-of-text id."""
+        return self.add_bos if source.add_bos is None else source.add_bos
+
+    def adds_eot(self, source: SourceConfig) -> Literal[True, False, "auto"]:
+        """Whether each document of a source gets the end-of-text id."""
+        if source.add_eot is not None:
+            return source.add_eot
+        return "auto" if self.add_eot is True and source.spec.scheme in ENDED_SCHEMES else self.add_eot
+
     def mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
         """Every mixture in the file, with its place."""
         yield self.mixture, "mixture"
@@ -533,7 +547,9 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
     given = child.model_dump(mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", "alias"})
     # What overrides the run's own setting with the same is nothing.
-    return fields | {key: value for key, value in given.items() if value != getattr(run, key, None)}
+    plain = child.model_copy(update={"add_bos": None, "add_eot": None})
+    same = {"add_bos": run.adds_bos(plain), "add_eot": run.adds_eot(plain)}
+    return fields | {key: value for key, value in given.items() if value != same.get(key, getattr(run, key, None))}
 
 
 def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:

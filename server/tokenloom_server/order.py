@@ -23,7 +23,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, SourceConfig, weight_text
+from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, weight_text
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
@@ -81,9 +81,13 @@ class Order:
         excluded: Exclusions = NOTHING_EXCLUDED,
         first: Order | None = None,
         roots: DataRoots = _ANYWHERE,
+        engines: int = 0,
     ) -> None:
         """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
-        another one. See ``create``, ``load`` and ``under``."""
+        another one. ``engines``: how many threads may encode at once, if not as many as read ahead. See ``create``,
+        ``load`` and ``under``."""
+        # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
+        self._engines = engines or readahead.threads() + 1
         self.config = config
         self.excluded = excluded
         self._first = first
@@ -121,15 +125,24 @@ class Order:
         self.width = config.sequence_length + (config.labels == "shifted")
         #: Bytes of a sample as it travels.
         self.sample_bytes = self.width * self.dtype.itemsize
-        adds_eot = any(_adds_eot(config, source) for source in config.sources)
-        adds_bos = any(_adds_bos(config, source) for source in config.sources)
-        self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
-        self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        adds_bos = any(config.adds_bos(source) for source in config.sources)
+        #: Ends each document; None where there is none.
+        self.end_of_text_id = _end_of_text_id(config, definition)
+        #: Begins each document where the config says so; None where there is none.
+        self.begin_of_text_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
 
     @classmethod
-    def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
+    def create(
+        cls,
+        config: RunConfig,
+        base_dir: Path,
+        index_dir: Path | None,
+        roots: DataRoots = _ANYWHERE,
+        *,
+        engines: int = 0,
+    ) -> Order:
         """The order of a new run: freezes the files, reads the tokeniser, chooses its engine.
 
         Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
@@ -139,8 +152,12 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        eot_id = _end_of_text_id(config, definition)
         opened = in_threads(
-            lambda source: open_source(source.spec, base_dir, manifest.shards(source.source), index_dir), named
+            lambda source: open_source(
+                source.spec, base_dir, manifest.shards(source.source), index_dir, end_of_text_id=eot_id
+            ),
+            named,
         )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
@@ -160,7 +177,8 @@ class Order:
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots)._measured()
+        order = cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots, engines=engines)
+        return order._measured()
 
     @classmethod
     def load(
@@ -438,10 +456,10 @@ class Order:
             return DocumentEncoder(
                 engine,
                 vocab_size=self.vocab_size,
-                bos_id=self._bos_id,
-                eot_id=self._eot_id,
-                add_bos=_adds_bos(self.config, source),
-                add_eot=_adds_eot(self.config, source),
+                bos_id=self.begin_of_text_id,
+                eot_id=self.end_of_text_id,
+                add_bos=self.config.adds_bos(source),
+                add_eot=self.config.adds_eot(source),
             )
 
         suspects = self._load_suspects()
@@ -472,8 +490,10 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        spec = self.config.sources[source_id].spec
-        return open_source(spec, self.base_dir, self.shards[source_id], self.index_dir, self.traffic)
+        spec, shards = self.config.sources[source_id].spec, self.shards[source_id]
+        return open_source(
+            spec, self.base_dir, shards, self.index_dir, self.traffic, end_of_text_id=self.end_of_text_id
+        )
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -484,8 +504,7 @@ class Order:
         with self._engine_lock:
             if self._loaded is None:
                 load = partial(load_engine, self.tokenizer, self.engine, self.config.special_tokens_in_text)
-                # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
-                self._loaded = _Engines(load, readahead.threads() + 1)
+                self._loaded = _Engines(load, self._engines)
             return self._loaded
 
     def _load_suspects(self) -> Suspects | None:
@@ -577,12 +596,9 @@ def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> in
     return config.vocab_size or definition.vocab_size
 
 
-def _adds_eot(config: RunConfig, source: SourceConfig) -> Any:
-    return config.add_eot if source.add_eot is None else source.add_eot
-
-
-def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
-    return config.add_bos if source.add_bos is None else source.add_bos
+def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:
+    needed = any(config.adds_eot(source) for source in config.sources)
+    return end_of_text_id(definition, config.end_of_text_id, needed=needed)
 
 
 def _first_rows(source: Source) -> pa.Array:
