@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,14 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, SourceConfig, weight_text
+from tokenloom_server.config import (
+    OUTSIDE_THE_ORDER,
+    SOURCE_OUTSIDE_THE_ORDER,
+    NodeConfig,
+    RunConfig,
+    SourceConfig,
+    weight_text,
+)
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
@@ -33,8 +41,10 @@ from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
+from tokenloom_server.rules import RowRules
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
@@ -115,6 +125,8 @@ class Order:
         adds_bos = any(_adds_bos(config, source) for source in config.sources)
         self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        for source in config.sources:
+            _check_fim(source, self.vocab_size)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
 
@@ -129,7 +141,10 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-        opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
+        opened = [
+            open_source(source.spec, base_dir, manifest.shards(source.source), index_dir, _rules(config, source))
+            for source in named
+        ]
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
@@ -320,7 +335,7 @@ class Order:
         def packer(source_id: int, source_state: SourceState) -> Packer:
             reader = self.open(source_id)
             packed = ConcatPacker(
-                self._documents(source_id, reader, engine),
+                self._documents(source_id, reader, engine, source_state.tally.bad_rows),
                 source_state,
                 source_id=source_id,
                 length=self.config.sequence_length,
@@ -333,13 +348,39 @@ class Order:
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
-        return self._documents(source_id, self.open(source_id), self._load_engine())
+        return self._documents(source_id, self.open(source_id), self._load_engine(), 0)
 
-    def _documents(self, source_id: int, reader: Source, engine: Engine | None) -> Documents:
+    def _documents(self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int) -> Documents:
         source = self.config.sources[source_id]
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
-        return Documents(source.source, reader, encoder, epochs, self.excluded.of(source.source))
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return Documents(
+            source.source,
+            reader,
+            encoder,
+            epochs,
+            self.excluded.of(source.source),
+            bad_rows=bad_rows,
+            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            fim=self._fim(source),
+        )
+
+    def _fim(self, source: SourceConfig) -> FillInMiddle | None:
+        if source.fim is None:
+            return None
+        ids = source.fim.ids
+        return FillInMiddle(
+            rate=source.fim.rate,
+            spm_rate=source.fim.spm_rate,
+            prefix_id=ids.prefix,
+            middle_id=ids.middle,
+            suffix_id=ids.suffix,
+            seed=self.config.seed,
+            source_id=source.id,
+            bos_id=self._bos_id,
+            eot_id=self._eot_id,
+        )
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -356,6 +397,7 @@ class Order:
                 eot_id=self._eot_id,
                 add_bos=_adds_bos(self.config, source),
                 add_eot=_adds_eot(self.config, source),
+                skip_bad=self.config.skips_bad_rows(source),
             )
 
         suspects = self._load_suspects()
@@ -376,6 +418,7 @@ class Order:
             source_id=source_id,
             spec=source.source,
             shard_paths=self.shard_paths[source_id],
+            skip_bad=self.config.skips_bad_rows(source),
         )
 
     def close(self) -> None:
@@ -386,7 +429,9 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+        source = self.config.sources[source_id]
+        rules = _rules(self.config, source)
+        return open_source(source.spec, self.base_dir, self.shards[source_id], self.index_dir, rules)
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -490,6 +535,19 @@ def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> in
     return config.vocab_size or definition.vocab_size
 
 
+def _rules(config: RunConfig, source: SourceConfig) -> RowRules:
+    return replace(source.rules, skip_bad=config.skips_bad_rows(source))
+
+
+def _check_fim(source: SourceConfig, vocab_size: int) -> None:
+    for name, value in (source.fim.ids.model_dump() if source.fim is not None else {}).items():
+        if value >= vocab_size:
+            raise ConfigError(
+                f"{source.name}: fim.ids.{name}: {value} is outside the vocabulary (0 to {vocab_size - 1}); name an id "
+                "that the tokeniser has for it, or raise vocab_size"
+            )
+
+
 def _adds_eot(config: RunConfig, source: SourceConfig) -> Any:
     return config.add_eot if source.add_eot is None else source.add_eot
 
@@ -533,14 +591,17 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
     """The config that a run's record is of. What decides no order (paths, names) is the mixture file's: names by spec,
     those of nodes by their place."""
     fields = json.loads(record)["config"]
-    names = {source.source: source.alias for source in config.sources}
+    outside_by_spec = {
+        source.source: {field: getattr(source, field) for field in SOURCE_OUTSIDE_THE_ORDER}
+        for source in config.sources
+    }
 
     def named(node: dict[str, Any], file: NodeConfig | None) -> dict[str, Any]:
         children: list[dict[str, Any]] = []
         for i, child in enumerate(node["children"]):
             same_place = file.children[i] if file is not None and i < len(file.children) else None
             if "source" in child:
-                children.append(child | {"alias": names.get(child["source"])})
+                children.append(child | outside_by_spec.get(child["source"], {}))
             else:
                 children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
         return node | {"children": children, "alias": file.alias if file is not None else None}

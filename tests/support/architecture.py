@@ -17,7 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
-        ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
+        ("spec", "rules", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
         ("config", "stats", "picture"),
         ("sources",),
         ("tokenizer", "dataset_mix"),
@@ -66,7 +66,8 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.hashing": frozenset(),
     f"{SERVER}.slots": frozenset(),
     f"{SERVER}.spec": frozenset({"errors"}),
-    f"{SERVER}.config": frozenset({"errors", "spec"}),
+    f"{SERVER}.rules": frozenset({"errors"}),
+    f"{SERVER}.config": frozenset({"errors", "rules", "spec"}),
     f"{SERVER}.ledger": frozenset({"errors", "state"}),
     f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "slots", "state"}),
 }

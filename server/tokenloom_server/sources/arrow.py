@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches
 from tokenloom_server.sources.base import Rows, Shard
+from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
 
@@ -27,13 +29,13 @@ class ArrowSource(ShardedSource):
     A file stays mapped as long as an iterator, or an array that came from it, is alive.
     """
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, rules: RowRules = PLAIN) -> None:
         """Walks the batch headers up to the first shard that has rows.
 
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, rules)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
         _, schema = self._open(0)
@@ -47,7 +49,7 @@ class ArrowSource(ShardedSource):
             self._scan(shard)
         return int(self._batches[shard].ends[-1])
 
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
         mapped, schema = self._open(shard)
         self._check(shard, schema)
@@ -58,30 +60,31 @@ class ArrowSource(ShardedSource):
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
             first_batch = int(np.searchsorted(ends, row, "right")) - 1
             first_row = int(ends[first_batch])
-        field = schema.get_field_index(self._spec.column)
-        batches = self._read_batches(shard, mapped, field, first_batch)
+        selection = Selection.of_schema(self._rules, self._spec.column, schema, where)
+        fields = [schema.get_field_index(name) for name in selection.fields]
+        batches = self._read_batches(shard, mapped, fields, first_batch)
         while True:
             try:
-                array = next(batches, None)
+                batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
                 raise self._damaged(shard, f"after row {first_row}: {error}") from None
-            if array is None:
+            if batch is None:
                 return
             behind = max(row - first_row, 0)
-            if behind < len(array):
-                yield from columns.rows(array.slice(behind), first_row + behind, where)
-            first_row += len(array)
+            if behind < len(batch):
+                yield from selection.rows(batch.slice(behind), first_row + behind, where)
+            first_row += len(batch)
 
-    def _read_batches(self, shard: int, mapped: Any, field: int, first: int) -> Iterator[Any]:
-        """The column of each record batch from the ``first`` on."""
-        options = pa.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
+    def _read_batches(self, shard: int, mapped: Any, fields: list[int], first: int) -> Iterator[Any]:
+        """These fields, and perhaps others, of each record batch from the ``first`` on."""
+        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         if _is_file_format(mapped):
             # Arrow copies the fields that it is told to include of a file, though not those of a stream;
             # that only pays where it spares decompressing the others.
             whole = not self._is_compressed(shard)
             reader = pa.ipc.open_file(mapped, options=None if whole else options)
             for i in range(first, reader.num_record_batches):
-                yield reader.get_batch(i).column(field if whole else 0)
+                yield reader.get_batch(i)
             return
         batches = self._batches.get(shard)
         mapped.seek(0)
@@ -89,20 +92,21 @@ class ArrowSource(ShardedSource):
             schema = pa.ipc.read_schema(mapped)
             for i in range(first, len(batches.offsets)):
                 mapped.seek(batches.offsets[i])
-                yield pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(field)
+                yield pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema)
             return
         # Dictionaries come before the batches that need them: the stream has to be followed.
         for i, batch in enumerate(pa.ipc.open_stream(mapped, options=options)):
             if i >= first:
-                yield batch.column(0)
+                yield batch
 
     def _has_rows(self, shard: int) -> bool:
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
         mapped, schema = self._open(shard)
         self._check(shard, schema)
         try:
-            field = schema.get_field_index(self._spec.column)
-            return any(len(array) for array in self._read_batches(shard, mapped, field, 0))
+            column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
+            fields = [schema.get_field_index(column.names[0])]
+            return any(len(batch) for batch in self._read_batches(shard, mapped, fields, 0))
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, str(error)) from None
 

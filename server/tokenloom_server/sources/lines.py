@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files, line_index
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
@@ -56,7 +57,7 @@ class Block(NamedTuple):
         return Block(self.first_row + start, data, self.ends[start:stop] - first)
 
 
-#: Turns a block into rows; the string begins an error and names source and file.
+#: Turns a block into rows, bad ones told; the string begins an error and names source and file.
 Decoder = Callable[[Block, str], Iterator[Rows]]
 
 
@@ -71,8 +72,9 @@ class LinesSource(ShardedSource):
         index_dir: Path | None,
         content: Content,
         decode: Decoder,
+        rules: RowRules = PLAIN,
     ) -> None:
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, rules)
         self._index_dir = index_dir
         self._content = content
         self._decode = decode
@@ -84,7 +86,7 @@ class LinesSource(ShardedSource):
             self._index(shard)
         return self._row_counts[shard]
 
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
         where = self._where(entry)
         local = files.present(self._spec, entry, self._base_dir)
@@ -190,22 +192,16 @@ def is_utf8(data: bytes) -> bool:
     return True
 
 
-def bad_utf8_line(block: Block) -> int | None:
-    """The first line of a block that is not UTF-8, or ``None``."""
+def not_utf8(block: Block, where: str) -> tuple[BadRow, ...]:
+    """The lines of a block that are not UTF-8; of each, where the bad byte is, counted from 1."""
     if is_utf8(block.data):
-        return None
-    try:
-        block.data.decode()
-    except UnicodeDecodeError as error:
-        return int(np.searchsorted(block.ends, error.start))
-    return None
-
-
-def utf8_error(block: Block, i: int, where: str) -> SourceError:
-    """What to raise for a line that is not UTF-8; where the bad byte is, counted from 1."""
-    try:
-        block.line(i).decode()
-        reason = "an incomplete character"
-    except UnicodeDecodeError as error:
-        reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
-    return SourceError(f"{where}: line {block.first_row + i + 1} is not UTF-8 ({reason}); convert the file to UTF-8")
+        return ()
+    found = []
+    for i in range(len(block.ends)):
+        try:
+            block.line(i).decode()
+        except UnicodeDecodeError as error:
+            reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
+            line = f"{where}: line {block.first_row + i + 1} is not UTF-8 ({reason}); convert the file to UTF-8"
+            found.append(BadRow(i, line))
+    return tuple(found)

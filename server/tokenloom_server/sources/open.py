@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
@@ -15,13 +16,18 @@ from tokenloom_server.spec import Spec
 
 
 def open_source(
-    spec: Spec, base_dir: Path, shards: tuple[Shard, ...] | None = None, index_dir: Path | None = None
+    spec: Spec,
+    base_dir: Path,
+    shards: tuple[Shard, ...] | None = None,
+    index_dir: Path | None = None,
+    rules: RowRules = PLAIN,
 ) -> Source:
     """Opens a source in seconds, whatever its size.
 
     ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths
     are below ``base_dir``. Line indexes of text are cached in ``index_dir``; ``None`` keeps them in
-    memory only. Raises ``SourceError`` naming the source, and the file where it is one file's fault.
+    memory only. ``rules``: which rows are read, and what of them. Raises ``SourceError`` naming the
+    source, and the file where it is one file's fault.
     """
     if shards is None:
         shards = files.shards_of(spec, locations.paths(spec, base_dir), base_dir)
@@ -29,11 +35,11 @@ def open_source(
         raise SourceError(f"source {str(spec)!r} has no files in the run's manifest")
     match spec.scheme:
         case "parquet":
-            return ParquetSource(spec, shards, base_dir)
+            return ParquetSource(spec, shards, base_dir, rules)
         case "arrow":
-            return ArrowSource(spec, shards, base_dir)
+            return ArrowSource(spec, shards, base_dir, rules)
         case "jsonl":
-            return open_jsonl(spec, shards, base_dir, index_dir)
+            return open_jsonl(spec, shards, base_dir, index_dir, rules)
         case "txt":
-            return open_txt(spec, shards, base_dir, index_dir)
+            return open_txt(spec, shards, base_dir, index_dir, rules)
     raise SourceError(f"source {str(spec)!r}: no reader for the scheme {spec.scheme!r}")
