@@ -58,7 +58,7 @@ class Encoder(Protocol):
 
 
 #: What may become of a row beside tokens: it did not decode, or did not pass the source's filter.
-BAD, FILTERED = 1, 2
+BAD, FILTERED = _FATES = 1, 2
 
 #: A source with at most this many tokens and rows is kept in memory once it was read, for its next epochs.
 KEPT_TOKENS = 2**18
@@ -139,7 +139,7 @@ class Documents:
                 epoch += 1
                 continue
             # What is kept for the next epochs must be the same in them.
-            found, whole = 0, (shard, row) == (0, 0) and (epoch, shard, row) != begun
+            found, out, whole = 0, [0, 0], (shard, row) == (0, 0) and (epoch, shard, row) != begun
             keep: list[Piece] | None = [] if whole and limit is None else None
             size = 0
             before = self._rows_before(shard) if limit is not None else 0
@@ -149,6 +149,11 @@ class Documents:
                     if shard in self._excluded:
                         piece = self._without_excluded(piece, begun)
                     found += len(piece.ids)
+                    if piece.fates is not None:
+                        out = [
+                            many + int(np.count_nonzero(piece.fates == fate))
+                            for many, fate in zip(out, _FATES, strict=True)
+                        ]
                     size += len(piece.ids) + len(piece.ends)
                     if keep is not None:
                         keep = [*keep, piece] if size <= KEPT_TOKENS else None
@@ -161,6 +166,7 @@ class Documents:
                 raise SourceError(
                     f"{self._name}: epoch {epoch} has no token in any of its rows; "
                     "check that the column is the right one and is not empty"
+                    + (f" ({out[0]} of them are bad, and {out[1]} do not pass the filter)" if any(out) else "")
                 )
             kept = keep
             epoch, shard, row = epoch + 1, 0, 0
