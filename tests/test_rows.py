@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import pytest
 from support.corpora import numbers, order_of
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.order import Order
+from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.pipeline import BatchPlan
 from tokenloom_server.state import Cursor, State
@@ -210,7 +212,8 @@ def expected(case: Case) -> Expected:
                     continue
                 if fim is not None and found:
                     # Tested by itself in tests/packing/test_fim.py; here, that it is asked for the right row.
-                    ids, _, _ = fim.rearranged(np.array(found, np.uint16), np.array([len(found)]), epoch, shard, number)
+                    ends, lies = np.array([len(found)]), (np.array([shard]), np.array([number]))
+                    ids, _, _ = fim.rearranged(np.array(found, np.uint16), ends, epoch, *lies)
                     found = ids.tolist()
                 tokens += found
         epoch += 1
@@ -268,6 +271,38 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str,
         _, state = whole[index]
         again = [(ids, behind) for (ids, behind), _ in zip(samples_from(order, state), range(12), strict=False)]
         assert again == whole[index + 1 : index + 13]
+
+
+@pytest.mark.parametrize("name", ["parquet all", "arrow ids filter", "jsonl all", "txt fim"])
+@pytest.mark.parametrize("shuffle", ["shards", "rows"])
+def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    write(tmp_path, case.scheme)
+
+    def rows_of(options: dict[str, Any]) -> dict[tuple[int, int, int], tuple[list[int], int, int]]:
+        """By epoch and place: a row's tokens, what became of it, and how it was rearranged."""
+        order = order_over(tmp_path, case._replace(options=case.options | options))
+        found = {}
+        for piece in order.documents(0).read(Cursor()):
+            begins = [0, *piece.ends.tolist()]
+            for at, (begin, end) in enumerate(pairwise(begins)):
+                fate = 0 if piece.fates is None else int(piece.fates[at])
+                middle = 0 if piece.middles is None else int(piece.middles[at])
+                found[(piece.epoch, *piece.origin(at))] = (piece.ids[begin:end].tolist(), fate, middle)
+                assert (fate == BAD) == (piece.origin(at) in piece.reasons and not end - begin)
+        return found
+
+    options = {"shuffle": shuffle} | ({"shuffle_window_rows": 16} if shuffle == "rows" else {})
+    known, found = rows_of({}), rows_of(options)
+    assert found == known
+    # Two files have one other order; it is that of the second epoch, where there is one.
+    assert shuffle == "shards" or list(found) != list(known)
+    # And from any sample on.
+    order = order_over(tmp_path, case._replace(options=case.options | options))
+    whole = list(samples_from(order, order.initial()))
+    for index in range(0, len(whole), 7):
+        again = [pair for pair, _ in zip(samples_from(order, whole[index][1]), range(5), strict=False)]
+        assert again == whole[index + 1 : index + 6]
 
 
 def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:

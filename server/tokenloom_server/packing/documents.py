@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
@@ -14,6 +15,8 @@ import numpy.typing as npt
 
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.fim import FillInMiddle
+from tokenloom_server.packing.reading import FileOrder, Reading, Windows
+from tokenloom_server.packing.window import Held, Reader, Tokens, stretches
 from tokenloom_server.sources.base import Rows, Source
 from tokenloom_server.state import Cursor
 from tokenloom_server.tokenizer import Documents as Encoded
@@ -22,12 +25,14 @@ _log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of one shard as tokens.
+    """Consecutive rows of one part of an epoch (see ``reading``) as tokens; mostly a part is a file.
 
     ``ids`` [tokens] in the run's narrow dtype; ``ends`` [rows] int64, where each row's tokens end in
-    ``ids`` (a row may have none); ``first_row`` within the shard. ``fates`` [rows] uint8: ``BAD`` and ``FILTERED`` for
-    rows that have no tokens because of that, else 0; None where no row is one. ``reasons``: of bad rows, by their place
-    in the piece. ``middles`` [rows] uint8: how a row was rearranged (see ``fim``); None where none was.
+    ``ids`` (a row may have none); ``shard`` and ``first_row``: the part and the place within it, as a cursor has them.
+    ``origins`` [2, rows] int64: the file and the row there of each, where that is something else. ``fates`` [rows]
+    uint8: ``BAD`` and ``FILTERED`` for rows that have no tokens because of that, else 0; None where no row is one.
+    ``reasons``: of bad rows, by their origin. ``middles`` [rows] uint8: how a row was rearranged (see ``fim``); None
+    where none was.
     """
 
     epoch: int
@@ -35,16 +40,24 @@ class Piece(NamedTuple):
     first_row: int
     ids: npt.NDArray[np.unsignedinteger]
     ends: npt.NDArray[np.int64]
+    origins: npt.NDArray[np.int64] | None = None
     fates: npt.NDArray[np.uint8] | None = None
-    reasons: Mapping[int, str] = MappingProxyType({})
+    reasons: Mapping[tuple[int, int], str] = MappingProxyType({})
     middles: npt.NDArray[np.uint8] | None = None
+
+    def origin(self, at: int) -> tuple[int, int]:
+        """The file, and the row there, of a row of the piece."""
+        if self.origins is None:
+            return self.shard, self.first_row + at
+        shard, row = self.origins[:, at].tolist()
+        return shard, row
 
     def cut(self, rows: int) -> Piece:
         """The first rows."""
-        ends = self.ends[:rows]
         return self._replace(
-            ids=self.ids[: ends[-1] if rows else 0],
-            ends=ends,
+            ids=self.ids[: self.ends[rows - 1] if rows else 0],
+            ends=self.ends[:rows],
+            origins=None if self.origins is None else self.origins[:, :rows],
             fates=None if self.fates is None else self.fates[:rows],
             middles=None if self.middles is None else self.middles[:rows],
         )
@@ -74,13 +87,15 @@ class Documents:
         encoder: Encoder,
         epochs: float,
         excluded: Mapping[int, npt.NDArray[np.int64]] | None = None,
+        reading: Reading | None = None,
         *,
         bad_rows: int = 0,
         max_bad_rows: int | None = None,
         fim: FillInMiddle | None = None,
     ) -> None:
-        """``excluded``: by shard, ascending, the rows that give no tokens. ``bad_rows``: how many the source had before
-        the place that is read from; ``max_bad_rows``: how many it may have for each epoch, None for any number."""
+        """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
+        as they lie in the files. ``bad_rows``: how many the source had before the place that is read from;
+        ``max_bad_rows``: how many it may have for each epoch, None for any number."""
         self._name = name
         self._bad_rows = bad_rows
         self._max_bad_rows = max_bad_rows
@@ -88,6 +103,7 @@ class Documents:
         self._excluded = excluded or {}
         self._source = source
         self._encoder = encoder
+        self._reading = reading or FileOrder(source)
         # As the decimal that it is written as: 2.1 - 2 is 0.10000000000000009 in doubles, and would round up.
         exact = Fraction(0) if math.isinf(epochs) else Fraction(repr(epochs))
         self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
@@ -104,7 +120,7 @@ class Documents:
             if piece.fates is not None:
                 found = np.flatnonzero(piece.fates == BAD)
                 if len(found) and bad == self._bad_rows:
-                    _log.warning("%s; bad rows are skipped, and counted", piece.reasons[int(found[0])])
+                    _log.warning("%s; bad rows are skipped, and counted", piece.reasons[piece.origin(int(found[0]))])
                 # Every pass meets the same bad rows again.
                 allowed = math.inf if self._max_bad_rows is None else self._max_bad_rows * (piece.epoch + 1)
                 if bad + len(found) > allowed:
@@ -112,8 +128,9 @@ class Documents:
                     if at:
                         yield self._in_the_middle(piece.cut(at))
                     raise SourceError(
-                        f"{piece.reasons[at]}; it is bad row number {max(bad, int(allowed)) + 1} of {self._name}, and "
-                        f"max_bad_rows allows {allowed} up to epoch {piece.epoch}: repair the file, or allow more"
+                        f"{piece.reasons[piece.origin(at)]}; it is bad row number {max(bad, int(allowed)) + 1} of "
+                        f"{self._name}, and max_bad_rows allows {allowed} up to epoch {piece.epoch}: repair the file, "
+                        "or allow more"
                     )
                 bad += len(found)
             yield self._in_the_middle(piece)
@@ -121,14 +138,22 @@ class Documents:
     def _in_the_middle(self, piece: Piece) -> Piece:
         if self._fim is None:
             return piece
-        ids, ends, middles = self._fim.rearranged(piece.ids, piece.ends, piece.epoch, piece.shard, piece.first_row)
+        if piece.origins is None:
+            rows = np.arange(piece.first_row, piece.first_row + len(piece.ends))
+            shards = np.full(len(rows), piece.shard)
+        else:
+            shards, rows = piece.origins
+        ids, ends, middles = self._fim.rearranged(piece.ids, piece.ends, piece.epoch, shards, rows)
         return piece._replace(ids=ids, ends=ends, middles=middles)
 
     def _pieces(self, start: Cursor) -> Iterator[Piece]:
-        epoch, shard, row = start.epoch, start.shard, start.row
+        epoch, row = start.epoch, start.row
+        # A cursor stands behind what was taken, so only the one before all has nothing of a part behind it.
+        first = None if (start.shard, row, start.offset) == (0, 0, 0) else start.shard
         # A row that a sample has begun is read to its end, even if it was excluded since.
-        begun = (epoch, shard, row) if start.offset else None
+        begun = (epoch, start.shard, row) if start.offset else None
         kept: list[Piece] | None = None
+        reader = Reader(self._source)
         while True:
             limit = self._row_limit(epoch)
             if limit == 0 and epoch:
@@ -138,16 +163,14 @@ class Documents:
                     yield piece._replace(epoch=epoch)
                 epoch += 1
                 continue
+            found, out, whole = 0, [0, 0], first is None
             # What is kept for the next epochs must be the same in them.
-            found, out, whole = 0, [0, 0], (shard, row) == (0, 0) and (epoch, shard, row) != begun
-            keep: list[Piece] | None = [] if whole and limit is None else None
+            keep: list[Piece] | None = [] if whole and limit is None and self._reading.repeats else None
             size = 0
-            before = self._rows_before(shard) if limit is not None else 0
-            while shard < len(self._source.shards):
+            before = 0 if first is None or limit is None else self._reading.rows_before(epoch, first)
+            for part in self._reading.parts(epoch, first):
                 left = None if limit is None else limit - before - row
-                for piece in self._shard(epoch, shard, row, left):
-                    if shard in self._excluded:
-                        piece = self._without_excluded(piece, begun)
+                for piece in self._part(Cursor(epoch, part, row), left, begun, reader):
                     found += len(piece.ids)
                     if piece.fates is not None:
                         out = [
@@ -158,10 +181,10 @@ class Documents:
                     if keep is not None:
                         keep = [*keep, piece] if size <= KEPT_TOKENS else None
                     yield piece
-                before += self._source.row_count(shard) if limit is not None else 0
+                row = 0
+                before += self._reading.rows_in(part) if limit is not None else 0
                 if limit is not None and before >= limit:
                     break
-                shard, row = shard + 1, 0
             if whole and not found and (limit is None or not epoch):
                 raise SourceError(
                     f"{self._name}: epoch {epoch} has no token in any of its rows; "
@@ -169,7 +192,7 @@ class Documents:
                     + (f" ({out[0]} of them are bad, and {out[1]} do not pass the filter)" if any(out) else "")
                 )
             kept = keep
-            epoch, shard, row = epoch + 1, 0, 0
+            epoch, first, row = epoch + 1, None, 0
 
     def check_offset(self, piece: Piece, offset: int) -> None:
         """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
@@ -177,11 +200,82 @@ class Documents:
         Raises ``SourceError`` where it has not.
         """
         if offset >= piece.ends[0]:
+            shard, row = piece.origin(0)
             raise SourceError(
-                f"{self._name}: the state stands at token {offset} of row {piece.first_row} of "
-                f"{self._source.shards[piece.shard].path}, but that row has {piece.ends[0]} tokens: the file or the "
+                f"{self._name}: the state stands at token {offset} of row {row} of "
+                f"{self._source.shards[shard].path}, but that row has {piece.ends[0]} tokens: the file or the "
                 "tokeniser is not what the run began with; put it back, or begin a new run"
             )
+
+    def _part(
+        self, at: Cursor, left: int | None, begun: tuple[int, int, int] | None, reader: Reader
+    ) -> Iterator[Piece]:
+        """Pieces from a place of a part on; at most ``left`` rows. ``begun``: the place of a row that is read whatever
+        became of it since."""
+        if self._reading.windows is not None:
+            yield from self._window(self._reading.windows, at, left, (at.epoch, at.shard, at.row) == begun, reader)
+            return
+        for rows in self._source.read(at.shard, at.row):
+            if left is not None:
+                if left <= 0:
+                    return
+                rows = rows.cut(0, min(left, len(rows.column)))
+                left -= len(rows.column)
+            piece = self._piece(at.epoch, at.shard, rows)
+            yield self._without_excluded(piece, begun) if at.shard in self._excluded else piece
+
+    def _window(
+        self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
+    ) -> Iterator[Piece]:
+        first = 0
+        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard))):
+            count = sum(len(each.rows.column) for each in held)
+            skipped = max(0, at.row - first)
+            if skipped < count:
+                if left is not None and left <= 0:
+                    return
+                order = windows.permutation(at.epoch, at.shard, number, count)
+                tokens = self._held(held, int(order[skipped]) if is_begun and first <= at.row else None)
+                order = order[skipped:] if left is None else order[skipped : skipped + left]
+                row = first + skipped
+                for part in tokens.taken(order):
+                    yield Piece(at.epoch, at.shard, row, *part)
+                    row += len(part.ends)
+                left = None if left is None else left - len(order)
+            first += count
+
+    def _held(self, held: deque[Held], begun: int | None) -> Tokens:
+        """The tokens of rows that are held, which go meanwhile. ``begun``: which of them is read in any case."""
+        found, before = [], 0
+        while held:
+            shard, rows = held.popleft()
+            piece = self._piece(0, shard, rows)
+            count = len(piece.ends)
+            if shard in self._excluded:
+                at = -1 if begun is None else begun - before
+                own = (0, shard, rows.first_row + at) if 0 <= at < count else None
+                piece = self._without_excluded(piece, own)
+            lies = np.stack((np.full(count, shard), np.arange(rows.first_row, rows.first_row + count)))
+            found.append(Tokens(piece.ids, piece.ends, lies, piece.fates, piece.reasons))
+            before += count
+        return Tokens.joined(found)
+
+    def _piece(self, epoch: int, shard: int, rows: Rows) -> Piece:
+        where = f"{self._name}: {self._source.shards[shard].path}"
+        try:
+            documents = self._encoder.encode(rows.column, rows.first_row, shard)
+        except TokenizerError as error:
+            raise TokenizerError(f"{where}: {error}") from None
+        piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends)
+        if not rows.bad and not documents.bad and rows.filtered is None:
+            return piece
+        reasons = {row.at: row.reason for row in rows.bad}
+        reasons |= {row.at: f"{where}: {row.reason}" for row in documents.bad}
+        fates = np.zeros(len(rows.column), np.uint8)
+        if rows.filtered is not None:
+            fates[rows.filtered] = FILTERED
+        fates[list(reasons)] = BAD
+        return piece._replace(fates=fates, reasons={piece.origin(at): reason for at, reason in reasons.items()})
 
     def _without_excluded(self, piece: Piece, begun: tuple[int, int, int] | None) -> Piece:
         rows = self._excluded[piece.shard]
@@ -194,9 +288,8 @@ class Documents:
         lengths = np.diff(piece.ends, prepend=0)
         keep = np.ones(len(lengths), np.bool_)
         keep[out] = False
-        # Nobody asks what became of a row that is left out.
-        fates = piece.fates * keep if piece.fates is not None else None
-        piece = piece._replace(fates=fates)
+        if piece.fates is not None:
+            piece = piece._replace(fates=piece.fates * keep)  # nobody asks what became of a row that is left out
         return piece._replace(ids=piece.ids[np.repeat(keep, lengths)], ends=np.cumsum(lengths * keep))
 
     def _row_limit(self, epoch: int) -> int | None:
@@ -206,35 +299,4 @@ class Documents:
         if epoch > self._whole or not self._fraction:
             return 0
         # Only a fraction needs the number of rows, and so every shard's index.
-        return math.ceil(self._fraction * self._rows_before(len(self._source.shards)))
-
-    def _rows_before(self, shard: int) -> int:
-        return sum(self._source.row_count(i) for i in range(shard))
-
-    def _shard(self, epoch: int, shard: int, row: int, left: int | None) -> Iterator[Piece]:
-        for rows in self._source.read(shard, row):
-            if left is not None:
-                if left <= 0:
-                    return
-                rows = rows.cut(0, min(left, len(rows.column)))
-                left -= len(rows.column)
-            where = f"{self._name}: {self._source.shards[shard].path}"
-            try:
-                documents = self._encoder.encode(rows.column, rows.first_row, shard)
-            except TokenizerError as error:
-                raise TokenizerError(f"{where}: {error}") from None
-            fates, reasons = _fates(rows, documents, where)
-            yield Piece(epoch, shard, rows.first_row, documents.values, documents.ends, fates, reasons)
-
-
-def _fates(rows: Rows, documents: Encoded, where: str) -> tuple[npt.NDArray[np.uint8] | None, Mapping[int, str]]:
-    """What became of rows beside tokens, and why those are bad that are."""
-    if not rows.bad and not documents.bad and rows.filtered is None:
-        return None, {}
-    reasons = {row.at: row.reason for row in rows.bad}
-    reasons |= {row.at: f"{where}: {row.reason}" for row in documents.bad}
-    fates = np.zeros(len(rows.column), np.uint8)
-    if rows.filtered is not None:
-        fates[rows.filtered] = FILTERED
-    fates[list(reasons)] = BAD
-    return fates, dict(sorted(reasons.items()))
+        return math.ceil(self._fraction * self._reading.rows)

@@ -52,32 +52,34 @@ class FillInMiddle:
     eot_id: int | None
 
     def rearranged(
-        self, ids: _Ids, ends: _Int64s, epoch: int, shard: int, first_row: int
+        self, ids: _Ids, ends: _Int64s, epoch: int, shards: _Int64s, rows: _Int64s
     ) -> tuple[_Ids, _Int64s, npt.NDArray[np.uint8] | None]:
         """The same rows, rearranged: their ids, their ends, and how each was ([rows] uint8; None: none was).
 
-        ``ids`` [tokens] of consecutive rows that end before ``ends`` [rows], begin- and end-of-text ids included;
-        ``first_row`` within the shard.
+        ``ids`` [tokens] of rows that end before ``ends`` [rows], begin- and end-of-text ids included; ``shards`` [rows]
+        and ``rows`` [rows]: the files, and the rows there.
         """
         begins = np.append(np.int64(0), ends[:-1])
         # Rows without tokens are looked at nowhere.
         filled = np.flatnonzero(ends > begins)
-        key = draw(self.seed, Purpose.FIM, self.source_id, shard, epoch)
-        drawn = stream(key, (filled + first_row).astype(np.uint64) * np.uint64(_DRAWS))
-        rows = filled[_below(drawn, self.rate)]
-        if not len(rows):
+        files, file = np.unique(shards[filled], return_inverse=True)
+        keys = [draw(self.seed, Purpose.FIM, self.source_id, shard, epoch) for shard in files.tolist()]
+        key = np.array(keys, np.uint64)[file]
+        counter = rows[filled].astype(np.uint64) * np.uint64(_DRAWS)
+        drawn = _below(stream(key, counter), self.rate)
+        taken, key, counter = filled[drawn], key[drawn], counter[drawn]
+        if not len(taken):
             return ids, ends, None
-        first, last = begins[rows], ends[rows]
+        first, last = begins[taken], ends[taken]
         if self.bos_id is not None:
             first = first + (ids[first] == self.bos_id)
         if self.eot_id is not None:
             last = last - ((ids[last - 1] == self.eot_id) & (last > first))
-        counter = (rows + first_row).astype(np.uint64) * np.uint64(_DRAWS)
         spm = _below(stream(key, counter + np.uint64(1)), self.spm_rate)
         places = [_place(stream(key, counter + np.uint64(k)), last - first) for k in (2, 3)]
         cuts = np.stack((first, first + np.minimum(*places), first + np.maximum(*places), last), axis=1)
         middles = np.zeros(len(ends), np.uint8)
-        middles[rows] = np.where(spm, SPM, PSM)
+        middles[taken] = np.where(spm, SPM, PSM)
         return self._joined(ids, cuts, spm), ends + 3 * np.cumsum(middles > 0), middles
 
     def _joined(self, ids: _Ids, cuts: _Int64s, spm: npt.NDArray[np.bool_]) -> _Ids:

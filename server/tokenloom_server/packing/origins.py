@@ -49,7 +49,7 @@ def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[
                 continue
             ids = piece.ids[first + skip : first + skip + taken]
             middle = None if piece.middles is None else fim.NAMES.get(int(piece.middles[at]))
-            yield Part(piece.epoch, piece.shard, piece.first_row + at, skip, skip + taken, end - first, ids, middle)
+            yield Part(piece.epoch, *piece.origin(at), skip, skip + taken, end - first, ids, middle)
             tokens -= taken
             skip = 0
             if not tokens:

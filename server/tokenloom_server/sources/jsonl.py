@@ -30,6 +30,7 @@ from tokenloom_server.sources.columns import Column
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, read_blocks, require_rows
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.traffic import Traffic
 
 #: How far a source is searched for its first value that is not null, to learn whether it is text or ids.
 PROBE_BYTES = 64 << 20
@@ -42,21 +43,28 @@ _EXPECTED = {"string": "a string", "bool": "true or false", "double": "a number"
 
 
 def open_jsonl(
-    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None, rules: RowRules = PLAIN
+    spec: Spec,
+    shards: tuple[Shard, ...],
+    base_dir: Path,
+    index_dir: Path | None,
+    traffic: Traffic | None = None,
+    rules: RowRules = PLAIN,
 ) -> LinesSource:
     """Opens a source of JSON lines; reads up to the first value of each column that is not null.
 
     Raises ``SourceError`` when all files are empty, or a line before that value is malformed.
     """
-    require_rows(spec, shards, base_dir)
-    found = _probe(spec, shards, base_dir, rules)
+    require_rows(spec, shards, base_dir, traffic)
+    found = _probe(spec, shards, base_dir, traffic, rules)
     content = _content_of(found[spec.column])
     selection = Selection(rules, spec.column, found, f"source {str(spec)!r}")
     decode = Decoder(spec.column, rules, found, selection)
-    return LinesSource(spec, shards, base_dir, index_dir, content, decode, rules)
+    return LinesSource(spec, shards, base_dir, index_dir, content, decode, traffic, rules)
 
 
-def _probe(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, rules: RowRules) -> dict[str, Column]:
+def _probe(
+    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None, rules: RowRules
+) -> dict[str, Column]:
     """Where the columns that are read lie in an object, and what they hold, by the first lines that have them."""
     wanted, seen = rules.reads(spec.column), 0
     paths: dict[str, tuple[str, ...]] = {}
@@ -65,33 +73,49 @@ def _probe(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, rules: RowRule
     kinds = {each.column: compared[each.kind] for each in rules.filter}
     for name in (spec.column, *rules.text_columns):
         kinds.pop(name, None)
-    for shard in shards:
-        where = files.where(spec, shard)
-        for block in read_blocks(files.present(spec, shard, base_dir), shard.size, None, where):
-            for i in range(len(block.ends)):
-                at = f"{where}: line {block.first_row + i + 1}"
-                try:
-                    document = document_of(block, i, where)
-                    for name in wanted:
-                        path = columns.find(_keys_of, document, name)
-                        if path is not None:
-                            paths.setdefault(name, path)
-                        required = name == spec.column
-                        if name not in kinds and (path is not None or required):
-                            value = value_of(
-                                document, paths.get(name, tuple(name.split("."))), name, at, required=required
-                            )
-                            if value is not None:
-                                kinds[name] = _kind_of(value, name, at, ids=required)
-                except SourceError:
-                    if not rules.skip_bad:
-                        raise
-                if len(paths) == len(kinds) == len(wanted):
-                    return {name: Column(paths[name], kinds[name]) for name in wanted}
-            seen += len(block.data)
-            if seen >= PROBE_BYTES:
-                return _found(spec, wanted, paths, kinds, f"the first {seen} bytes")
+    for block, where in _all_blocks(spec, shards, base_dir, traffic):
+        for i in range(len(block.ends)):
+            at = f"{where}: line {block.first_row + i + 1}"
+            try:
+                _look_at(document_of(block, i, where), spec, wanted, paths, kinds, at)
+            except SourceError:
+                if not rules.skip_bad:
+                    raise
+            if len(paths) == len(kinds) == len(wanted):
+                return {name: Column(paths[name], kinds[name]) for name in wanted}
+        seen += len(block.data)
+        if seen >= PROBE_BYTES:
+            return _found(spec, wanted, paths, kinds, f"the first {seen} bytes")
     return _found(spec, wanted, paths, kinds, "every row")
+
+
+def _all_blocks(
+    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None
+) -> Iterator[tuple[Block, str]]:
+    for shard in shards:
+        with files.open_shard(spec, shard, base_dir, traffic) as file:
+            for block in read_blocks(file, None):
+                yield block, files.where(spec, shard)
+
+
+def _look_at(
+    document: dict[str, Any],
+    spec: Spec,
+    wanted: tuple[str, ...],
+    paths: dict[str, tuple[str, ...]],
+    kinds: dict[str, Any],
+    at: str,
+) -> None:
+    """Notes where the wanted columns lie, and what they hold, as far as an object has them."""
+    for name in wanted:
+        path = columns.find(_keys_of, document, name)
+        if path is not None:
+            paths.setdefault(name, path)
+        own = name == spec.column
+        if name not in kinds and (own or path is not None):
+            value = value_of(document, paths.get(name, tuple(name.split("."))), name, at, required=own)
+            if value is not None:
+                kinds[name] = _kind_of(value, name, at, ids=own)
 
 
 def _found(

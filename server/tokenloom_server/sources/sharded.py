@@ -11,6 +11,8 @@ from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.traffic import Traffic
 
 
 class ShardedSource(ABC):
@@ -18,11 +20,20 @@ class ShardedSource(ABC):
 
     _content: Content
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, rules: RowRules = PLAIN) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        traffic: Traffic | None = None,
+        rules: RowRules = PLAIN,
+    ) -> None:
+        """``traffic`` is shared by all readers of a run, so that it shows what they wait for."""
         self._spec = spec
         self._rules = rules
         self._shards = shards
         self._base_dir = base_dir
+        self._traffic = traffic or Traffic()
 
     @property
     def content(self) -> Content:
@@ -48,6 +59,10 @@ class ShardedSource(ABC):
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
+
+    def _open(self, shard: Shard) -> File:
+        """Raises ``SourceChanged`` where it is missing or another file."""
+        return files.open_shard(self._spec, shard, self._base_dir, self._traffic)
 
     def _refuse_empty_files(self, kind: str) -> None:
         for shard in self._shards:
