@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,14 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, weight_text
+from tokenloom_server.config import (
+    OUTSIDE_THE_ORDER,
+    SOURCE_OUTSIDE_THE_ORDER,
+    NodeConfig,
+    RunConfig,
+    SourceConfig,
+    weight_text,
+)
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
@@ -33,10 +41,12 @@ from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
+from tokenloom_server.rules import RowRules
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
@@ -130,6 +140,8 @@ class Order:
         self.end_of_text_id = _end_of_text_id(config, definition)
         #: Begins each document where the config says so; None where there is none.
         self.begin_of_text_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        for source in config.sources:
+            _check_fim(source, self.vocab_size)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
 
@@ -155,7 +167,12 @@ class Order:
         eot_id = _end_of_text_id(config, definition)
         opened = in_threads(
             lambda source: open_source(
-                source.spec, base_dir, manifest.shards(source.source), index_dir, end_of_text_id=eot_id
+                source.spec,
+                base_dir,
+                manifest.shards(source.source),
+                index_dir,
+                rules=_rules(config, source),
+                end_of_text_id=eot_id,
             ),
             named,
         )
@@ -374,7 +391,7 @@ class Order:
         lane: tuple[int, int] = (0, 1),
     ) -> Packer:
         return ConcatPacker(
-            self._documents(source_id, reader, engine, lane),
+            self._documents(source_id, reader, engine, state.tally.bad_rows, lane),
             state,
             source_id=source_id,
             length=self.config.sequence_length,
@@ -383,17 +400,41 @@ class Order:
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
-        return self._documents(source_id, self.open(source_id), self._load_engine())
+        return self._documents(source_id, self.open(source_id), self._load_engine(), 0)
 
     def _documents(
-        self, source_id: int, reader: Source, engine: Engine | None, lane: tuple[int, int] = (0, 1)
+        self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
-        encoder = self._encoder(source_id, reader, engine)
-        epochs = self.config.epochs[source_id]
-        excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
-        watched = Watched(reader, self.traffic, source.spec)
-        return Documents(source.source, watched, encoder, epochs, excluded, reading, lane)
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return Documents(
+            source.source,
+            Watched(reader, self.traffic, source.spec),
+            self._encoder(source_id, reader, engine),
+            self.config.epochs[source_id],
+            self.excluded.of(source.source),
+            self.reading(source_id, reader),
+            lane,
+            bad_rows=bad_rows,
+            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            fim=self._fim(source),
+        )
+
+    def _fim(self, source: SourceConfig) -> FillInMiddle | None:
+        if source.fim is None:
+            return None
+        ids = source.fim.ids
+        return FillInMiddle(
+            rate=source.fim.rate,
+            spm_rate=source.fim.spm_rate,
+            prefix_id=ids.prefix,
+            middle_id=ids.middle,
+            suffix_id=ids.suffix,
+            seed=self.config.seed,
+            source_id=source.id,
+            bos_id=self.begin_of_text_id,
+            eot_id=self.end_of_text_id,
+        )
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
@@ -460,6 +501,7 @@ class Order:
                 eot_id=self.end_of_text_id,
                 add_bos=self.config.adds_bos(source),
                 add_eot=self.config.adds_eot(source),
+                skip_bad=self.config.skips_bad_rows(source),
             )
 
         suspects = self._load_suspects()
@@ -480,6 +522,7 @@ class Order:
             source_id=source_id,
             spec=source.source,
             shard_paths=self.shard_paths[source_id],
+            skip_bad=self.config.skips_bad_rows(source),
         )
 
     def close(self) -> None:
@@ -490,9 +533,15 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        spec, shards = self.config.sources[source_id].spec, self.shards[source_id]
+        source = self.config.sources[source_id]
         return open_source(
-            spec, self.base_dir, shards, self.index_dir, self.traffic, end_of_text_id=self.end_of_text_id
+            source.spec,
+            self.base_dir,
+            self.shards[source_id],
+            self.index_dir,
+            self.traffic,
+            rules=_rules(self.config, source),
+            end_of_text_id=self.end_of_text_id,
         )
 
     def _load_engine(self) -> Engine | None:
@@ -601,6 +650,19 @@ def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -
     return end_of_text_id(definition, config.end_of_text_id, needed=needed)
 
 
+def _rules(config: RunConfig, source: SourceConfig) -> RowRules:
+    return replace(source.rules, skip_bad=config.skips_bad_rows(source))
+
+
+def _check_fim(source: SourceConfig, vocab_size: int) -> None:
+    for name, value in (source.fim.ids.model_dump() if source.fim is not None else {}).items():
+        if value >= vocab_size:
+            raise ConfigError(
+                f"{source.name}: fim.ids.{name}: {value} is outside the vocabulary (0 to {vocab_size - 1}); name an id "
+                "that the tokeniser has for it, or raise vocab_size"
+            )
+
+
 def _first_rows(source: Source) -> pa.Array:
     for shard in range(len(source.shards)):
         for rows in source.read(shard, 0):
@@ -636,14 +698,17 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
     """The config that a run's record is of. What decides no order (paths, names) is the mixture file's: names by spec,
     those of nodes by their place."""
     fields = json.loads(record)["config"]
-    names = {source.source: source.alias for source in config.sources}
+    outside_by_spec = {
+        source.source: {field: getattr(source, field) for field in SOURCE_OUTSIDE_THE_ORDER}
+        for source in config.sources
+    }
 
     def named(node: dict[str, Any], file: NodeConfig | None) -> dict[str, Any]:
         children: list[dict[str, Any]] = []
         for i, child in enumerate(node["children"]):
             same_place = file.children[i] if file is not None and i < len(file.children) else None
             if "source" in child:
-                children.append(child | {"alias": names.get(child["source"])})
+                children.append(child | outside_by_spec.get(child["source"], {}))
             else:
                 children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
         return node | {"children": children, "alias": file.alias if file is not None else None}
