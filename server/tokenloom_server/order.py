@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -47,6 +48,7 @@ from tokenloom_server.packing.reading import FileOrder, Layout, Reading, Shuffle
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.rules import RowRules
+from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
@@ -440,13 +442,19 @@ class Order:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
         index, and one cannot be read."""
         source = self.config.sources[source_id]
-        # Lanes need to know where each begins; else a file is opened when its turn comes.
-        counts = self._layout(source_id, reader).counts(len(self.shards[source_id])) if source.lanes > 1 else None
+        epochs = self.config.epochs[source_id]
+        # Lanes, and parts of an epoch, need to know how many rows there are; else a file is opened when its turn comes.
+        is_counted = source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
+        counts = self.row_counts(source_id, reader) if is_counted else None
         if source.shuffle == "none":
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
         return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]:
+        """Rows of each of a source's files. Raises ``SourceError``."""
+        return self._layout(source_id, reader).counts(len(self.shards[source_id]))
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
         """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
@@ -467,8 +475,8 @@ class Order:
         if self._shares_layout(source_id):
             assert self._first is not None
             return self._first.known_rows(source_id)
-        with self._layout_lock:
-            layout = self._layouts.get(source_id)
+        # Without the lock: figures must not wait for an index that is made.
+        layout = self._layouts.get(source_id)
         return int(layout.rows.sum()) if layout is not None else None
 
     def _layout(self, source_id: int, reader: Source) -> Layout:
@@ -478,7 +486,10 @@ class Order:
             return self._first._layout(source_id, reader)
         with self._layout_lock:
             if source_id not in self._layouts:
-                self._layouts[source_id] = Layout.of(reader)
+                spec = self.config.sources[source_id].spec
+                with self.traffic.waiting(f"the index of source {str(spec)!r}", at_once=True):
+                    blocks = block_index.load_or_build(spec, reader, self.base_dir, self.index_dir)
+                self._layouts[source_id] = Layout.of(blocks)
             return self._layouts[source_id]
 
     def _shares_layout(self, source_id: int) -> bool:

@@ -112,11 +112,10 @@ class Layout(NamedTuple):
     rows: _Int64s
 
     @classmethod
-    def of(cls, source: Source) -> Layout:
-        """Reads every footer, header or index of lines: text is scanned for that, unless its index is cached."""
+    def of(cls, blocks: Sequence[_Int64s]) -> Layout:
+        """``Source.blocks`` of each shard."""
         found = []
-        for shard in range(len(source.shards)):
-            edges = source.blocks(shard)
+        for shard, edges in enumerate(blocks):
             table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
             found.append(table[:, table[2] > 0])
         return cls(*np.concatenate(found, axis=1))
