@@ -48,7 +48,11 @@ def _arrow(folder: Path) -> str:
 #: Makes the files of a source below a folder, and returns its spec.
 SCHEMES: dict[str, Callable[[Path], str]] = {"parquet": _parquet, "jsonl": _jsonl, "txt": _txt, "arrow": _arrow}
 #: Options of the source.
-SHUFFLES: dict[str, dict[str, Any]] = {"in file order": {}}
+SHUFFLES: dict[str, dict[str, Any]] = {
+    "in file order": {},
+    "files": {"shuffle": "shards"},
+    "rows": {"shuffle": "rows", "shuffle_window_rows": 7},
+}
 #: Options of the run.
 PACKINGS: dict[str, dict[str, Any]] = {
     "concat": {},

@@ -33,6 +33,7 @@ from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
@@ -40,7 +41,7 @@ from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.watched import Watched
-from tokenloom_server.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
@@ -98,6 +99,8 @@ class Order:
         self._loaded: Engine | None = None
         self._suspects: Suspects | None = None
         self._notes_nothing = False
+        self._layout_lock = threading.Lock()
+        self._layouts: dict[int, Layout] = {}
         self.name = config.run
         self.specs = tuple(source.source for source in config.sources)
         self.shards = tuple(manifest.shards(spec) for spec in self.specs)
@@ -108,6 +111,7 @@ class Order:
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
+            shuffles=_shuffles(config),
             mixture=tuple(_described(node) for node in config.nodes),
         )
         self.vocab_size = _vocab_size(config, definition)
@@ -254,7 +258,9 @@ class Order:
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
         found = (
-            order_warning(source.spec, shards) for source, shards in zip(self.config.sources, self.shards, strict=True)
+            order_warning(source.spec, shards)
+            for source, shards in zip(self.config.sources, self.shards, strict=True)
+            if source.shuffle == "none"
         )
         return [text for text in found if text is not None]
 
@@ -346,9 +352,57 @@ class Order:
         source = self.config.sources[source_id]
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
-        return Documents(
-            source.source, Watched(reader, self.traffic, source.spec), encoder, epochs, self.excluded.of(source.source)
-        )
+        reader = Watched(reader, self.traffic, source.spec)
+        excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
+        return Documents(source.source, reader, encoder, epochs, excluded, reading)
+
+    def reading(self, source_id: int, reader: Source) -> Reading:
+        """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
+        index, and one cannot be read."""
+        source = self.config.sources[source_id]
+        if source.shuffle == "none":
+            return FileOrder(reader)
+        if source.shuffle == "shards":
+            return ShuffledFiles(reader, self.config.seed, source_id)
+        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+
+    def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
+        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
+        reading = self.reading(source_id, self.open(source_id))
+        if reading.windows is not None:
+            return f"window {cursor.shard}", reading.rows_in(cursor.shard)
+        return self.shard_paths[source_id][cursor.shard], reading.rows_in(cursor.shard)
+
+    def files_before(self, source_id: int, cursor: Cursor) -> Sequence[int]:
+        """Of a source that is read file by file, those that come before the cursor's in its epoch."""
+        if self.config.sources[source_id].shuffle == "none":
+            return range(cursor.shard)
+        order = shuffled_files(len(self.shards[source_id]), self.config.seed, source_id, cursor.epoch)
+        return () if cursor == Cursor() else order[: order.index(cursor.shard)]
+
+    def known_rows(self, source_id: int) -> int | None:
+        """Rows of an epoch of a source of shuffled rows, once it has been read of."""
+        if self._shares_layout(source_id):
+            assert self._first is not None
+            return self._first.known_rows(source_id)
+        with self._layout_lock:
+            layout = self._layouts.get(source_id)
+        return int(layout.rows.sum()) if layout is not None else None
+
+    def _layout(self, source_id: int, reader: Source) -> Layout:
+        """Where the blocks of a source are: looked up once, since that takes every file's footer or index."""
+        if self._shares_layout(source_id):
+            assert self._first is not None
+            return self._first._layout(source_id, reader)
+        with self._layout_lock:
+            if source_id not in self._layouts:
+                self._layouts[source_id] = Layout.of(reader)
+            return self._layouts[source_id]
+
+    def _shares_layout(self, source_id: int) -> bool:
+        """Whether the run began with the source, and the same files of it: source ids stay."""
+        first = self._first
+        return first is not None and self.shards[source_id : source_id + 1] == first.shards[source_id : source_id + 1]
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -487,6 +541,11 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     ]
     interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
+
+
+def _shuffles(config: RunConfig) -> tuple[str, ...]:
+    found = tuple(source.shuffle for source in config.sources)
+    return found if set(found) != {"none"} else ()
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
@@ -85,6 +86,9 @@ class LinesSource(ShardedSource):
         if shard not in self._row_counts:
             self._index(shard)
         return self._row_counts[shard]
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        return self._index(shard).entries[:, 0]
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]

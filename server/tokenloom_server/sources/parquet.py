@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, parquet_lists, parquet_pages
+from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.parquet_lists import ListReader
 from tokenloom_server.sources.parquet_pages import Unusual
@@ -59,6 +60,10 @@ class ParquetSource(ShardedSource):
             with self._open_parquet(shard) as opened:
                 self._check(shard, opened.parquet)
         return int(self._group_ends[shard][-1])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        self.row_count(shard)
+        return self._group_ends[shard]
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         with self._open_parquet(shard) as (file, parquet):
@@ -115,7 +120,7 @@ class ParquetSource(ShardedSource):
                     yield array.slice(done)
                 done -= min(done, len(array))
         except (pa.ArrowException, OSError) as error:
-            raise SourceError(
+            raise files.refused(where, error) or SourceError(
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
 
@@ -160,9 +165,9 @@ class ParquetSource(ShardedSource):
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise SourceError(
-                f"{self._where(self._shards[shard])} is not a readable Parquet file ({error}); "
-                "it is truncated or damaged: write or copy it again"
+            where = self._where(self._shards[shard])
+            raise files.refused(where, error) or SourceError(
+                f"{where} is not a readable Parquet file ({error}); it is truncated or damaged: write or copy it again"
             ) from None
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard, Source
 from tokenloom_server.spec import Spec
@@ -29,6 +32,10 @@ class Watched:
     def row_count(self, shard: int) -> int:
         with self._traffic.waiting(self._where(shard), at_once=True):
             return self._source.row_count(shard)
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        with self._traffic.waiting(self._where(shard), at_once=True):
+            return self._source.blocks(shard)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(shard)
