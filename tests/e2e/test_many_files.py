@@ -26,9 +26,7 @@ def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_it_is_what_the_e
     for name, limit in limits.items():
         command = f"{limit}; exec {sys.executable} -m tokenloom_server serve many.yaml --grpc 127.0.0.1:0 --rest "
         command += f"127.0.0.1:0 --ledger sqlite:///{name}.db --ready-file {name}.json"
-        server = subprocess.Popen(
-            ["bash", "-c", command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        server = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, stdout=subprocess.DEVNULL)
         try:
             said[name] = first_batches(tmp_path / f"{name}.json", 30)
         finally:
