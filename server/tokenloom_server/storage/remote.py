@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
+from tokenloom_server.hub.files import HubFiles, is_hub
 from tokenloom_server.storage.ahead import Ahead
 from tokenloom_server.storage.attempts import Fetch, is_final, refused
 from tokenloom_server.storage.file import File, Range
@@ -26,11 +28,17 @@ _PACKAGES = {
     "az": "adlfs",
     "abfs": "adlfs",
     "abfss": "adlfs",
-    "hf": "huggingface_hub",
 }
 #: What storage says of an object's content, best first: the key of fsspec's description, and how it is told apart.
 _SIGNATURES = (
-    *(("etag", "etag"), ("e_tag", "etag"), ("md5hash", "md5"), ("md5", "md5"), ("generation", "generation")),
+    *(
+        ("sha256", "sha256"),
+        ("etag", "etag"),
+        ("e_tag", "etag"),
+        ("md5hash", "md5"),
+        ("md5", "md5"),
+        ("generation", "generation"),
+    ),
     *(("blob_id", "blob"), ("version_id", "version"), ("versionid", "version"), ("lastmodified", "modified")),
     *(("last_modified", "modified"), ("mtime", "modified"), ("updated", "modified"), ("created", "modified")),
 )
@@ -61,6 +69,8 @@ def filesystem(place: str) -> Any:
     a package that is not installed.
     """
     scheme = protocol(place)
+    if scheme == "hf":
+        return HubFiles()
     install = _PACKAGES.get(scheme, f"the package that fsspec reads {scheme}:// with")
     try:
         import fsspec.core
@@ -73,6 +83,14 @@ def filesystem(place: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})") from None
     return found
+
+
+def cached_copy(url: str) -> Path | None:
+    """Where a file lies on this machine already: one of the Hub may have been downloaded."""
+    if protocol(url) != "hf":
+        return None
+    hub: HubFiles = filesystem(root(url))
+    return hub.cached(url)
 
 
 def entry_of(place: str, info: Mapping[str, Any]) -> Entry:
@@ -181,6 +199,8 @@ class RemoteFile(File):
         return data
 
     def _refuse_changed(self) -> None:
+        if is_hub(self.url):
+            return  # every answer of the Hub is held to the digest already
         try:
             found = entry_of(root(self.url), filesystem(root(self.url)).info(self.url))._replace(path=self.url)
         except FileNotFoundError:
