@@ -46,7 +46,7 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
-from tokenloom_server.readahead import ReadAhead
+from tokenloom_server.readahead import Late, Pools, ReadAhead
 from tokenloom_server.rules import RowRules
 from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
@@ -56,6 +56,7 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -177,6 +178,7 @@ class Order:
                 end_of_text_id=eot_id,
             ),
             named,
+            remote=any(map(_is_remote, named)),
         )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
@@ -191,7 +193,9 @@ class Order:
         choice = choose_engine(
             definition,
             config.special_tokens_in_text,
-            [_first_rows(reader) for _, reader in texts],
+            in_threads(
+                lambda text: _first_rows(text[1]), texts, remote=any(map(_is_remote, (one for one, _ in texts)))
+            ),
             cpu_clock_s=time.thread_time,
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
@@ -366,14 +370,25 @@ class Order:
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
         engine = self._load_engine()
-        # One for each pipeline, and gone with it.
-        pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
+        remote = [any(is_remote(shard.path) for shard in shards) for shards in self.shards]
+        # Those of one pipeline, and gone with it.
+        pools = None
+        if ahead and (engine is not None or any(remote)):
+            pools = Pools(
+                ThreadPoolExecutor(readahead.OPENING_THREADS, f"{self.name}-open"),
+                ThreadPoolExecutor(readahead.threads(remote=any(remote)), f"{self.name}-ahead"),
+            )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
+            if remote[source_id]:
+                return Late(partial(opened, source_id, source_state), pools)
             reader = self.open(source_id)
             packed = self._packer(source_id, source_state, reader, engine)
-            # Ids are read so fast that a second thread would only cost memory.
-            return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
+            # Ids of local files are read so fast that a second thread would only cost memory.
+            return ReadAhead(packed, pools.blocks) if pools and reader.content is Content.TEXT else packed
+
+        def opened(source_id: int, source_state: SourceState) -> Packer:
+            return self._packer(source_id, source_state, self.open(source_id), engine)
 
         return packer
 
@@ -672,6 +687,10 @@ def _check_fim(source: SourceConfig, vocab_size: int) -> None:
                 f"{source.name}: fim.ids.{name}: {value} is outside the vocabulary (0 to {vocab_size - 1}); name an id "
                 "that the tokeniser has for it, or raise vocab_size"
             )
+
+
+def _is_remote(source: SourceConfig) -> bool:
+    return is_remote(source.spec.location) or source.spec.scheme == "hf"
 
 
 def _first_rows(source: Source) -> pa.Array:

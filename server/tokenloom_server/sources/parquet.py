@@ -59,7 +59,7 @@ class ParquetSource(ShardedSource):
         super().__init__(spec, shards, base_dir, traffic, rules)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self._refuse_empty_files("a Parquet file")
-        with self._open_parquet(0) as opened:
+        with self._open_parquet(0, again=True) as opened:
             self._content = columns.check_schema(opened.parquet.schema_arrow, spec, shards[0].path)
             self._check(0, opened.parquet)
         self._refuse_without_rows(self.row_count)
@@ -161,8 +161,8 @@ class ParquetSource(ShardedSource):
         self._group_ends[shard] = np.cumsum([0, *counts], dtype=np.int64)
 
     @contextlib.contextmanager
-    def _open_parquet(self, shard: int) -> Iterator[_Opened]:
-        with self._open(self._shards[shard]) as file, self._parquet(shard, file) as parquet:
+    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[_Opened]:
+        with self._open(self._shards[shard], again=again) as file, self._parquet(shard, file) as parquet:
             yield _Opened(file, parquet)
 
     def _parquet(self, shard: int, file: File) -> Any:
