@@ -17,6 +17,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 #: Bytes of a dataset's card at most: what lies behind them is no header.
 CARD_BYTES = 16 * 2**20
 
+#: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
+FOLDERS = 16
+
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -60,7 +63,8 @@ class OnlineRepository:
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
         """Resolves the revision; one request. Raises ``HubRefused`` and ``HubBusy``."""
         behind = f"/revision/{quote(revision, safe='')}" if revision else ""
-        info, _ = client.get_json(f"api/datasets/{name}{behind}")
+        # Alone: without it the answer names every file.
+        info, _ = client.get_json(f"api/datasets/{name}{behind}", {"expand": "sha"})
         self._client = client
         self._name, self._commit = str(info["id"]), str(info["sha"])
         self._listed: dict[tuple[str, bool], Sequence[HubFile]] = {}
@@ -76,12 +80,17 @@ class OnlineRepository:
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         with self._lock:
-            if (folder, deep) not in self._listed:
-                self._listed[folder, deep] = self._known(folder, deep) or self._list(folder, deep)
+            known = self._known(folder, deep)
+            if known is None and len(self._listed) >= FOLDERS:
+                self._listed["", True] = self._list("", True)
+                known = self._known(folder, deep)
+            self._listed[folder, deep] = self._list(folder, deep) if known is None else known
             return self._listed[folder, deep]
 
     def _known(self, folder: str, deep: bool) -> Sequence[HubFile] | None:
-        """From a listing of a folder above, where there was one."""
+        """From a listing of the folder, or of one above with all that is in it."""
+        if (folder, deep) in self._listed:
+            return self._listed[folder, deep]
         above = [""] + [folder[: match.start()] for match in re.finditer("/", folder)] + [folder]
         whole = next((self._listed[one, True] for one in above if (one, True) in self._listed), None)
         return None if whole is None else _in_folder(whole, folder, deep)
