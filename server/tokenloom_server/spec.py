@@ -33,7 +33,9 @@ class HubLocation:
     @classmethod
     def parse(cls, text: str) -> HubLocation:
         """Raises ``ConfigError``, which does not name the source, for a part that is missing or cannot be a name."""
-        left, _, split = text.partition(":")
+        left, colon, split = text.partition(":")
+        if not colon:
+            raise ConfigError("the split or the column is missing")
         named, at, revision = left.partition("@")
         parts = named.split("/", 2)
         repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None

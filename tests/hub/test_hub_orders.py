@@ -198,6 +198,10 @@ def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) 
         {"source": SPEC, "alias": "name", "weight": 0.9},
         {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
     ]
+    found = dataset_mix.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
+    assert found["mixture"]["children"] == [
+        {"source": "parquet:hf://datasets/org/name/tr*.parquet:text", "alias": "tr"}
+    ]
 
 
 # --- the local cache ------------------------------------------------------------------------------------

@@ -113,8 +113,8 @@ class HubResolver:
         if converted is not None:
             why = own if isinstance(own, _NotThere) else f"has no Parquet files of its own for {_asked(location)}"
             _log.warning(
-                "the dataset %s %s: read is what the Hub converted it to (%s at %s), which may lag behind; add @main to "
-                "the dataset's name to read its own files",
+                "the dataset %s %s: read is what the Hub converted it to (%s at %s), which may lag behind; add @main "
+                "to the dataset's name to read its own files",
                 repository.name, why, CONVERSION, converted.repository.commit,
             )  # fmt: skip
             return self._taken(converted)
