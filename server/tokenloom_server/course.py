@@ -319,10 +319,11 @@ class Course:
         if source is None:
             names = ", ".join(repr(source.name) for source in order.config.sources)
             raise ConfigError(f"append_files: the mixture has no source {name!r}; it has {names}")
-        if source.shuffle == "rows":
+        if source.shuffle == "rows" or source.lanes > 1:
+            way = "with shuffle: rows" if source.shuffle == "rows" else f"in {source.lanes} lanes"
             raise ConfigError(
-                f"append_files: {name!r} is read with shuffle: rows, and with more files every row would have another "
-                "place: add the new files as a source of their own, or begin a new run"
+                f"append_files: {name!r} is read {way}, and with more files every row would have another place: add "
+                "the new files as a source of their own, or begin a new run"
             )
         known = _known_shards(order, source.source)
         new = locations.more_shards(source.spec, known, order.base_dir)

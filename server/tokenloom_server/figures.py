@@ -185,6 +185,10 @@ class Figures:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
         shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
+        if config.lanes > 1:
+            # They go on to the next epoch one by one, so it is counted in rows.
+            known = order.known_rows(source)
+            return known, state.rows / known - state.cursor.epoch if known else 0.0
         if config.shuffle == "rows":
             known = order.known_rows(source)
             behind = at * config.shuffle_window_rows + state.cursor.row
