@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import count, pairwise
@@ -125,6 +126,9 @@ class SourceConfig(_Model):
     """Overrides the run's ``add_bos``."""
     add_eot: Literal[True, False, "auto"] | None = None
     """Overrides the run's ``add_eot``."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
+    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
@@ -152,6 +156,14 @@ class SourceConfig(_Model):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_commit_is_on_the_hub(self) -> Self:
+        if self.commit is not None and not self.source.startswith("hf:"):
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
+        return self
+
     @property
     def in_file_order(self) -> bool:
         """Whether all that lies before a row in its files comes before it."""
@@ -159,7 +171,8 @@ class SourceConfig(_Model):
 
     @property
     def spec(self) -> Spec:
-        return Spec.parse(self.source)
+        spec = Spec.parse(self.source)
+        return spec if self.commit is None else replace(spec, commit=self.commit)
 
     @property
     def name(self) -> str:
@@ -526,12 +539,12 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
-    """A child's order-affecting fields: no alias, and no override that says what the run says."""
+    """A child's order-affecting fields: no name, no commit, and no override that says what the run says."""
     fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
-    given = child.model_dump(mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", "alias"})
+    given = child.model_dump(mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", "alias", "commit"})
     # What overrides the run's own setting with the same is nothing.
     return fields | {key: value for key, value in given.items() if value != getattr(run, key, None)}
 

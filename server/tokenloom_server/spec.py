@@ -61,6 +61,8 @@ class Spec:
     scheme: str
     location: str
     column: str
+    commit: str | None = None
+    """On the Hub: where files are resolved, they are those of this commit. No part of the spec's text."""
 
     @classmethod
     def parse(cls, text: str) -> Spec:

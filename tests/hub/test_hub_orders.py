@@ -110,6 +110,32 @@ def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_pa
     assert rows_of_order(again) == ROWS[0]
 
 
+def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
+    order = create(tmp_path)
+    repo.commit({"train.parquet": parquet(ROWS[1])})
+    document = flat([SPEC])
+    document["mixture"]["children"][0]["commit"] = commit
+
+    again = Order.create(parsed(document), tmp_path, None)
+
+    assert again.record() == order.record()
+    assert again.template("uid", "train", 1) == order.template("uid", "train", 1)
+
+
+def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
+    content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}
+    commit = repo.commit(content, "refs/convert/parquet")
+    order = create(tmp_path)
+    repo.commit({}, "refs/convert/parquet")
+    document = flat([SPEC])
+    document["mixture"]["children"][0]["commit"] = commit
+    assert Order.create(parsed(document), tmp_path, None).record() == order.record()
+
+
 def rows_of_order(order: Order) -> list[str]:
     source = order.open(0)
     return [

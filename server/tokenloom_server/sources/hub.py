@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +87,7 @@ class HubResolver:
         ``hf://datasets/ORG/NAME@COMMIT/PATH``. Raises ``SourceError``, which says what there is instead."""
         location, where = spec.hub, f"source {str(spec)!r}"
         try:
-            return self._resolve(location)
+            return self._resolve(location, spec.commit)
         except HubRefused as error:
             raise SourceError(
                 f"{where}: the dataset {location.repo!r} {error}{self._instead(location, error)}"
@@ -98,10 +99,13 @@ class HubResolver:
         except splits.CardError as error:
             raise SourceError(f"{where}: the dataset {location.repo!r} cannot be read, for {error}") from None
 
-    def _resolve(self, location: HubLocation) -> tuple[Shard, ...]:
-        repository = self._repository(location.repo, location.revision)
+    def _resolve(self, location: HubLocation, commit: str | None) -> tuple[Shard, ...]:
+        repository = self._repository(location.repo, commit or location.revision)
         if location.revision == CONVERSION:
             return self._taken(_converted(repository, location))
+        if commit is not None and location.revision is None and repository.text("README.md") is None:
+            with contextlib.suppress(_NotThere):  # what that run read was what the Hub converted
+                return self._taken(_converted(repository, location))
         try:
             own: _Found | _NotThere = _own(repository, self._configs(repository), location)
         except (_NotThere, splits.CardError) as error:
@@ -109,7 +113,7 @@ class HubResolver:
         if isinstance(own, _Found) and own.kind == "parquet":
             return self._taken(own)
         # With a revision given, what is read is that revision and not what was once made of another.
-        converted = self._conversion(location) if location.revision is None else None
+        converted = self._conversion(location) if commit is None and location.revision is None else None
         if converted is not None:
             why = own if isinstance(own, _NotThere) else f"has no Parquet files of its own for {_asked(location)}"
             _log.warning(
