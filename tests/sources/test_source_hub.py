@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -279,6 +280,25 @@ def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
 def test_a_card_that_says_something_else_is_told(hub: StandInHub, header: str, told: str) -> None:
     hub.repo("org/name").commit(files("train.parquet") | {"README.md": f"---\n{header}\n---\n".encode()})
     assert told in message("hf:org/name:train:text")
+
+
+@pytest.mark.parametrize(
+    ("answer", "path"),
+    [
+        (b"[]", "org/name?"),
+        (b'{"id": "org/name"}', "org/name?"),
+        (b'{"id": "../../etc", "sha": "' + b"0" * 40 + b'"}', "org/name?"),
+        (b'{"id": "org/name", "sha": "../main"}', "org/name?"),
+        (b'{"error": "?"}', "/tree/"),
+        (b"[3]", "/tree/"),
+        (b'[{"type": "file", "path": "a.parquet"}]', "/tree/"),
+        (b'[{"type": "file", "path": "../../a.parquet", "size": 1, "oid": "0"}]', "/tree/"),
+    ],
+)
+def test_an_answer_that_no_hub_gives_is_refused(hub: StandInHub, answer: bytes, path: str) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    hub.fail(re.escape(path), status=200, body=answer, times=1e9)
+    assert "cannot be looked up: http://127.0.0.1:" in message("hf:org/name:train:text")
 
 
 # --- whom it lets in ------------------------------------------------------------------------------------

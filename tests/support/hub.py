@@ -77,12 +77,13 @@ class Request:
 
 @dataclass
 class Fault:
-    """What becomes of the next ``times`` requests whose path matches: an answer with an error, a body that ends after
+    """What becomes of the next ``times`` requests whose path matches: an answer of its own, a body that ends after
     ``cut`` bytes, a delay. Each ``every``-th of them alone, where that is more than 1."""
 
     path: str
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b'{"error":"made to fail"}'
     cut: int | None = None
     delay_s: float = 0.0
     place: str = "hub storage"
@@ -233,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.delay_s:
             time.sleep(fault.delay_s)
         if fault is not None and fault.status:
-            answer = _Answer(fault.status, dict(fault.headers), b'{"error":"made to fail"}')
+            answer = _Answer(fault.status, dict(fault.headers), fault.body)
         else:
             try:
                 answer = self._storage() if self.server.place == "storage" else self._answer(body)

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from tokenloom_server.hub.client import HubClient, HubRefused, retried
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 #: Bytes of a dataset's card at most: what lies behind them is no header.
 CARD_BYTES = 16 * 2**20
@@ -66,7 +67,12 @@ class OnlineRepository:
         # Alone: without it the answer names every file.
         info, _ = client.get_json(f"api/datasets/{name}{behind}", {"expand": "sha"})
         self._client = client
-        self._name, self._commit = str(info["id"]), str(info["sha"])
+        try:
+            self._name, self._commit = str(info["id"]), str(info["sha"])
+        except (KeyError, TypeError):
+            raise _no_hub(client, "the description of a dataset") from None
+        if not _NAME.fullmatch(self._name) or not COMMIT.fullmatch(self._commit):
+            raise _no_hub(client, "the name and commit of a dataset")
         self._listed: dict[tuple[str, bool], Sequence[HubFile]] = {}
         self._lock = threading.Lock()
 
@@ -106,7 +112,10 @@ class OnlineRepository:
                 if error.kind == "entry" and folder:
                     return ()
                 raise
-            found += [_file(entry) for entry in page if entry["type"] == "file"]
+            try:
+                found += [_file(entry) for entry in page if entry["type"] == "file"]
+            except (KeyError, TypeError, ValueError):
+                raise _no_hub(self._client, "the list of a dataset's files") from None
         return sorted(found, key=lambda file: file.path)
 
     def text(self, path: str) -> str | None:
@@ -220,8 +229,14 @@ def _in_folder(files: Sequence[HubFile], folder: str, deep: bool) -> Sequence[Hu
 
 
 def _file(entry: dict[str, Any]) -> HubFile:
-    """An entry of the tree API. Of files in large-file storage, ``oid`` is the pointer's."""
-    lfs = entry.get("lfs")
+    """An entry of the tree API. Of files in large-file storage, ``oid`` is the pointer's. Raises ``ValueError``."""
+    path, lfs = str(entry["path"]), entry.get("lfs")
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(f"{path!r} leads out of the repository")  # and so would its place in the cache
     if lfs:
-        return HubFile(str(entry["path"]), int(lfs["size"]), f"sha256:{lfs['oid']}")
-    return HubFile(str(entry["path"]), int(entry["size"]), f"blob:{entry['oid']}")
+        return HubFile(path, int(lfs["size"]), f"sha256:{lfs['oid']}")
+    return HubFile(path, int(entry["size"]), f"blob:{entry['oid']}")
+
+
+def _no_hub(client: HubClient, what: str) -> HubRefused:
+    return HubRefused("other", f"cannot be looked up: {client.endpoint} answered with something that is not {what}")
