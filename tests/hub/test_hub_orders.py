@@ -87,6 +87,26 @@ def test_json_that_is_no_lines_is_told(hub: StandInHub) -> None:
         rows_of(SPEC)
 
 
+def test_going_on_in_the_middle_of_a_large_dataset_costs_a_footer_and_a_row_group(hub: StandInHub) -> None:
+    rows = text_rows(400, 7, 800)
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": rows}), content, row_group_size=20, compression="none")
+    repo = hub.repo("org/name")
+    commit = repo.commit({f"data/train-{i:05}-of-00050.parquet": content.getvalue() for i in range(50)})
+    source = open_source(Spec.parse(SPEC), Path())
+    hub.forget()
+
+    first = next(source.read(37, 211)).column
+
+    assert first.to_pylist()[0] == rows[211]
+    assert len(hub.asked("")) == 1  # where the file lies
+    # The footer, and of what is read ahead no more than this file has.
+    assert hub.bytes_sent() < repo.size(commit) / 25
+    assert {request.path for request in hub.requests if request.place == "hub"} == {
+        f"/datasets/org/name/resolve/{commit}/data/train-00037-of-00050.parquet"
+    }
+
+
 def test_reading_goes_on_through_faults(hub: StandInHub) -> None:
     hub.repo("org/name").commit({"train.parquet": parquet(ROWS[0])})
     hub.fail("/resolve/", status=503)

@@ -7,6 +7,7 @@ signature that runs out. Everything is counted, and any request can be made to f
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -49,10 +50,12 @@ class Repo:
         return sum(map(len, self.commits[commit].values()))
 
 
+@functools.cache
 def hash_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@functools.cache
 def blob_id(content: bytes) -> str:
     """Git's id of a blob."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
