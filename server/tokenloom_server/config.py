@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import count, pairwise
@@ -43,7 +44,7 @@ OUTSIDE_THE_ORDER = (
 )
 
 #: The same of a source.
-SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows")
+SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "commit")
 
 
 class _Model(BaseModel):
@@ -182,6 +183,9 @@ class SourceConfig(_Model):
     add_eot: Literal[True, False, "auto"] | None = None
     """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
     ``auto`` where the run says true."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
+    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
@@ -243,6 +247,14 @@ class SourceConfig(_Model):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_commit_is_on_the_hub(self) -> Self:
+        if self.commit is not None and not self.source.startswith("hf:"):
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
+        return self
+
     @property
     def in_file_order(self) -> bool:
         """Whether all that lies before a row in its files comes before it."""
@@ -250,7 +262,8 @@ class SourceConfig(_Model):
 
     @property
     def spec(self) -> Spec:
-        return Spec.parse(self.source)
+        spec = Spec.parse(self.source)
+        return spec if self.commit is None else replace(spec, commit=self.commit)
 
     @property
     def name(self) -> str:
@@ -639,7 +652,7 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
-    """A child's order-affecting fields: no alias, and no override that says what the run says."""
+    """A child's order-affecting fields: no name, no commit, and no override that says what the run says."""
     fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)

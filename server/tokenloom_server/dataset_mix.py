@@ -21,6 +21,7 @@ import yaml
 
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.glimpse import columns_of
 from tokenloom_server.spec import SCHEMES, Spec
@@ -96,7 +97,7 @@ class _Reader:
 
     def _read(self) -> _Item:
         head, weight = self._weight()
-        if head.partition(":")[0] in SCHEMES and ":" in head:
+        if head.partition(":")[0] in SCHEMES and ":" in head and not is_hub(head):
             return self._item(Spec.parse(head), weight)
         path, column = head, ""
         if not self._matches(path):

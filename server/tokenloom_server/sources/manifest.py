@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.hub.files import is_hub
+from tokenloom_server.hub.files import HubPath, is_hub
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.hub import HubResolver
@@ -78,6 +78,13 @@ class Manifest:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
+
+    @property
+    def commits(self) -> Mapping[str, str]:
+        """Of sources on the Hub, by spec: ``ORG/NAME@COMMIT``, which the run reads whatever is pushed there later."""
+        first = {source.spec: source.shards[0].path for source in self.sources if source.shards}
+        found = {spec: HubPath.parse(path) for spec, path in first.items() if is_hub(path)}
+        return {spec: f"{at.repo}@{at.revision}" for spec, at in found.items()}
 
     @property
     def digest(self) -> str:
