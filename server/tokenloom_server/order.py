@@ -385,7 +385,10 @@ class Order:
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
-        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+        layout = self._layout(source_id, reader)
+        # No lane has less than a window.
+        rows = min(source.shuffle_window_rows, max(1, int(layout.rows.sum()) // source.lanes))
+        return Windows(layout, self.config.seed, source_id, rows)
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
         """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""

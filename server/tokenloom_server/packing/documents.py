@@ -231,7 +231,10 @@ class Documents:
         if lanes == 1 or limit == 0:
             return 0, limit
         rows = self._reading.rows if limit is None else limit
-        return rows * lane // lanes, rows * (lane + 1) // lanes
+        begin, end = rows * lane // lanes, rows * (lane + 1) // lanes
+        if limit is None:
+            begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
+        return begin, end
 
     def _place(self, epoch: int, rows: int) -> tuple[int, int]:
         """The part, and the row there, before which so many rows of an epoch lie."""
