@@ -11,6 +11,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
+from tokenloom_server.sources.open import reader_of
 from tokenloom_server.state import SourceState, State
 from tokenloom_server.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 
@@ -205,8 +206,8 @@ class Figures:
             key = (source, shard)
             if key not in self._rows:
                 self._rows[key] = None
-                scheme = order.config.sources[source].spec.scheme
-                if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                reader = reader_of(order.config.sources[source].spec, order.shards[source])
+                if reader in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:

@@ -23,6 +23,7 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing.balances import Carried, carry
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import MAX_BYTES, ResumePoint, Shape
+from tokenloom_server.sources.open import reader_of
 from tokenloom_server.spec import Spec
 from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
 
@@ -287,7 +288,7 @@ def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
     to be read for that."""
     shards = order.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
-    scanned = order.config.sources[source].spec.scheme not in ("parquet", "arrow")
+    scanned = reader_of(order.config.sources[source].spec, shards) not in ("parquet", "arrow")
     if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
         return cursor.row, False
     reader = order.open(source)

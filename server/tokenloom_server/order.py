@@ -41,6 +41,7 @@ from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
@@ -373,7 +374,8 @@ class Order:
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
         excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
-        return Documents(source.source, reader, encoder, epochs, excluded, reading, lane)
+        watched = Watched(reader, self.traffic, source.spec)
+        return Documents(source.source, watched, encoder, epochs, excluded, reading, lane)
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
@@ -544,7 +546,7 @@ class _Engines:
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
     """That whatever the mixture file names lies below a data root; before anything of it is looked at."""
     for path, source in config.named_sources():
-        roots.check_pattern(f"{path}.source", base_dir, source.spec.location)
+        roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 
