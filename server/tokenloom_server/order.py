@@ -388,8 +388,8 @@ class Order:
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
         layout = self._layout(source_id, reader)
-        # No lane has less than a window.
-        rows = min(source.shuffle_window_rows, max(1, int(layout.rows.sum()) // source.lanes))
+        # All lanes together hold a window's rows, and none has less than a window of its own.
+        rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
         return Windows(layout, self.config.seed, source_id, rows)
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:

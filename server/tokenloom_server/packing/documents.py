@@ -160,7 +160,7 @@ class Documents:
         self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
     ) -> Iterator[Piece]:
         first = 0
-        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard))):
+        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
             count = sum(len(each.rows.column) for each in held)
             skipped = max(0, at.row - first)
             if skipped < count:
