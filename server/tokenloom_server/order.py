@@ -465,7 +465,10 @@ class Order:
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
-        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+        layout = self._layout(source_id, reader)
+        # All lanes together hold a window's rows, and none has less than a window of its own.
+        rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
+        return Windows(layout, self.config.seed, source_id, rows)
 
     def row_counts(self, source_id: int, reader: Source) -> list[int]:
         """Rows of each of a source's files. Raises ``SourceError``."""

@@ -229,7 +229,7 @@ class Documents:
         self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
     ) -> Iterator[Piece]:
         first = 0
-        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard))):
+        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
             count = sum(len(each.rows.column) for each in held)
             skipped = max(0, at.row - first)
             if skipped < count:
@@ -314,7 +314,10 @@ class Documents:
         if lanes == 1 or limit == 0:
             return 0, limit
         rows = self._reading.rows if limit is None else limit
-        return rows * lane // lanes, rows * (lane + 1) // lanes
+        begin, end = rows * lane // lanes, rows * (lane + 1) // lanes
+        if limit is None:
+            begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
+        return begin, end
 
     def _place(self, epoch: int, rows: int) -> tuple[int, int]:
         """The part, and the row there, before which so many rows of an epoch lie."""

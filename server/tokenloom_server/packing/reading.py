@@ -46,6 +46,9 @@ class Reading(Protocol):
     def rows(self) -> int:
         """Rows of an epoch."""
 
+    def near(self, rows: int) -> int:
+        """So many rows of an epoch or somewhat less, where it is easier to begin."""
+
     @property
     def windows(self) -> Windows | None:
         """What is in a part, where that is not a file."""
@@ -75,6 +78,9 @@ class FileOrder:
     def rows_before(self, epoch: int, part: int) -> int:
         before = self.parts(epoch)
         return sum(self.rows_in(each) for each in before[: before.index(part)])
+
+    def near(self, rows: int) -> int:
+        return rows
 
     @property
     def rows(self) -> int:
@@ -153,6 +159,10 @@ class Windows:
 
     def rows_before(self, epoch: int, part: int) -> int:
         return part * self._window_rows
+
+    def near(self, rows: int) -> int:
+        # Who begins within a window has to read it from its beginning.
+        return rows // self._window_rows * self._window_rows
 
     def passages(self, epoch: int, window: int) -> list[Passage]:
         """What lies in a window, in the order of the epoch's blocks."""
