@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SourceError, TokenloomError
 from tokenloom_server.rules import PLAIN, RowRules
-from tokenloom_server.sources import arrow_headers, columns
+from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows, Shard
 from tokenloom_server.sources.selection import Selection
@@ -96,7 +96,7 @@ class ArrowSource(ShardedSource):
             try:
                 batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise self._damaged(shard, f"after row {first_row}: {error}") from None
+                raise self._damaged(shard, error, f"after row {first_row}: ") from None
             if batch is None:
                 return
             behind = max(row - first_row, 0)
@@ -137,7 +137,7 @@ class ArrowSource(ShardedSource):
             fields = [schema.get_field_index(column.names[0])]
             return any(len(batch) for batch in self._read_batches(shard, stream, fields, 0))
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(shard, str(error)) from None
+            raise self._damaged(shard, error) from None
         finally:
             file.close()
 
@@ -162,7 +162,7 @@ class ArrowSource(ShardedSource):
                 # Unmapped with its last view, which an error may hold a little longer.
                 return read(Mapped(memoryview(file.mapped())))
         except (ValueError, OSError) as error:
-            raise self._damaged(shard, str(error)) from None
+            raise self._damaged(shard, error) from None
 
     def _open_arrow(self, shard: int) -> _Opened:
         """The mapped or remote file and its schema."""
@@ -178,12 +178,12 @@ class ArrowSource(ShardedSource):
             stream.seek(0)
             return _Opened(file, stream, pa.ipc.open_stream(stream).schema)
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(shard, str(error)) from None
+            raise self._damaged(shard, error) from None
 
-    def _damaged(self, shard: int, reason: str) -> SourceError:
-        return SourceError(
-            f"{self._where(self._shards[shard])} is not a readable Arrow file ({reason}); "
-            "it is truncated or damaged: write or copy it again"
+    def _damaged(self, shard: int, error: Exception, place: str = "") -> TokenloomError:
+        where = self._where(self._shards[shard])
+        return files.refused(where, error) or SourceError(
+            f"{where} is not a readable Arrow file ({place}{error}); it is truncated or damaged: write or copy it again"
         )
 
 

@@ -21,7 +21,7 @@ FREE_BYTES = 1 << 26
 
 def codec_of(path: str) -> str | None:
     """What a file is compressed by, as its name says; None where it is not."""
-    return next((codec for ending, codec in CODECS.items() if path.endswith(ending)), None)
+    return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
 
 
 def ending_of(name: str) -> str:
@@ -51,8 +51,6 @@ class Decompressed:
         try:
             data: bytes = self._stream.read(length)
         except (pa.ArrowException, OSError) as error:
-            if isinstance(error, SourceError):
-                raise  # the storage's own
             raise SourceError(
                 f"{self._raw.name} cannot be decompressed behind byte {self._given} of its content ({error}); it is "
                 f"no {self._codec} file, truncated or damaged: write or copy it again"
