@@ -57,6 +57,7 @@ class ServeOptions:
     lease_s: float = 15.0
     liveness_s: float = 15.0
     rank_timeout_s: float = 300.0
+    storage_timeout_s: float = 300.0
     access: Access = field(default_factory=Access)
     tls: Tls | None = None
     data_roots: DataRoots = field(default_factory=DataRoots)
@@ -90,7 +91,12 @@ class Server:
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         ledger.check()
-        terms = Terms(lease_s=options.lease_s, liveness_s=options.liveness_s, rank_timeout_s=options.rank_timeout_s)
+        terms = Terms(
+            lease_s=options.lease_s,
+            liveness_s=options.liveness_s,
+            rank_timeout_s=options.rank_timeout_s,
+            storage_timeout_s=options.storage_timeout_s,
+        )
         holder = _holder(self.grpc_address)
         runs = self._runs = Runs(ledger, holder, terms, standby=options.standby, data_roots=options.data_roots)
         rest.start(runs, grpc_address=self.grpc_address)

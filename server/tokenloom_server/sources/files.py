@@ -12,6 +12,7 @@ from typing import TypeVar
 import xxhash
 
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
@@ -87,6 +88,8 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
 
     ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError``.
     """
+    if is_hub(shard.path):
+        return None  # at a commit nothing changes, and each opening is held to the fingerprint
     try:
         if is_remote(shard.path):
             entry = listed or stat(shard.path, repr(shard.path), Traffic())
