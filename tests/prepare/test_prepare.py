@@ -23,6 +23,7 @@ from tokenloom_server.prepare.job import Job, ShardFormat
 from tokenloom_server.prepare.journal import Journal, checksum
 from tokenloom_server.prepare.preparer import Done, Tell, prepare
 from tokenloom_server.prepare.shards import ShardWriter
+from tokenloom_server.sources import line_index
 from tokenloom_server.state import State
 
 
@@ -73,7 +74,9 @@ def files_of(out: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus whose files of lines have several blocks each."""
+    monkeypatch.setattr(line_index, "STRIDE_BYTES", 32)
     return write_corpus(tmp_path / "data folder")
 
 
@@ -284,6 +287,12 @@ def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
 def test_nothing_to_prepare_is_told(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"every source holds ids already.*give --ids"):
         job_of(folder, flat([CODE]))
+
+
+def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
+        run(job_of(folder, mixture()), folder, tmp_path / "file/out")
 
 
 def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> None:

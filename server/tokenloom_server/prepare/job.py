@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
@@ -23,10 +25,13 @@ FORMAT = 1
 
 ShardFormat = Literal["arrow", "parquet"]
 
-#: What decides the tokens of a source's rows; all else of a source decides when and how often they are served.
-_FIELDS_OF_ROWS = ("source", "add_bos", "add_eot")
-#: What decides in which order a source's rows are read.
-FIELDS_OF_READING = ("shuffle", "shuffle_window_rows")
+#: Of a source, what decides when and how often its rows are served, and what is drawn anew each epoch; all else decides
+#: their tokens, and is done with once these lie in shards.
+FIELDS_OF_SERVING = frozenset(
+    {"id", "presence", "alias", "weight", "epochs", "max_tokens", "on_exhausted", "lanes", "fim", "loss_mask"}
+)
+#: What decides in which order its rows are read.
+FIELDS_OF_READING = frozenset({"shuffle", "shuffle_window_rows"})
 
 
 class Passage(NamedTuple):
@@ -152,14 +157,19 @@ class Job:
         if order.config.sources[source].shuffle == "rows":
             yield from self._cut_windows(source)
             return
-        counts = in_threads(partial(_row_count, order, source), range(len(shards)))
+        edges = in_threads(partial(self._edges, source), range(len(shards)))
         for file in order.reading(source, order.open(source)).parts(0):
-            rows, size = counts[file], shards[file].size
-            parts = max(1, min(rows, round(size / self.shard_bytes)))
-            edges = [rows * part // parts for part in range(parts + 1)]
-            for begin, end in pairwise(edges):
-                if begin < end:
-                    yield (Passage(file, begin, end - begin),), size * (end - begin) // rows
+            rows, size = edges[file][-1], shards[file].size
+            for begin, end in pairwise(edges[file]):
+                yield (Passage(file, begin, end - begin),), size * (end - begin) // rows
+
+    def _edges(self, source: int, file: int) -> list[int]:
+        """The rows at which a file is cut: where it can be read from without reading what lies before."""
+        # A reader is for one thread.
+        blocks = self.order.open(source).blocks(file)
+        parts = max(1, round(self.order.shards[source][file].size / self.shard_bytes))
+        wanted = [int(blocks[-1]) * part // parts for part in range(parts + 1)]
+        return sorted(set(blocks[np.searchsorted(blocks, wanted)].tolist()))
 
     def _cut_windows(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
         # To read on in the middle of a window takes all of it, so none is parted.
@@ -178,17 +188,12 @@ class Job:
             yield tuple(passages), total * rows // reading.rows
 
 
-def _row_count(order: Order, source: int, file: int) -> int:
-    # A reader is for one thread.
-    return order.open(source).row_count(file)
-
-
 def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
     """A config under which every source of every phase is read once, from its first row to its last."""
     children = []
-    names = (*_FIELDS_OF_ROWS, *FIELDS_OF_READING) if shuffled else _FIELDS_OF_ROWS
+    left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
     for _, source in config.named_sources():
-        children.append(SourceConfig(**{name: getattr(source, name) for name in names}))
+        children.append(SourceConfig.model_validate(source.model_dump(exclude=set(left_out))))
     mixture = NodeConfig(policy="sequential", children=list(children))
     return RunConfig.model_validate(config.model_copy(update={"mixture": mixture, "phases": []}).model_dump())
 
