@@ -182,6 +182,9 @@ class Figures:
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        if order.config.batching is not None:
+            given = self._row_count(order, source, 0)
+            return given, min(1.0, state.cursor.row / given) if given else 0.0
         shards = order.shards[source]
         at = state.cursor.shard
         total = sum(shard.size for shard in shards) or 1
@@ -200,7 +203,7 @@ class Figures:
                 scheme = order.config.sources[source].spec.scheme
                 if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
-                        self._rows[key] = order.open(source).row_count(shard)
+                        self._rows[key] = order.rows_of_shard(source, shard)
                     except TokenloomError:
                         # The producer meets the same fault and says it; figures go without.
                         self._rows[key] = None

@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     TIE = 1
     CHOICE = 2
     SLICE = 3
+    BUCKET = 8
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:

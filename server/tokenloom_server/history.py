@@ -297,7 +297,7 @@ class History:
             cursor = source.cursor
             if cursor == Cursor():
                 continue
-            rows = order.open(i).row_count(cursor.shard)
+            rows = order.rows_of_shard(i, cursor.shard)
             path = order.shard_paths[i][cursor.shard]
             if cursor.row > rows or (cursor.row == rows and cursor.offset):
                 raise SnapshotInvalid(

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
@@ -31,11 +32,14 @@ from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
+from tokenloom_server.packing.buckets import BucketPacker, Epochs
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.buckets import Bucketing, bucket_index
+from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import order_warning
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
@@ -106,12 +110,17 @@ class Order:
             names=tuple(source.alias for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
         )
-        self.vocab_size = _vocab_size(config, definition)
-        self.dtype = id_dtype(self.vocab_size)
-        self.width = config.sequence_length + (config.labels == "shifted")
+        self._buckets_lock = threading.Lock()
+        self._epochs: dict[int, Epochs] = {}
+        # Rows travel as bytes, about so many a row.
+        self.vocab_size = _vocab_size(config, definition) if config.batching is None else 0
+        self.dtype = id_dtype(self.vocab_size) if config.batching is None else np.dtype(np.uint8)
+        self.width = (
+            config.sequence_length + (config.labels == "shifted") if config.batching is None else self._row_bytes()
+        )
         #: Bytes of a sample as it travels.
         self.sample_bytes = self.width * self.dtype.itemsize
-        adds_eot = any(_adds_eot(config, source) for source in config.sources)
+        adds_eot = config.batching is None and any(_adds_eot(config, source) for source in config.sources)
         adds_bos = any(_adds_bos(config, source) for source in config.sources)
         self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
         self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
@@ -129,6 +138,8 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        if config.batching is not None:
+            return cls(config, base_dir, index_dir, manifest, None, None, roots=roots)._measured()
         opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
@@ -225,18 +236,35 @@ class Order:
             roots=self._roots,
         )
         for i, source in enumerate(config.sources):
-            if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
+            if (
+                config.batching is None
+                and self.engine is None
+                and source.source not in self.specs
+                and order.open(i).content is Content.TEXT
+            ):
                 raise ConfigError(
                     f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
                     "chosen for it: prepare the source's ids, or begin a new run"
                 )
+        if config.batching is not None:
+            self._hand_on_buckets(order)
         known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
-        order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
+        order.extents = {i: known[i] if i in known else order.measure(i) for i in config.measured_sources}
         return order
 
     def _measured(self) -> Order:
-        self.extents = {source: measure(self, source) for source in self.config.measured_sources}
+        if self.config.batching is not None:
+            for i in range(len(self.config.sources)):
+                self.epochs_of(i)
+        self.extents = {source: self.measure(source) for source in self.config.measured_sources}
         return self
+
+    def measure(self, source_id: int) -> Extent:
+        """One epoch of a source. Raises what ``extents.measure`` does."""
+        if self.config.batching is None:
+            return measure(self, source_id)
+        epochs = self.epochs_of(source_id)
+        return Extent(epochs.batches * epochs.size, 1000)
 
     def check_named(self, config: RunConfig, *paths: str) -> None:
         """That what a changed config names, and these files, lies below a data root, before anything of it is looked
@@ -313,6 +341,8 @@ class Order:
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
+        if self.config.batching is not None:
+            return self._batches
         engine = self._load_engine()
         # One for each pipeline, and gone with it.
         pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
@@ -330,6 +360,67 @@ class Order:
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return packer
+
+    def _batches(self, source_id: int, source_state: SourceState) -> Packer:
+        assert self.config.batching is not None
+        return BucketPacker(
+            self.config.sources[source_id].source,
+            self.features(source_id),
+            self.epochs_of(source_id),
+            source_state,
+            source_id=source_id,
+            padding=self.config.batching,
+        )
+
+    def features(self, source_id: int) -> FeatureSource:
+        """A new reader of a source's rows, of a run with ``batching``."""
+        batching, source = self.config.batching, self.config.sources[source_id]
+        assert batching is not None
+        return FeatureSource(
+            source.spec, self.shards[source_id], self.base_dir, names=batching.columns, dtypes=batching.dtypes
+        )
+
+    def epochs_of(self, source_id: int) -> Epochs:
+        """The batches of a source, of a run with ``batching``; makes its index of buckets, or takes it from the cache,
+        when it is first asked for."""
+        batching, source = self.config.batching, self.config.sources[source_id]
+        assert batching is not None
+        with self._buckets_lock:
+            found = self._epochs.get(source_id)
+            if found is None:
+                reader = self.features(source_id)
+                bucketing = Bucketing(
+                    batching.bucket_column, batching.length_of is not None, tuple(batching.edges or ())
+                )
+                index = bucket_index(reader, bucketing, self.index_dir, f"source {source.source!r}")
+                found = self._epochs[source_id] = Epochs(
+                    index,
+                    size=self.config.pick_samples,
+                    seed=self.config.seed,
+                    source_id=source_id,
+                    epochs=self.config.epochs[source_id],
+                )
+                _tell_buckets(source.source, reader, found)
+            return found
+
+    def _hand_on_buckets(self, order: Order) -> None:
+        """What is known of buckets to another order of the run, which makes those of new sources now."""
+        for i, shards in enumerate(order.shards):
+            if i < len(self.shards) and shards == self.shards[i] and order.config.epochs[i] == self.config.epochs[i]:
+                order._epochs[i] = self.epochs_of(i)
+            else:
+                order.epochs_of(i)
+
+    def _row_bytes(self) -> int:
+        return max(self.features(i).sample_bytes() for i in range(len(self.config.sources)))
+
+    def rows_of_shard(self, source_id: int, shard: int) -> int:
+        """Rows that a cursor's ``row`` counts in a shard. With ``batching`` it counts all that an epoch gives, whatever
+        their files, as if they were the first one's."""
+        if self.config.batching is None:
+            return self.open(source_id).row_count(shard)
+        epochs = self.epochs_of(source_id)
+        return 0 if shard else epochs.batches * epochs.size
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
@@ -465,6 +556,24 @@ def _check_files(manifest: Manifest, base_dir: Path, roots: DataRoots) -> None:
     """That every file of the run lies below a data root: a pattern may meet links that lead elsewhere."""
     for source in manifest.sources:
         roots.check_paths(f"source {source.spec!r}", base_dir, [shard.path for shard in source.shards])
+
+
+def _tell_buckets(spec: str, reader: FeatureSource, epochs: Epochs) -> None:
+    index, size = epochs.index, epochs.size
+    lost = f"{epochs.lost_rows} rows of an epoch fill no batch of {size}"
+    if index.left_out:
+        lost += f" ({index.left_out} of them are longer than the last edge)"
+    _log.info(
+        "source %r: %d rows in %d buckets, %d batches an epoch; %s", spec, index.row_count, len(index.keys),
+        epochs.batches, lost,
+    )  # fmt: skip
+    for name, why in reader.left_out.items():
+        _log.info("column %r does not travel: %s", name, why)
+    if not epochs.batches:
+        _log.warning(
+            "source %r gives nothing: none of its %d buckets has the %d rows of a batch; take a smaller "
+            "global_batch_size, or buckets that hold more", spec, len(index.keys), size,
+        )  # fmt: skip
 
 
 def _described(node: NodeConfig) -> dict[str, Any]:
