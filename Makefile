@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PROTO_OUT ?= proto
+JOBS ?= 3
 
 .PHONY: install demo test chaos check proto format bench bench-peers clean
 
@@ -19,8 +20,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/tokenloom demo
 
+# Most tests wait for processes, so there are more workers than two cores would keep busy.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # SEED=… replays; FAULTS=50, WORLD=standby and ONLY=late-commit make it short.
 chaos: install

@@ -183,12 +183,16 @@ class Figures:
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
         if order.config.batching is not None:
-            given = self._row_count(order, source, 0)
-            return given, min(1.0, state.cursor.row / given) if given else 0.0
-        shards = order.shards[source]
+            given = order.stands_in(source, state.cursor)[1]
+            return given or None, min(1.0, state.cursor.row / given) if given else 0.0
+        shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
+        if config.shuffle == "rows":
+            known = order.known_rows(source)
+            behind = at * config.shuffle_window_rows + state.cursor.row
+            return known, min(1.0, behind / known) if known else 0.0
         total = sum(shard.size for shard in shards) or 1
-        before = sum(shard.size for shard in shards[:at])
+        before = sum(shards[shard].size for shard in order.files_before(source, state.cursor))
         rows = self._row_count(order, source, at)
         if not rows:
             return None, before / total
@@ -203,7 +207,7 @@ class Figures:
                 scheme = order.config.sources[source].spec.scheme
                 if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
-                        self._rows[key] = order.rows_of_shard(source, shard)
+                        self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:
                         # The producer meets the same fault and says it; figures go without.
                         self._rows[key] = None

@@ -23,6 +23,10 @@ class Purpose(IntEnum):
     CHOICE = 2
     SLICE = 3
     BUCKET = 8
+    #: Of a shuffled source: which file comes when, which block, and which row within a window.
+    SHARDS = 16
+    BLOCKS = 17
+    ROWS = 18
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:

@@ -35,15 +35,17 @@ from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.buckets import BucketPacker, Epochs
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.features import FeatureSource
-from tokenloom_server.sources.files import order_warning
-from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
+from tokenloom_server.sources.files import in_threads, order_warning
+from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
+from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -94,10 +96,14 @@ class Order:
         self.engine = engine
         #: None where the mixture file names none: every source holds ids.
         self.tokenizer = definition
+        #: What its readers wait for.
+        self.traffic: Traffic = first.traffic if first is not None else Traffic()
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
         self._suspects: Suspects | None = None
         self._notes_nothing = False
+        self._layout_lock = threading.Lock()
+        self._layouts: dict[int, Layout] = {}
         self.name = config.run
         self.specs = tuple(source.source for source in config.sources)
         self.shards = tuple(manifest.shards(spec) for spec in self.specs)
@@ -108,6 +114,7 @@ class Order:
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
+            shuffles=_shuffles(config),
             mixture=tuple(_described(node) for node in config.nodes),
         )
         self._buckets_lock = threading.Lock()
@@ -140,7 +147,9 @@ class Order:
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
         if config.batching is not None:
             return cls(config, base_dir, index_dir, manifest, None, None, roots=roots)._measured()
-        opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
+        opened = in_threads(
+            lambda source: open_source(source.spec, base_dir, manifest.shards(source.source), index_dir), named
+        )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
@@ -181,8 +190,9 @@ class Order:
         _check_named(config, base_dir, roots)
         manifest = Manifest.from_json(canonical(found["manifest"]))
         _check_files(manifest, base_dir, roots)
-        verify(manifest, base_dir)
-        for path in appeared(manifest, base_dir):
+        listings = Listings()
+        verify(manifest, base_dir, listings)
+        for path in appeared(manifest, base_dir, listings):
             _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
         recorded = found["tokenizer"]
@@ -275,7 +285,9 @@ class Order:
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
         found = (
-            order_warning(source.spec, shards) for source, shards in zip(self.config.sources, self.shards, strict=True)
+            order_warning(source.spec, shards)
+            for source, shards in zip(self.config.sources, self.shards, strict=True)
+            if source.shuffle == "none" and self.config.batching is None
         )
         return [text for text in found if text is not None]
 
@@ -377,7 +389,12 @@ class Order:
         batching, source = self.config.batching, self.config.sources[source_id]
         assert batching is not None
         return FeatureSource(
-            source.spec, self.shards[source_id], self.base_dir, names=batching.columns, dtypes=batching.dtypes
+            source.spec,
+            self.shards[source_id],
+            self.base_dir,
+            self.traffic,
+            names=batching.columns,
+            dtypes=batching.dtypes,
         )
 
     def epochs_of(self, source_id: int) -> Epochs:
@@ -414,14 +431,6 @@ class Order:
     def _row_bytes(self) -> int:
         return max(self.features(i).sample_bytes() for i in range(len(self.config.sources)))
 
-    def rows_of_shard(self, source_id: int, shard: int) -> int:
-        """Rows that a cursor's ``row`` counts in a shard. With ``batching`` it counts all that an epoch gives, whatever
-        their files, as if they were the first one's."""
-        if self.config.batching is None:
-            return self.open(source_id).row_count(shard)
-        epochs = self.epochs_of(source_id)
-        return 0 if shard else epochs.batches * epochs.size
-
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
         return self._documents(source_id, self.open(source_id), self._load_engine())
@@ -430,7 +439,62 @@ class Order:
         source = self.config.sources[source_id]
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
-        return Documents(source.source, reader, encoder, epochs, self.excluded.of(source.source))
+        excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
+        return Documents(source.source, reader, encoder, epochs, excluded, reading)
+
+    def reading(self, source_id: int, reader: Source) -> Reading:
+        """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
+        index, and one cannot be read."""
+        source = self.config.sources[source_id]
+        if source.shuffle == "none":
+            return FileOrder(reader)
+        if source.shuffle == "shards":
+            return ShuffledFiles(reader, self.config.seed, source_id)
+        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+
+    def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
+        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``.
+
+        With ``batching`` a cursor counts the rows that its epoch gave, whatever their files.
+        """
+        if self.config.batching is not None:
+            epochs = self.epochs_of(source_id)
+            return "an epoch of its batches", epochs.batches * epochs.size
+        reading = self.reading(source_id, self.open(source_id))
+        if reading.windows is not None:
+            return f"window {cursor.shard}", reading.rows_in(cursor.shard)
+        return self.shard_paths[source_id][cursor.shard], reading.rows_in(cursor.shard)
+
+    def files_before(self, source_id: int, cursor: Cursor) -> Sequence[int]:
+        """Of a source that is read file by file, those that come before the cursor's in its epoch."""
+        if self.config.sources[source_id].shuffle == "none":
+            return range(cursor.shard)
+        order = shuffled_files(len(self.shards[source_id]), self.config.seed, source_id, cursor.epoch)
+        return () if cursor == Cursor() else order[: order.index(cursor.shard)]
+
+    def known_rows(self, source_id: int) -> int | None:
+        """Rows of an epoch of a source of shuffled rows, once it has been read of."""
+        if self._shares_layout(source_id):
+            assert self._first is not None
+            return self._first.known_rows(source_id)
+        with self._layout_lock:
+            layout = self._layouts.get(source_id)
+        return int(layout.rows.sum()) if layout is not None else None
+
+    def _layout(self, source_id: int, reader: Source) -> Layout:
+        """Where the blocks of a source are: looked up once, since that takes every file's footer or index."""
+        if self._shares_layout(source_id):
+            assert self._first is not None
+            return self._first._layout(source_id, reader)
+        with self._layout_lock:
+            if source_id not in self._layouts:
+                self._layouts[source_id] = Layout.of(reader)
+            return self._layouts[source_id]
+
+    def _shares_layout(self, source_id: int) -> bool:
+        """Whether the run began with the source, and the same files of it: source ids stay."""
+        first = self._first
+        return first is not None and self.shards[source_id : source_id + 1] == first.shards[source_id : source_id + 1]
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -477,7 +541,8 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+        spec = self.config.sources[source_id].spec
+        return open_source(spec, self.base_dir, self.shards[source_id], self.index_dir, self.traffic)
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -586,6 +651,11 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     ]
     interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
+
+
+def _shuffles(config: RunConfig) -> tuple[str, ...]:
+    found = tuple(source.shuffle for source in config.sources)
+    return found if set(found) != {"none"} else ()
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

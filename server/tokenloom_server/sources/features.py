@@ -6,7 +6,6 @@ not compressed are mapped; of others the parts used last are kept, up to ``KEPT_
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,10 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers, files
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.arrow_input import for_arrow
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.traffic import Traffic
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
 KEPT_BYTES = 256 * 2**20
@@ -102,6 +105,7 @@ class FeatureSource:
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
+        traffic: Traffic,
         *,
         names: Sequence[str] | None,
         dtypes: Mapping[str, str],
@@ -113,6 +117,7 @@ class FeatureSource:
         self._spec = spec
         self._shards = shards
         self._base_dir = base_dir
+        self._traffic = traffic
         self._dtypes = dtypes
         self._names = names
         self._opened: OrderedDict[int, _File] = OrderedDict()
@@ -237,11 +242,11 @@ class FeatureSource:
         return found
 
     def _open(self, shard: int) -> _File:
-        local = files.present(self._spec, self._shards[shard], self._base_dir)
         if not self._shards[shard].size:
             raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._spec.scheme} file")
+        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._traffic)
         try:
-            found = _ParquetFile(local) if self._spec.scheme == "parquet" else _arrow_file(local)
+            found = _ParquetFile(file) if self._spec.scheme == "parquet" else _arrow_file(file)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(
                 f"{self.where(shard)} is not a readable {self._spec.scheme} file ({error}); it is truncated or "
@@ -570,8 +575,10 @@ class _Guarded:
 
 
 class _ParquetFile:
-    def __init__(self, path: Path) -> None:
-        self._file = pq.ParquetFile(path, page_checksum_verification=True)
+    def __init__(self, file: File) -> None:
+        self._file = pq.ParquetFile(for_arrow(file), page_checksum_verification=True)
+        if isinstance(file, LocalFile):
+            file.close()  # Arrow opens it itself
         metadata = self._file.metadata
         self.schema = self._file.schema_arrow
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -603,7 +610,7 @@ class _ArrowBatches:
             self.schema = reader.schema
         else:
             source.seek(0)
-            self.schema = pa.ipc.read_schema(source)
+            self.schema = pa.ipc.open_stream(source).schema
 
     def read(self, part: int, names: Sequence[str]) -> list[Any]:
         if self._reader is not None:
@@ -636,21 +643,25 @@ class _ArrowStream:
         return self._size
 
 
-def _arrow_file(path: Path) -> _File:
-    with path.open("rb") as opened:
-        data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-        batches, compressed = arrow_headers.scan(data), arrow_headers.is_compressed(data)
-        size, is_file = len(data), arrow_headers.is_file_format(data)
-    source = pa.memory_map(str(path))
+def _arrow_file(file: File) -> _File:
+    batches, compressed = arrow_headers.scan(file), arrow_headers.is_compressed(file)
+    is_file = arrow_headers.is_file_format(file.read_at(0, 8))
+    local = isinstance(file, LocalFile)
+    if isinstance(file, LocalFile):
+        file.close()
+        source = pa.memory_map(str(file.path))
+    else:
+        source = for_arrow(file)
+    mapped = local and not compressed
     if is_file:
-        return _ArrowBatches(source, batches, pa.ipc.open_file(source), not compressed, size)
+        return _ArrowBatches(source, batches, pa.ipc.open_file(source), mapped, file.size)
     if batches.plain or compressed:
         if not batches.plain and any(pa.types.is_dictionary(field.type) for field in pa.ipc.open_stream(source).schema):
-            raise ValueError(
-                "a compressed stream with dictionaries has to be read from its begin; write it uncompressed"
-            )
-        return _ArrowBatches(source, batches, None, not compressed, size)
-    return _ArrowStream(source, batches.ends, size)
+            raise ValueError("a compressed stream with dictionaries is read from its begin only; write it uncompressed")
+        return _ArrowBatches(source, batches, None, mapped, file.size)
+    if not local:
+        raise ValueError("a stream with dictionaries is read from its begin only; keep it locally, or write parquet")
+    return _ArrowStream(source, batches.ends, file.size)
 
 
 def _one(chunked: Any) -> Any:
