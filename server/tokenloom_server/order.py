@@ -417,8 +417,19 @@ class Order:
                     source_id=source_id,
                     epochs=self.config.epochs[source_id],
                 )
-                _tell_buckets(source.source, reader, found)
+                _log.info("source %r: %s", source.source, _of_buckets(found))
+                for name, why in reader.left_out.items():
+                    _log.info("column %r does not travel: %s", name, why)
+                if not found.batches:
+                    _log.warning(
+                        "source %r gives nothing: none of its buckets has the %d rows of a batch; take a smaller "
+                        "global_batch_size, or buckets that hold more", source.source, found.size,
+                    )  # fmt: skip
             return found
+
+    def told_of_buckets(self, source_id: int) -> str:
+        """What a source's buckets give and lose, for people."""
+        return _of_buckets(self.epochs_of(source_id))
 
     def _hand_on_buckets(self, order: Order) -> None:
         """What is known of buckets to another order of the run, which makes those of new sources now."""
@@ -623,22 +634,13 @@ def _check_files(manifest: Manifest, base_dir: Path, roots: DataRoots) -> None:
         roots.check_paths(f"source {source.spec!r}", base_dir, [shard.path for shard in source.shards])
 
 
-def _tell_buckets(spec: str, reader: FeatureSource, epochs: Epochs) -> None:
-    index, size = epochs.index, epochs.size
-    lost = f"{epochs.lost_rows} rows of an epoch fill no batch of {size}"
-    if index.left_out:
-        lost += f" ({index.left_out} of them are longer than the last edge)"
-    _log.info(
-        "source %r: %d rows in %d buckets, %d batches an epoch; %s", spec, index.row_count, len(index.keys),
-        epochs.batches, lost,
-    )  # fmt: skip
-    for name, why in reader.left_out.items():
-        _log.info("column %r does not travel: %s", name, why)
-    if not epochs.batches:
-        _log.warning(
-            "source %r gives nothing: none of its %d buckets has the %d rows of a batch; take a smaller "
-            "global_batch_size, or buckets that hold more", spec, len(index.keys), size,
-        )  # fmt: skip
+def _of_buckets(epochs: Epochs) -> str:
+    index = epochs.index
+    told = (
+        f"{index.row_count} rows in {len(index.keys)} buckets, {epochs.batches} batches an epoch; "
+        f"{epochs.lost_rows} rows of an epoch fill no batch of {epochs.size}"
+    )
+    return f"{told} ({index.left_out} of them are longer than the last edge)" if index.left_out else told
 
 
 def _described(node: NodeConfig) -> dict[str, Any]:

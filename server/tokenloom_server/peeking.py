@@ -109,6 +109,8 @@ class Peeks:
         with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
+                # Of a run of batches the one that has the sample comes as a whole.
+                index -= index % course.at(index).config.pick_samples
                 found = self.nearest(index)
                 generation, state = found.generation, self.advance(found.state, index, interrupted, course)
                 if state.sample_index < index:
@@ -224,14 +226,8 @@ class Peeks:
         self._check_batch_size(call.batch_size)
 
     def _check_batch_size(self, batch_size: int) -> None:
-        whole = self._host.order.config.global_batch_size
-        if whole is not None:
-            if batch_size not in (0, whole):
-                raise JoinRefused(
-                    f"a peek's step of {batch_size} samples was asked for, but run {self._host.name!r} gives global "
-                    f"batches of {whole}: leave batch_size out"
-                )
-            return
+        if self._host.order.config.global_batch_size is not None:
+            return  # whole batches come, whatever is asked for
         step_bytes = batch_size * self._host.course.sample_bytes
         if batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(

@@ -5,6 +5,7 @@ The server package's own small gRPC client: it needs no torch, and so works in t
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tokenloom_proto.resume import NamedSource, sources_of
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.packing.base import Batch, Feature
+from tokenloom_server.packing.buckets import described, size_of
 from tokenloom_server.remote import ServerUnreachable, token_to_look
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -44,11 +47,15 @@ class Seen:
     spec: str
     ids: npt.NDArray[np.integer[Any]]
     documents: int
-    #: The rolling digest behind it.
+    #: The rolling digest behind it; of a batch of rows behind its last one.
     digest: str
+    #: Of a row that travels as it is, its columns, for people.
+    row: Mapping[str, Any] | None = None
 
     def text(self, decode: Decode | None, most: int | None = None) -> str:
         """Its text, of the first ``most`` tokens if given; its ids where the run has no tokeniser."""
+        if self.row is not None:
+            return json.dumps(self.row, ensure_ascii=False)
         ids = self.ids[:most].tolist()
         return decode(ids) if decode is not None else " ".join(map(str, ids))
 
@@ -58,7 +65,8 @@ class Seen:
             "sample": self.index,
             "source": self.source,
             "spec": self.spec,
-            "tokens": len(self.ids),
+            "tokens": len(self.ids) if self.row is None else 1,
+            **({} if self.row is None else {"row": self.row}),
             "documents": self.documents,
             "digest": self.digest,
             "ids": self.ids.tolist(),
@@ -145,12 +153,13 @@ def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, c
             if response.batches.HasField("base"):
                 # A revision may have brought more since the Join.
                 sources |= sources_of(response.batches.base.resume_state)
-            samples += _samples(joined, sources, response.batches)
+            made = _rows if joined.global_batch_size else _samples
+            samples += [seen for seen in made(joined, sources, response.batches) if seen.index >= (at or 0)]
             if len(samples) >= count:
                 break
     finally:
         seen_all.set()
-    return View(run=run, committed=committed, samples=samples, end=end, decode=_decoder(stub, metadata, run))
+    return View(run=run, committed=committed, samples=samples[:count], end=end, decode=_decoder(stub, metadata, run))
 
 
 def _requests(
@@ -162,7 +171,11 @@ def _requests(
             run=run,
             run_uid=joined.run_uid,
             received_through=start,
-            progress=wire.Progress(consumed_through=start, credit_steps=count),
+            # Of batches one more: the sample that was asked for may lie within the first.
+            progress=wire.Progress(
+                consumed_through=start,
+                credit_steps=count if not joined.global_batch_size else count // joined.global_batch_size + 2,
+            ),
             document_starts=True,
             peek=True,
             batch_size=1,
@@ -191,6 +204,28 @@ def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batc
             documents=inside + (0 not in starts),
             digest=step.digest,
         )
+
+
+def _rows(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
+    """The samples of a message whose steps are batches of rows."""
+    size, at, data = joined.global_batch_size, 0, memoryview(batches.ids)
+    for number, (step, bucket) in enumerate(zip(batches.steps, batches.buckets, strict=True)):
+        batch = Batch(
+            bucket.name, tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
+        )
+        source = sources[batches.source_ids[number * size]]
+        for place in range(size):
+            own = bucket.sample_bytes[place] if bucket.sample_bytes else size_of(batch, data[at:])
+            yield Seen(
+                index=step.end_index - size + place,
+                source=source.alias,
+                spec=source.spec,
+                ids=np.empty(0, np.uint8),
+                documents=1,
+                digest=step.digest,
+                row={"bucket": batch.bucket, **described(batch, data[at : at + own])},
+            )
+            at += own
 
 
 def _decoder(stub: DataLoaderStub, metadata: _Metadata, run: str) -> Decode | None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.hashing import Purpose, draws
 from tokenloom_server.packing.base import Batch, Block, Feature, Places
 from tokenloom_server.sources.buckets import BucketIndex
-from tokenloom_server.sources.features import Column, FeatureSource, Values
+from tokenloom_server.sources.features import BINARY, STORED_AS, STRING, Column, FeatureSource, Values
 from tokenloom_server.state import SourceState, Tally
 
 _Int64s = npt.NDArray[np.int64]
@@ -67,6 +67,11 @@ class Epochs:
     def lost_in(self, epoch: int) -> int:
         """The rows that an epoch loses: those of one that is only read in part are not asked for."""
         return self.lost_rows if epoch < self._whole else 0
+
+    def rows_of(self, epoch: int, batch: int) -> tuple[_Int64s, _Int64s]:
+        """Of an epoch's batch, counted from 0, shard and row in shard of each sample, [size] both."""
+        buckets, before = self.drawn(epoch)
+        return self.index.take(int(buckets[batch]), int(before[batch]), self.size)
 
     def drawn(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Of each batch of a whole epoch in turn, its bucket, and the number of that bucket's batches before it."""
@@ -211,6 +216,35 @@ class BucketPacker:
 
 def _text(dims: _Int64s) -> str:
     return str(dims.tolist())
+
+
+def size_of(batch: Batch, data: bytes | memoryview) -> int:
+    """The bytes of the sample of a batch that some bytes begin with."""
+    at = size = 0
+    for feature in batch.features:
+        if feature.dtype in (STRING, BINARY):
+            size += int.from_bytes(data[at : at + feature.bytes], "little")
+        at += feature.bytes
+    return at + size
+
+
+def described(batch: Batch, sample: bytes | memoryview) -> dict[str, Any]:
+    """A sample for people: numbers and texts as they are, of tensors and binary what they are."""
+    found: dict[str, Any] = {}
+    at, tail = 0, sum(feature.bytes for feature in batch.features)
+    for feature in batch.features:
+        part = bytes(sample[at : at + feature.bytes])
+        at += feature.bytes
+        if feature.dtype in (STRING, BINARY):
+            size = int.from_bytes(part, "little")
+            text = bytes(sample[tail : tail + size])
+            tail += size
+            found[feature.name] = text.decode(errors="replace") if feature.dtype == STRING else f"{size} bytes"
+        elif feature.shape or feature.dtype in STORED_AS:
+            found[feature.name] = f"{feature.dtype} {list(feature.shape)}"
+        else:
+            found[feature.name] = np.frombuffer(part, feature.dtype)[0].item()
+    return found
 
 
 def _samples(
