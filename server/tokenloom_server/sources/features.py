@@ -120,7 +120,7 @@ class FeatureSource:
         self._traffic = traffic
         self._dtypes = dtypes
         self._names = names
-        self._opened: OrderedDict[int, _File] = OrderedDict()
+        self._opened: OrderedDict[int, _Guarded] = OrderedDict()
         self._kept: OrderedDict[tuple[int, int], tuple[int, list[_Decoded]]] = OrderedDict()
         self._kept_bytes = 0
         first = self._schema_of(0)
@@ -158,6 +158,12 @@ class FeatureSource:
         """One column of a shard, part by part, as Arrow arrays; nothing of it is kept, so threads may do this side by
         side."""
         file = self._open(shard)
+        try:
+            yield from self._column_of(file, shard, column)
+        finally:
+            file.close()
+
+    def _column_of(self, file: _Guarded, shard: int, column: str) -> Iterator[Any]:
         if column not in file.schema.names:
             raise SourceError(
                 f"{self.where(shard)} has no column {column!r}, which bucket_by names; its columns are "
@@ -228,31 +234,42 @@ class FeatureSource:
         return array
 
     def _schema_of(self, shard: int) -> Any:
-        return self._open(shard).schema
+        file = self._open(shard)
+        file.close()
+        return file.schema
 
-    def _file(self, shard: int) -> _File:
+    def _file(self, shard: int) -> _Guarded:
         found = self._opened.get(shard)
         if found is None:
             found = self._open(shard)
-            self._check(shard, found.schema)
+            try:
+                self._check(shard, found.schema)
+            except SourceError:
+                found.close()
+                raise
             self._opened[shard] = found
             if len(self._opened) > OPEN_FILES:
-                self._opened.popitem(last=False)
+                self._opened.popitem(last=False)[1].close()
         self._opened.move_to_end(shard)
         return found
 
-    def _open(self, shard: int) -> _File:
+    def _open(self, shard: int) -> _Guarded:
         if not self._shards[shard].size:
             raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._spec.scheme} file")
         file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._traffic)
         try:
             found = _ParquetFile(file) if self._spec.scheme == "parquet" else _arrow_file(file)
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except BaseException as error:
+            file.close()
+            if not isinstance(error, pa.ArrowException | OSError | ValueError):
+                raise
             raise SourceError(
                 f"{self.where(shard)} is not a readable {self._spec.scheme} file ({error}); it is truncated or "
                 "damaged: write or copy it again"
             ) from None
-        return _Guarded(found, self.where(shard))
+        if isinstance(file, LocalFile):
+            file.close()  # Arrow opens it itself
+        return _Guarded(found, file, self.where(shard))
 
     def _check(self, shard: int, schema: Any) -> None:
         for column in self.columns:
@@ -547,10 +564,11 @@ class _File(Protocol):
 
 
 class _Guarded:
-    """Implements ``_File``: names the file in what goes wrong."""
+    """Implements ``_File``: names the file in what goes wrong, and closes it."""
 
-    def __init__(self, file: _File, where: str) -> None:
+    def __init__(self, file: _File, opened: File, where: str) -> None:
         self._file = file
+        self._opened = opened
         self._where = where
         self.schema, self.ends, self.mapped = file.schema, file.ends, file.mapped
 
@@ -573,12 +591,14 @@ class _Guarded:
     def size_of(self, names: Sequence[str]) -> int:
         return self._file.size_of(names)
 
+    def close(self) -> None:
+        """What was read of it stays."""
+        self._opened.close()
+
 
 class _ParquetFile:
     def __init__(self, file: File) -> None:
         self._file = pq.ParquetFile(for_arrow(file), page_checksum_verification=True)
-        if isinstance(file, LocalFile):
-            file.close()  # Arrow opens it itself
         metadata = self._file.metadata
         self.schema = self._file.schema_arrow
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -647,11 +667,7 @@ def _arrow_file(file: File) -> _File:
     batches, compressed = arrow_headers.scan(file), arrow_headers.is_compressed(file)
     is_file = arrow_headers.is_file_format(file.read_at(0, 8))
     local = isinstance(file, LocalFile)
-    if isinstance(file, LocalFile):
-        file.close()
-        source = pa.memory_map(str(file.path))
-    else:
-        source = for_arrow(file)
+    source = pa.memory_map(str(file.path)) if isinstance(file, LocalFile) else for_arrow(file)
     mapped = local and not compressed
     if is_file:
         return _ArrowBatches(source, batches, pa.ipc.open_file(source), mapped, file.size)
