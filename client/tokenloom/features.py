@@ -94,25 +94,26 @@ class RowsMessage:
         has beside them. Raises ``ProtocolError``."""
         bucket, size = self._buckets[step], self._size
         data = self._data[self._begins[step] : self._begins[step + 1]]
-        if bucket.sample_bytes is None:
-            rows = data.reshape(size, -1) if len(data) else np.empty((size, 0), np.uint8)
-            fixed = rows
-            samples = list(rows)
-        else:
-            ends = np.cumsum(bucket.sample_bytes).tolist()
-            samples = [data[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-            width = sum(feature.bytes for feature in bucket.features)
-            fixed = np.stack([sample[:width] for sample in samples])
+        fixed = sum(feature.bytes for feature in bucket.features)
+        ends = np.cumsum(bucket.sample_bytes or [len(data) // size] * size).tolist()
+        samples = [data[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        even = data.reshape(size, -1) if bucket.sample_bytes is None else None
         batch: dict[str, Any] = {}
         at = 0
-        tails = [sum(feature.bytes for feature in bucket.features)] * size
+        tails = [fixed] * size
         for feature in bucket.features:
-            part = fixed[:, at : at + feature.bytes]
+            # A copy in any case: what came must not be written to, and goes as a whole.
+            part = np.empty((size, feature.bytes), np.uint8)
+            if even is not None:
+                part[...] = even[:, at : at + feature.bytes]
+            else:
+                for place, sample in enumerate(samples):
+                    part[place] = sample[at : at + feature.bytes]
             at += feature.bytes
             if not feature.is_text:
                 batch[feature.name] = _tensor(part, feature)
                 continue
-            sizes = np.ascontiguousarray(part).view("<u4")[:, 0].tolist()
+            sizes = part.view("<u4")[:, 0].tolist()
             texts = [
                 sample[tail : tail + own].tobytes() for sample, tail, own in zip(samples, tails, sizes, strict=True)
             ]
@@ -156,5 +157,4 @@ def _tensor(part: NDArray[np.uint8], feature: Feature) -> torch.Tensor:
     shape = (len(part), *feature.shape)
     if not part.shape[1]:
         return torch.empty(shape, dtype=_dtype(feature))
-    # A copy in any case: what came must not be written to, and goes as a whole.
-    return torch.from_numpy(part.copy()).view(_dtype(feature)).reshape(shape)
+    return torch.from_numpy(part).view(_dtype(feature)).reshape(shape)

@@ -248,28 +248,40 @@ def described(batch: Batch, sample: bytes | memoryview) -> dict[str, Any]:
 
 
 def _samples(
-    columns: Sequence[Column], found: Sequence[Values], features: Sequence[Feature], lengths: _Int64s | None
+    columns: Sequence[Column],
+    found: Sequence[Values],
+    features: Sequence[Feature],
+    lengths: _Int64s | None,
 ) -> list[memoryview]:
     """Each sample's bytes: the tensors, and the sizes of texts (uint32), one after the other; then the texts."""
-    count = len(found[0].sizes)
-    widths = [feature.bytes for feature in features]
-    fixed = np.zeros((count, sum(widths)), np.uint8)
-    at = 0
-    tails: list[list[bytes]] = []
-    for column, values, width in zip(columns, found, widths, strict=False):
-        out = fixed[:, at : at + width]
+    fixed = sum(feature.bytes for feature in features)
+    sizes = np.full(len(found[0].sizes), fixed, np.int64)
+    for column, values in zip(columns, found, strict=True):
+        if not column.is_tensor:
+            sizes += values.sizes
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    # What is not written below is padding.
+    out = np.empty(ends[-1], np.uint8) if lengths is None else np.zeros(ends[-1], np.uint8)
+    at, tails = begins, begins + fixed
+    for column, values, feature in zip(columns, found, features, strict=False):
         if column.is_tensor:
-            values.copy_to(out)
+            values.copy_to(out, at)
         else:
-            out[...] = values.sizes.astype("<u4").view(np.uint8).reshape(count, 4)
-            tails.append(values.texts())
-        at += width
+            _put(out, at, values.sizes, "<u4")
+            values.copy_to(out, tails)
+            tails = tails + values.sizes
+        at = at + feature.bytes
     if lengths is not None:
-        fixed[:, at : at + 8] = lengths.astype("<i8").view(np.uint8).reshape(count, 8)
-    if not tails:
-        wire, width = fixed.reshape(-1).data.toreadonly(), fixed.shape[1]
-        return [wire[row * width : (row + 1) * width] for row in range(count)]
-    return [memoryview(b"".join((fixed[row].tobytes(), *(tail[row] for tail in tails)))) for row in range(count)]
+        _put(out, at, lengths, "<i8")
+    wire = out.data.toreadonly()
+    return [wire[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
+def _put(out: _Bytes, begins: _Int64s, numbers: _Int64s, dtype: str) -> None:
+    """Writes a number of each sample to its place."""
+    written = numbers.astype(dtype).view(np.uint8).reshape(len(numbers), -1)
+    out[begins[:, None] + np.arange(written.shape[1])] = written
 
 
 def _places(

@@ -74,27 +74,18 @@ class Values(NamedTuple):
     offsets: _Int64s
     parts: list[tuple[slice, _Bytes]]
 
-    def copy_to(self, out: _Bytes) -> None:
-        """Writes each row's bytes to the begin of its row of ``out`` [n, at least as many]; what is behind stays."""
+    def copy_to(self, out: _Bytes, begins: _Int64s) -> None:
+        """Writes each row's bytes into ``out``, from ``begins`` [n] on."""
         for rows, data in self.parts:
-            offsets, sizes = self.offsets[rows], self.sizes[rows]
-            least, most = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
-            if least == most and most < _GATHERED_BYTES:
+            offsets, sizes, places = self.offsets[rows], self.sizes[rows], begins[rows]
+            least, most = int(sizes.min()), int(sizes.max())
+            if least == most < _GATHERED_BYTES:
                 if most:
                     windows = np.lib.stride_tricks.sliding_window_view(data, most)
-                    out[rows, :most] = windows[offsets]
+                    out[places[:, None] + np.arange(most)] = windows[offsets]
                 continue
-            for row, begin, size in zip(range(rows.start, rows.stop), offsets.tolist(), sizes.tolist(), strict=True):
-                out[row, :size] = data[begin : begin + size]
-
-    def texts(self) -> list[bytes]:
-        """Each row's bytes."""
-        found: list[bytes] = []
-        for rows, data in self.parts:
-            view = data.data
-            for begin, size in zip(self.offsets[rows].tolist(), self.sizes[rows].tolist(), strict=True):
-                found.append(bytes(view[begin : begin + size]))
-        return found
+            for place, begin, size in zip(places.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+                out[place : place + size] = data[begin : begin + size]
 
 
 class FeatureSource:
