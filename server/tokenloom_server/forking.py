@@ -141,7 +141,8 @@ class Forking:
             return _named(host.course.at(state.sample_index), state), state
         if found.base_index == found.sample_index:
             for source in found.sources:
-                if source.shuffle != "none" and source.spec in host.course.at(found.sample_index).specs:
+                drawn = source.shuffle != "none" or source.state.lanes
+                if drawn and source.spec in host.course.at(found.sample_index).specs:
                     raise SnapshotInvalid(
                         f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
                         "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
@@ -162,7 +163,7 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
         known = there.get(source.source)
         if known is None:
             continue
-        if (known.shuffle, source.shuffle) != ("none", "none"):
+        if not (known.in_file_order and source.in_file_order):
             _refuse_another_shuffle(theirs, known, ours, source)
         for field in ("add_bos", "add_eot"):
             values = [
@@ -179,10 +180,10 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
 def _refuse_another_shuffle(theirs: Order, known: SourceConfig, ours: Order, source: SourceConfig) -> None:
     """What a shuffled source's place means follows from all that draws its order."""
     before_files, files = theirs.shards[known.id], ours.shards[source.id]
-    if source.shuffle == "shards":
+    if source.shuffle == "shards" and source.lanes == 1:
         files = files[: len(before_files)]  # those behind have a turn of their own
     for field, before, now in (
-        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows")),
+        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows", "lanes")),
         ("seed", theirs.config.seed, ours.config.seed),
         ("place in the mixture (source id)", known.id, source.id),
         ("files", *(", ".join(shard.path for shard in found[:5]) for found in (before_files, files))),

@@ -35,6 +35,7 @@ from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.buckets import BucketPacker, Epochs
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
@@ -44,6 +45,7 @@ from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
@@ -114,7 +116,8 @@ class Order:
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
-            shuffles=_shuffles(config),
+            shuffles=tuple(source.shuffle for source in config.sources),
+            lanes=tuple(source.lanes for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
         )
         self._buckets_lock = threading.Lock()
@@ -361,17 +364,34 @@ class Order:
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
             reader = self.open(source_id)
-            packed = ConcatPacker(
-                self._documents(source_id, reader, engine),
-                source_state,
-                source_id=source_id,
-                length=self.config.sequence_length,
-                lookahead=self.width - self.config.sequence_length,
-            )
+            packed = self._packer(source_id, source_state, reader, engine)
             # Ids are read so fast that a second thread would only cost memory.
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return packer
+
+    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> Packer:
+        lanes = self.config.sources[source_id].lanes
+        if lanes == 1:
+            return self._lane(source_id, state, reader, engine)
+        packers = [self._lane(source_id, lane_state(state, i), reader, engine, (i, lanes)) for i in range(lanes)]
+        return LanesPacker(packers, state)
+
+    def _lane(
+        self,
+        source_id: int,
+        state: SourceState,
+        reader: Source,
+        engine: Engine | None,
+        lane: tuple[int, int] = (0, 1),
+    ) -> Packer:
+        return ConcatPacker(
+            self._documents(source_id, reader, engine, lane),
+            state,
+            source_id=source_id,
+            length=self.config.sequence_length,
+            lookahead=self.width - self.config.sequence_length,
+        )
 
     def _batches(self, source_id: int, source_state: SourceState) -> Packer:
         assert self.config.batching is not None
@@ -446,21 +466,26 @@ class Order:
         """A source's documents as tokens, just as a pipeline reads them."""
         return self._documents(source_id, self.open(source_id), self._load_engine())
 
-    def _documents(self, source_id: int, reader: Source, engine: Engine | None) -> Documents:
+    def _documents(
+        self, source_id: int, reader: Source, engine: Engine | None, lane: tuple[int, int] = (0, 1)
+    ) -> Documents:
         source = self.config.sources[source_id]
         encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
         excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
-        return Documents(source.source, reader, encoder, epochs, excluded, reading)
+        watched = Watched(reader, self.traffic, source.spec)
+        return Documents(source.source, watched, encoder, epochs, excluded, reading, lane)
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
         index, and one cannot be read."""
         source = self.config.sources[source_id]
+        # Lanes need to know where each begins; else a file is opened when its turn comes.
+        counts = self._layout(source_id, reader).counts(len(self.shards[source_id])) if source.lanes > 1 else None
         if source.shuffle == "none":
-            return FileOrder(reader)
+            return FileOrder(reader, counts)
         if source.shuffle == "shards":
-            return ShuffledFiles(reader, self.config.seed, source_id)
+            return ShuffledFiles(reader, self.config.seed, source_id, counts)
         return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
@@ -484,7 +509,7 @@ class Order:
         return () if cursor == Cursor() else order[: order.index(cursor.shard)]
 
     def known_rows(self, source_id: int) -> int | None:
-        """Rows of an epoch of a source of shuffled rows, once it has been read of."""
+        """Rows of an epoch of a source of shuffled rows or of several lanes, once it has been read of."""
         if self._shares_layout(source_id):
             assert self._first is not None
             return self._first.known_rows(source_id)
@@ -623,7 +648,7 @@ class _Engines:
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
     """That whatever the mixture file names lies below a data root; before anything of it is looked at."""
     for path, source in config.named_sources():
-        roots.check_pattern(f"{path}.source", base_dir, source.spec.location)
+        roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 
@@ -653,11 +678,6 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     ]
     interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
-
-
-def _shuffles(config: RunConfig) -> tuple[str, ...]:
-    found = tuple(source.shuffle for source in config.sources)
-    return found if set(found) != {"none"} else ()
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -300,9 +300,9 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
-    for field in ("add_bos", "add_eot", "shuffle", "shuffle_window_rows"):
+    for field in ("add_bos", "add_eot", "shuffle", "shuffle_window_rows", "lanes"):
         if getattr(known, field) != getattr(found, field):
-            makes = "another order of its rows" if "shuffle" in field else "other documents of the same rows"
+            makes = "another order of its rows" if field not in ("add_bos", "add_eot") else "other documents"
             raise ConfigError(
                 f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
                 f"{_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "

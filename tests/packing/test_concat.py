@@ -86,7 +86,7 @@ def taken(packer: ConcatPacker, limit: int) -> list[Sample]:
         assert len(block.ids) == len(block.hashes) == len(places.cursors) == len(places.bounds) - 1 > 0
         for number, (ids, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=places.first_sample):
             assert ids.readonly
-            cursor, rows, tally = places.behind(number)
+            cursor, rows, tally, _ = places.behind(number)
             assert not any(tally)
             starts = tuple(places.starts_of(number).tolist())
             found.append(Sample(tuple(ids.tolist()), cursor, rows, starts, hashed))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.sources.features import item_bytes
-from tokenloom_server.state import Cursor, SourceState, Tally
+from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
 
 class Place(NamedTuple):
-    """Where a source stands: its cursor, its rows counter, its tally."""
+    """Where a source stands: its cursor, its rows counter, its tally; and its lanes, where it has several."""
 
     cursor: Cursor
     rows: int
     tally: Tally
+    lanes: tuple[Lane, ...] = ()
+
+    @classmethod
+    def of(cls, state: SourceState) -> Place:
+        """The place of a state."""
+        return cls(state.cursor, state.rows, state.tally, state.lanes)
 
 
 class Feature(NamedTuple):
@@ -62,7 +68,7 @@ class Places:
     bounds: npt.NDArray[np.int64]
     tallies: npt.NDArray[np.int64]
     #: Of a block that is a batch of rows.
-    batch: Batch | None = None
+    batch: Batch | None = field(default=None, kw_only=True)
 
     def behind(self, sample: int) -> Place:
         """Where the source stands behind a sample (its number within the source)."""

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers, files
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.open import reader_of
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File
@@ -111,6 +112,12 @@ class FeatureSource:
         self._traffic = traffic
         self._dtypes = dtypes
         self._names = names
+        self._kind = reader_of(spec, shards)
+        if self._kind not in ("parquet", "arrow"):
+            raise SourceError(
+                f"{self.where(0)} cannot be read row by row in any order, as batching does; expected parquet or arrow "
+                "files"
+            )
         self._opened: OrderedDict[int, _Guarded] = OrderedDict()
         self._kept: OrderedDict[tuple[int, int], tuple[int, list[_Decoded]]] = OrderedDict()
         self._kept_bytes = 0
@@ -246,16 +253,16 @@ class FeatureSource:
 
     def _open(self, shard: int) -> _Guarded:
         if not self._shards[shard].size:
-            raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._spec.scheme} file")
+            raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._kind} file")
         file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._traffic)
         try:
-            found = _ParquetFile(file) if self._spec.scheme == "parquet" else _arrow_file(file)
+            found = _ParquetFile(file) if self._kind == "parquet" else _arrow_file(file)
         except BaseException as error:
             file.close()
             if not isinstance(error, pa.ArrowException | OSError | ValueError):
                 raise
             raise SourceError(
-                f"{self.where(shard)} is not a readable {self._spec.scheme} file ({error}); it is truncated or "
+                f"{self.where(shard)} is not a readable {self._kind} file ({error}); it is truncated or "
                 "damaged: write or copy it again"
             ) from None
         if isinstance(file, LocalFile):
