@@ -221,3 +221,42 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
             assert len(set(map(tuple, np.array(batch["latent"].shape)[None, 2:].tolist()))) == 1
     finally:
         server.kill()
+
+
+def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    children = [{"source": "parquet:latents/*.parquet:*", "epochs": 2}, {"source": "arrow:more:*", "weight": 3}]
+    mixture = {"policy": "weighted", "children": children}
+    mixtures = []
+    for name, fields in (
+        ("base", {}),
+        ("fork", {"mixture": mixture}),
+        ("other", {"mixture": mixture, "seed": 6}),
+    ):
+        mixtures.append(folder / f"{name}.yaml")
+        mixtures[-1].write_text(yaml.safe_dump(document(run=name, **fields)))
+    server = ServerProcess(tmp_path / "server", *mixtures).start()
+    try:
+        with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="base") as base:
+            begun: list[Any] = [batch for batch, _ in zip(base, range(5), strict=False)]
+            state = base.state_dict(20)
+        with RemoteDataset(server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state) as fork:
+            rest: list[Any] = list(fork)
+        assert rest[0]["sample_ids"].tolist() == [20, 21, 22, 23]
+        of_more = [
+            caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
+        ]
+        assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
+        other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
+        with other, pytest.raises(TokenloomError, match="seed: 5 in run 'base', 6 in 'other'"):
+            next(iter(other))
+        with (
+            RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
+            pytest.raises(TokenloomError, match="an older data loader's checkpoint tells rows of files"),
+        ):
+            entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
+            older.load_state_dict({"resume_state": {"datasets": [entry]}})
+            next(iter(older))
+    finally:
+        server.kill()

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.courses import revised
 from support.features import LATENTS, MORE, SHAPES, document, latents, order_of, write_arrow, write_features
 from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
@@ -270,6 +271,31 @@ def test_what_was_read_again_from_the_cache_is_the_same(folder: Path, caplog: py
     cached[0].write_bytes(data[:11])
     order_of(folder, document())
     assert caplog.text.count("is made anew") == 2
+
+
+def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_buckets(tmp_path: Path) -> None:
+    write_features(tmp_path)
+    write_arrow(tmp_path / "late", latents(40, 77))
+    for policy in ("least_consumed", "round_robin", "balance_remaining"):
+        children = [{"source": LATENTS, "alias": "latents", "epochs": 2}, {"source": MORE, "alias": "more"}]
+        order = order_of(tmp_path, document(mixture={"policy": policy, "children": children}))
+        course = Course(order)
+        revised_course = revised(course, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}])
+        revised_course = revised(revised_course, 24, set=[{"child": "latents", "paused": True}])
+        whole = list(steps(revised_course.pipeline(revised_course.initial()), group_steps=5))
+        assert {step.source for step in whole[:2]} <= {0, 1}
+        assert 0 not in {step.source for step in whole[6:]}
+        sources = Counter(step.source for step in whole)
+        assert (sources[1], sources[2]) == (order.epochs_of(1).batches, revised_course.at(24).epochs_of(2).batches)
+        samples = [sample for step in whole for sample in step.samples]
+        for at, step in enumerate(whole):
+            again = revised_course.decode(revised_course.encode(step.behind))
+            rest = list(steps(revised_course.pipeline(again), world_size=2))
+            assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
+    with pytest.raises(ConfigError, match="sample 10 lies within a global batch of 4"):
+        revised(course, 10, set=[{"child": "latents", "paused": True}])
+    with pytest.raises(ConfigError, match="append_files: this run is made of batches from buckets"):
+        revised(course, 8, append_files=["latents"])
 
 
 def by_length(folder: Path, **batching: Any) -> Order:
