@@ -248,6 +248,12 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
             caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
         ]
         assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
+        restore = f"{server.rest_url}/v1/runs/base/restore"
+        for body, status in (({"skip_samples": 3}, 422), ({"skip_tokens": 3}, 200)):
+            answer = httpx.post(restore, json={"sample_index": 8, **body}, trust_env=False, timeout=60)
+            assert answer.status_code == status, answer.text
+        with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
+            assert next(iter(skipped))["sample_ids"].tolist() == [12, 13, 14, 15]  # three are a batch of four
         other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
         with other, pytest.raises(TokenloomError, match="seed: 5 in run 'base', 6 in 'other'"):
             next(iter(other))

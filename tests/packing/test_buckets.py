@@ -273,6 +273,21 @@ def test_what_was_read_again_from_the_cache_is_the_same(folder: Path, caplog: py
     assert caplog.text.count("is made anew") == 2
 
 
+def test_rows_in_an_object_store_come_in_the_same_order(folder: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for path in [*(folder / "latents").iterdir(), *(folder / "more").iterdir()]:
+        store.pipe(f"/buckets/{path.parent.name}/{path.name}", path.read_bytes())
+    children = [
+        {"source": "parquet:memory://buckets/latents/*.parquet:*", "weight": 2, "epochs": 2},
+        {"source": "arrow:memory://buckets/more:*"},
+    ]
+    order = order_of(tmp_path, document(mixture={"policy": "least_consumed", "children": children}))
+    whole = list(steps(order.pipeline(order.initial())))
+    assert digest_hex(whole[-1].behind.digest) == GOLDEN_DIGEST
+
+
 def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_buckets(tmp_path: Path) -> None:
     write_features(tmp_path)
     write_arrow(tmp_path / "late", latents(40, 77))
