@@ -141,7 +141,12 @@ def _is_at(origin: Origin, found: Foreign) -> bool:
 
 def _named(order: Order, state: State) -> tuple[Source, ...]:
     return tuple(
-        Source(spec=spec, shard=shards[source.cursor.shard], state=source)
+        Source(
+            spec=spec,
+            shard=shards[source.cursor.shard],
+            state=source,
+            in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
+        )
         for spec, shards, source in zip(order.specs, order.shard_paths, state.sources, strict=True)
     )
 
@@ -162,6 +167,9 @@ def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) 
                 "another way to begin it anew"
             )
         cursor = replace(known.state.cursor, shard=shards.index(known.shard))
+        if known.in_window or order.config.packing == "best_fit":
+            # A place in a window of rows, or in a row, is none under other rules: it is read again from its beginning.
+            cursor = replace(cursor, offset=0)
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
         sources.append(replace(known.state, cursor=cursor, exhausted=False, dropped_tokens=0))
     return State(

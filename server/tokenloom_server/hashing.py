@@ -22,6 +22,8 @@ class Purpose(IntEnum):
     TIE = 1
     CHOICE = 2
     SLICE = 3
+    #: Of a window of best-fit packing: in which order its samples come.
+    PACK = 24
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,14 +33,19 @@ from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
+from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import order_warning
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.paired import PairedSource
 from tokenloom_server.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
@@ -46,6 +53,7 @@ from tokenloom_server.tokenizer import (
     Encoded,
     Engine,
     EngineRecord,
+    MaskedEncoder,
     TokenizerDefinition,
     begin_of_text_id,
     choose_engine,
@@ -105,12 +113,33 @@ class Order:
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
+            windows=config.packing == "best_fit",
         )
         self.vocab_size = _vocab_size(config, definition)
         self.dtype = id_dtype(self.vocab_size)
-        self.width = config.sequence_length + (config.labels == "shifted")
+        if config.pad_id >= self.vocab_size:
+            raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
+        first_config = first.config if first is not None else config
+        if config.masks_loss and not first_config.masks_loss:
+            raise ConfigError(
+                "loss_mask: the run began without a source that has one, and its samples have no room for it; begin "
+                "a new run"
+            )
+        #: How samples travel.
+        self.form = SampleFormat(
+            length=config.sequence_length,
+            width=config.sequence_length + (config.labels == "shifted"),
+            dtype=self.dtype,
+            lengths=config.packing != "concat" or config.tail == "pad",
+            masked=first_config.masks_loss,
+            padding=config.padding,
+            pad_id=config.pad_id,
+        )
+        self.width = self.form.width
         #: Bytes of a sample as it travels.
-        self.sample_bytes = self.width * self.dtype.itemsize
+        self.sample_bytes = self.form.sample_bytes
+        #: By source: numbers of files that it had at times before.
+        self._ended_before: Mapping[int, frozenset[int]] = {}
         adds_eot = any(_adds_eot(config, source) for source in config.sources)
         adds_bos = any(_adds_bos(config, source) for source in config.sources)
         self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
@@ -203,6 +232,7 @@ class Order:
     ) -> Order:
         """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
         given are those of before, or measured."""
+        _refuse_moved_windows(self.config, config)
         known_files = {source.spec: set(source.shards) for source in self.manifest.sources}
         new = Manifest(
             tuple(
@@ -224,6 +254,10 @@ class Order:
             first=self._first or self,
             roots=self._roots,
         )
+        order._ended_before = {
+            i: self._ended_before.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(self.shards)
+        }
+        order._check_masks(len(self.specs))
         for i, source in enumerate(config.sources):
             if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
                 raise ConfigError(
@@ -235,6 +269,7 @@ class Order:
         return order
 
     def _measured(self) -> Order:
+        self._check_masks()
         self.extents = {source: measure(self, source) for source in self.config.measured_sources}
         return self
 
@@ -305,8 +340,7 @@ class Order:
             self.config,
             packers,
             state,
-            width=self.width,
-            dtype=self.dtype,
+            sample_bytes=self.sample_bytes,
             switches=switches,
             extents=self.extents,
         )
@@ -319,26 +353,45 @@ class Order:
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
             reader = self.open(source_id)
-            packed = ConcatPacker(
-                self._documents(source_id, reader, engine),
-                source_state,
-                source_id=source_id,
-                length=self.config.sequence_length,
-                lookahead=self.width - self.config.sequence_length,
-            )
+            packed = self._packer(source_id, self._documents(source_id, reader, engine), source_state)
             # Ids are read so fast that a second thread would only cost memory.
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return packer
 
-    def documents(self, source_id: int) -> Documents:
-        """A source's documents as tokens, just as a pipeline reads them."""
-        return self._documents(source_id, self.open(source_id), self._load_engine())
+    def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[Part]]:
+        """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""
+        documents = self._documents(source_id, self.open(source_id), self._load_engine())
+        return self._packer(source_id, documents, state).parts(count)
+
+    def _packer(self, source_id: int, documents: Documents, state: SourceState) -> Packer:
+        config = self.config
+        match config.packing:
+            case "concat":
+                return ConcatPacker(documents, state, source_id=source_id, form=self.form, pads=config.tail == "pad")
+            case "best_fit":
+                return BestFitPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    window=Window(config.pack_window_rows, config.pack_window_tokens),
+                    seed=config.seed,
+                    closed_before=self._ended_before.get(source_id, frozenset()),
+                )
+            case "none":
+                return UnpackedPacker(
+                    documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
+                )
 
     def _documents(self, source_id: int, reader: Source, engine: Engine | None) -> Documents:
         source = self.config.sources[source_id]
-        encoder = self._encoder(source_id, reader, engine)
+        encoder: Encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
+        if source.loss_mask is not None:
+            adds_bos = _adds_bos(self.config, source)
+            reader = PairedSource(reader, self._open_mask(source_id, reader, source.loss_mask))
+            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=adds_bos)
         return Documents(source.source, reader, encoder, epochs, self.excluded.of(source.source))
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
@@ -387,6 +440,23 @@ class Order:
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
         return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+
+    def _check_masks(self, first: int = 0) -> None:
+        """That the columns which hold loss masks do so, of the sources from ``first`` on."""
+        for i, source in enumerate(self.config.sources[first:], first):
+            if source.loss_mask is not None:
+                self._open_mask(i, self.open(i), source.loss_mask)
+
+    def _open_mask(self, source_id: int, reader: Source, column: str) -> Source:
+        spec = self.config.sources[source_id].spec
+        found = open_source(replace(spec, column=column), self.base_dir, self.shards[source_id], self.index_dir)
+        for what, source in ((spec.column, reader), (column, found)):
+            if source.content is not Content.IDS:
+                raise ConfigError(
+                    f"{str(spec)!r}: {what!r} holds text, but loss_mask is for rows of ids, with a list of 0 and 1 "
+                    "beside them: prepare both, or leave loss_mask out"
+                )
+        return found
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -477,6 +547,21 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     ]
     interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
+
+
+def _refuse_moved_windows(old: RunConfig, new: RunConfig) -> None:
+    """A part of an epoch ends within a window of rows; another part would make other samples of it, some of which were
+    given. Raises ``ConfigError``."""
+    for source in new.sources[: len(old.sources)]:
+        before, now = old.epochs[source.id], new.epochs[source.id]
+        if new.packing == "best_fit" and source.presence != "dropped" and before != now:
+            for epochs in (before, now):
+                if not math.isinf(epochs) and not float(epochs).is_integer():
+                    raise ConfigError(
+                        f"{source.name}: epochs is {before:g} and would be {now:g}, but with packing: best_fit a "
+                        "window of rows that has begun cannot end elsewhere: change whole epochs to whole ones, or "
+                        "give max_tokens instead"
+                    )
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -322,14 +322,13 @@ class Pipeline:
         packers: PackerFactory,
         state: State,
         *,
-        width: int,
-        dtype: npt.DTypeLike,
+        sample_bytes: int,
         extents: Mapping[int, Extent] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type. ``extents`` of the
-        ``RunConfig.measured_sources``, by id. ``switches``, in order, lie behind the state."""
-        self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
+        """``sample_bytes``: of a sample as it travels. ``extents`` of the ``RunConfig.measured_sources``, by id.
+        ``switches``, in order, lie behind the state."""
+        self._padding = memoryview(bytes(sample_bytes))
         self._switches = deque(switches)
         self._begin(config, packers, state, extents or {})
         self._index = state.sample_index
@@ -452,7 +451,7 @@ class Pipeline:
         while left and self.ended is None:
             index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
             # What follows the counters is made anew from those at this index, and holds for the next samples only.
-            some = min(left, mixer.begin(index, tokens, lambda source: self._feeds[source].rows_picked()))
+            some = min(left, mixer.begin(index, tokens, self._rows_picked))
             if mixer.regime is not changes[-1][1]:
                 changes.append((count - left, mixer.regime))
             plan = mixer.plan(some)
@@ -476,6 +475,13 @@ class Pipeline:
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
+
+    def _rows_picked(self, source: int) -> tuple[int, int]:
+        """The rows counter of a source, and the tokens of the row that is not at its end, behind its last picked
+        sample."""
+        rows, offset = self._feeds[source].rows_picked()
+        # Of samples that are padded, no part of the tokens is a row's.
+        return rows, offset if self._segment.config.packing == "concat" else 0
 
     def _ready(self, plan: Picks) -> int:
         """How many of a plan's first samples are there; loads blocks as needed."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tokenloom_server.packing.base import Block, Packer
+from tokenloom_server.packing.origins import Part
 
 #: Threads that make blocks, for each run; never more than the machine has cores.
 MAX_THREADS = 4
@@ -32,6 +33,9 @@ class ReadAhead:
     @property
     def dropped_tokens(self) -> int:
         return self._packer.dropped_tokens
+
+    def parts(self, count: int) -> Iterator[list[Part]]:
+        return self._packer.parts(count)
 
     def blocks(self) -> Iterator[Block]:
         blocks = self._packer.blocks()

@@ -197,6 +197,9 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         known = state.sources[source.id] if source.id < len(old.sources) else SourceState()
         if known.exhausted and (source.id in grown or _may_give_more(old, new, source.id)):
             known = replace(known, exhausted=False, dropped_tokens=0)
+        if new.packing == "best_fit" and old.sequence_length != new.sequence_length and known.cursor.offset:
+            # Its samples would be others: the window of rows that has begun is packed again, from its first row.
+            known = replace(known, cursor=replace(known.cursor, offset=0))
         sources.append(known)
     before = {
         (node.id, _key(child)): child_state
@@ -298,7 +301,7 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
-    for field in ("add_bos", "add_eot"):
+    for field in ("add_bos", "add_eot", "loss_mask"):
         if getattr(known, field) != getattr(found, field):
             raise ConfigError(
                 f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "

@@ -78,6 +78,8 @@ class _Dataset(_Strict):
     epoch: int = _Count
     row_offset: int = _Count
     row_token_offset: int = _Count
+    #: With best-fit packing: how many samples are emitted of the window of rows that begins here.
+    window_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
     samples: int = _Count
     rows: int = _Count
     token_offset: int = _Count
@@ -181,6 +183,8 @@ class Shape:
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
     """The newest revision that holds: its sample index and ``what_of`` its content."""
+    windows: bool = False
+    """Whether a cursor's offset counts the samples that a window of rows has given, and not tokens of a row."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
@@ -238,6 +242,8 @@ def encode_state(
             "rows": source.rows,
             "token_offset": source.tokens,
         }
+        if shape.windows and source.cursor.offset:
+            entry |= {"row_token_offset": 0, "window_samples": source.cursor.offset}
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         if source.skipped_samples:
@@ -367,6 +373,8 @@ class Source:
     spec: str
     shard: str
     state: SourceState
+    in_window: bool
+    """Whether the cursor stands in a window of best-fit packing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +416,12 @@ def foreign(text: str | bytes) -> Foreign | None:
         manifest_digest=found.manifest_digest or "",
         base_index=resume.sample_index,
         sources=tuple(
-            Source(spec=dataset.spec, shard=dataset.shard, state=_source(dataset))
+            Source(
+                spec=dataset.spec,
+                shard=dataset.shard,
+                state=_source(dataset),
+                in_window=dataset.window_samples > 0,
+            )
             for dataset in resume.datasets
             if isinstance(dataset, _Dataset)
         ),
@@ -511,6 +524,12 @@ def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, .
                 f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
+        for field, given in (("row_token_offset", not shape.windows), ("window_samples", shape.windows)):
+            if getattr(dataset, field) and not given:
+                raise SnapshotInvalid(
+                    f"resume_state.datasets.{i}: {field} is {getattr(dataset, field)}, but this run's packing has no "
+                    "such place: restore the mixture file that the state was made under, or fork a new run from it"
+                )
         _check_skipped(i, dataset)
         sources.append(_source(dataset))
     return tuple(sources)
@@ -518,7 +537,12 @@ def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, .
 
 def _source(dataset: _Dataset) -> SourceState:
     return SourceState(
-        cursor=Cursor(dataset.epoch, dataset.shard_index, dataset.row_offset, dataset.row_token_offset),
+        cursor=Cursor(
+            dataset.epoch,
+            dataset.shard_index,
+            dataset.row_offset,
+            dataset.row_token_offset or dataset.window_samples,
+        ),
         samples=dataset.samples,
         rows=dataset.rows,
         tokens=dataset.token_offset,

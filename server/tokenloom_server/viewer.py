@@ -22,6 +22,7 @@ from tokenloom_proto.resume import NamedSource, sources_of
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.remote import ServerUnreachable, token_to_look
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -175,20 +176,31 @@ def _requests(
 def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
     """The samples of a message: its steps are of one sample each."""
     length = joined.sequence_length
-    width = length + (joined.labels == wire.LABELS_SHIFTED)
-    ids = np.frombuffer(batches.ids, np.dtype(f"<u{int(joined.id_type)}")).reshape(len(batches.steps), width)
-    first = 0
-    for step, row, source, begin in zip(batches.steps, ids, batches.source_ids, batches.document_counts, strict=True):
-        starts = batches.document_starts[first : first + begin]
-        first += begin
+    form = SampleFormat(
+        length=length,
+        width=length + (joined.labels == wire.LABELS_SHIFTED),
+        dtype=np.dtype(f"u{int(joined.id_type)}"),
+        lengths=joined.sample_lengths,
+        masked=joined.loss_masks,
+        padding="left" if joined.pads_left else "right",
+    )
+    size, first = form.sample_bytes, 0
+    samples = [batches.ids[at : at + size] for at in range(0, len(batches.ids), size)]
+    for step, sample, source, count in zip(
+        batches.steps, samples, batches.source_ids, batches.document_counts, strict=True
+    ):
+        starts = batches.document_starts[first : first + count]
+        first += count
+        ids = form.ids(sample)
         inside = sum(start < length for start in starts)
         yield Seen(
             index=step.end_index - 1,
             source=sources[source].alias,
             spec=sources[source].spec,
-            ids=row[:length],
+            # Of a sample that is full, the last id may be only a label.
+            ids=ids[: length - form.begin(len(ids))],
             # What goes on from the sample before is a document of this one, too.
-            documents=inside + (0 not in starts),
+            documents=inside + (form.begin(len(ids)) not in starts),
             digest=step.digest,
         )
 

@@ -393,6 +393,10 @@ def _join_response(
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=host.epoch,
         skipped_samples=skipped,
+        sample_lengths=order.form.lengths,
+        pads_left=order.form.lengths and order.form.padding == "left",
+        loss_masks=order.form.masked,
+        mask_boundaries=order.config.mask_boundaries,
     )
 
 

@@ -20,7 +20,8 @@ class Piece(NamedTuple):
     """Consecutive rows of one shard as tokens.
 
     ``ids`` [tokens] in the run's narrow dtype; ``ends`` [rows] int64, where each row's tokens end in
-    ``ids`` (a row may have none); ``first_row`` within the shard.
+    ``ids`` (a row may have none); ``first_row`` within the shard. ``mask`` [tokens] uint8: 0 for a token that no loss
+    counts; None where all count. ``out`` [rows]: the rows whose tokens are left out, where they were asked for.
     """
 
     epoch: int
@@ -28,6 +29,13 @@ class Piece(NamedTuple):
     first_row: int
     ids: npt.NDArray[np.unsignedinteger]
     ends: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.uint8] | None = None
+    out: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def given(self) -> int:
+        """Tokens of rows that are not left out."""
+        return len(self.ids) if self.out is None else int(np.diff(self.ends, prepend=0)[~self.out].sum())
 
 
 class Encoder(Protocol):
@@ -62,8 +70,10 @@ class Documents:
         self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
         self._fraction = exact - math.floor(exact)
 
-    def read(self, start: Cursor) -> Iterator[Piece]:
+    def read(self, start: Cursor, *, mark_excluded: bool = False) -> Iterator[Piece]:
         """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
+
+        ``mark_excluded``: rows that are excluded have their tokens, and ``out`` says which these are.
 
         Raises ``SourceError`` when a whole epoch, or all that is read of the first, has no token at all:
         it would be read for ever, or for nothing.
@@ -90,8 +100,8 @@ class Documents:
                 left = None if limit is None else limit - before - row
                 for piece in self._shard(epoch, shard, row, left):
                     if shard in self._excluded:
-                        piece = self._without_excluded(piece, begun)
-                    found += len(piece.ids)
+                        piece = self._marked(piece) if mark_excluded else self._without_excluded(piece, begun)
+                    found += piece.given
                     size += len(piece.ids) + len(piece.ends)
                     if keep is not None:
                         keep = [*keep, piece] if size <= KEPT_TOKENS else None
@@ -107,6 +117,14 @@ class Documents:
                 )
             kept = keep
             epoch, shard, row = epoch + 1, 0, 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def place(self, cursor: Cursor) -> str:
+        """A cursor's row, for people."""
+        return f"row {cursor.row} of {self._source.shards[cursor.shard].path}"
 
     def check_offset(self, piece: Piece, offset: int) -> None:
         """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
@@ -131,7 +149,18 @@ class Documents:
         lengths = np.diff(piece.ends, prepend=0)
         keep = np.ones(len(lengths), np.bool_)
         keep[out] = False
-        return piece._replace(ids=piece.ids[np.repeat(keep, lengths)], ends=np.cumsum(lengths * keep))
+        kept = np.repeat(keep, lengths)
+        mask = piece.mask[kept] if piece.mask is not None else None
+        return piece._replace(ids=piece.ids[kept], ends=np.cumsum(lengths * keep), mask=mask)
+
+    def _marked(self, piece: Piece) -> Piece:
+        rows = self._excluded[piece.shard]
+        first, behind = np.searchsorted(rows, (piece.first_row, piece.first_row + len(piece.ends)))
+        if first == behind:
+            return piece
+        out = np.zeros(len(piece.ends), np.bool_)
+        out[rows[first:behind] - piece.first_row] = True
+        return piece._replace(out=out)
 
     def _row_limit(self, epoch: int) -> int | None:
         """Rows of this epoch that are read; None for all, 0 behind the last epoch."""
@@ -157,4 +186,4 @@ class Documents:
                 documents = self._encoder.encode(column, rows.first_row, shard)
             except TokenizerError as error:
                 raise TokenizerError(f"{self._name}: {self._source.shards[shard].path}: {error}") from None
-            yield Piece(epoch, shard, rows.first_row, documents.values, documents.ends)
+            yield Piece(epoch, shard, rows.first_row, *documents)
