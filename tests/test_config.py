@@ -126,6 +126,10 @@ BAD = [
     ("end_of_text_id", -1, ""),
     ("window_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
+    ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
+    ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
+    ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
+    *[("mixture.children.0.shuffle_window_rows", bad, "") for bad in (0, 1, 2**25, 1.5, "many", None, True)],
 ]
 
 
@@ -405,6 +409,8 @@ DEFAULTS = {
     "mixture.interpolate": "linear",
     "mixture.children.0.max_tokens": None,
     "mixture.children.0.on_exhausted": None,
+    "mixture.children.0.shuffle": "none",
+    "mixture.children.0.shuffle_window_rows": 65_536,
 }
 SAME_ORDER |= {f"the default of {path} written out": put(path, value) for path, value in DEFAULTS.items()}
 
@@ -444,6 +450,9 @@ OTHER_ORDER: dict[str, Change] = {
     "a source's max_tokens": put("mixture.children.0.max_tokens", 800),
     "a node's max_tokens": put("mixture.children.2.max_tokens", 800),
     "the root's max_tokens": put("mixture.max_tokens", 800),
+    "a source's files shuffled": put("mixture.children.0.shuffle", "shards"),
+    "a source's rows shuffled": put("mixture.children.0.shuffle", "rows"),
+    "a source's window": lambda d: d["mixture"]["children"][0].update(shuffle="rows", shuffle_window_rows=100),
     "a node's epochs": put("mixture.children.2.epochs", 2),
     "the root's epochs": put("mixture.epochs", 2),
     "the unit of draws": put("mixture.children.2.unit", "samples"),

@@ -138,7 +138,7 @@ def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> N
         ("saved/data-*.arrow@labels", "Arrow files are read by folder"),
         ("deep/*", "matches folders only"),
         ("x" * 5000, "cannot be looked at"),
-        ("s3://bucket/x.parquet:1", "is a URL"),
+        ("memory://nowhere/x.parquet:1", "names no file and no folder"),
         ("parquet:both.parquet", "expected parquet:GLOB:COLUMN, with no part empty"),
     ],
 )

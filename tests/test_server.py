@@ -26,7 +26,19 @@ from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.service import Runs
 
 #: No run of ids with a ledger in SQLite needs any of these.
-UNUSED = {"torch", "pandas.core", "datasets", "redis", "tokenizers", "gigatoken", "awkward", "rich", "pyarrow.dataset"}
+UNUSED = {
+    "torch",
+    "pandas.core",
+    "datasets",
+    "fsspec",
+    "huggingface_hub",
+    "redis",
+    "tokenizers",
+    "gigatoken",
+    "awkward",
+    "rich",
+    "pyarrow.dataset",
+}
 #: What REST needs comes when somebody asks, or behind the first batch.
 LATER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}
 #: All that is imported before a server of ids with a ledger in SQLite is ready.

@@ -31,6 +31,10 @@ class SourceChanged(SourceError):
     """A file differs from the run's frozen manifest."""
 
 
+class StorageError(SourceError):
+    """A file's storage failed, or did not answer for as long as the server waits."""
+
+
 class TokenizerError(TokenloomError):
     """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have."""
 

@@ -127,6 +127,11 @@ class SourceConfig(_Model):
     """Overrides the run's ``add_eot``."""
     loss_mask: Annotated[str, Field(min_length=1)] | None = None
     """A column beside the ids: for each of them 0 or 1, whether it counts for the loss."""
+    shuffle: Literal["none", "shards", "rows"] = "none"
+    """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
+    file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
+    shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(_whole)] = 2**16
+    """Rows of a window of ``shuffle: rows``."""
 
     @field_validator("source")
     @classmethod
@@ -135,6 +140,16 @@ class SourceConfig(_Model):
             return str(Spec.parse(value))
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _a_window_is_of_rows(self) -> Self:
+        default = type(self).model_fields["shuffle_window_rows"].default
+        if self.shuffle != "rows" and self.shuffle_window_rows != default:
+            raise ValueError(
+                f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
+                "windows; set shuffle: rows, or leave it out"
+            )
+        return self
 
     @property
     def spec(self) -> Spec:

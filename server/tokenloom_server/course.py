@@ -319,6 +319,11 @@ class Course:
         if source is None:
             names = ", ".join(repr(source.name) for source in order.config.sources)
             raise ConfigError(f"append_files: the mixture has no source {name!r}; it has {names}")
+        if source.shuffle == "rows":
+            raise ConfigError(
+                f"append_files: {name!r} is read with shuffle: rows, and with more files every row would have another "
+                "place: add the new files as a source of their own, or begin a new run"
+            )
         known = _known_shards(order, source.source)
         paths = {shard.path for shard in known}
         new = [path for path in locations.paths(source.spec, order.base_dir) if path not in paths]

@@ -1,4 +1,4 @@
-"""Data roots: the folders below which everything lies that a mixture file may name."""
+"""Data roots: the folders and URLs below which everything lies that a mixture file may name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage.urls import is_remote, lies_below, refuse_unsafe
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,24 +17,32 @@ class DataRoots:
 
     folders: tuple[Path, ...] = ()
     """With every link resolved."""
+    urls: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folders: Iterable[Path]) -> DataRoots:
-        """Raises ``ConfigError`` for what is no folder."""
-        found = []
-        for folder in folders:
+    def of(cls, places: Iterable[Path | str]) -> DataRoots:
+        """Folders, and URLs such as ``s3://bucket/corpora``. Raises ``ConfigError`` for what is no folder."""
+        folders, urls = [], []
+        for place in places:
+            if is_remote(str(place)):
+                refuse_unsafe("--data-root", str(place))
+                urls.append(str(place))
+                continue
+            folder = Path(place)
             if not folder.is_dir():
                 raise ConfigError(f"--data-root {folder}: there is no such folder")
-            found.append(folder.resolve())
-        return cls(tuple(found))
+            folders.append(folder.resolve())
+        return cls(tuple(folders), tuple(urls))
 
     def check_pattern(self, what: str, base_dir: Path, pattern: str) -> None:
         """Before anything is listed: that the part of a pattern (or path) without wildcards lies below a root.
 
         Raises ``ConfigError``; ``what`` begins its message.
         """
-        if "://" in pattern:
-            return  # no path; whether such a place is read at all is for the sources to say
+        if is_remote(pattern):
+            # The wildcards of a URL match names, never less of the path than what is before them.
+            self.check_paths(what, base_dir, [pattern[: _wild_at(pattern)].rpartition("/")[0]])
+            return
         parts = Path(pattern).parts
         wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
         self.check_paths(what, base_dir, [str(Path(*parts[:wild]))])
@@ -41,10 +50,15 @@ class DataRoots:
     def check_paths(self, what: str, base_dir: Path, paths: Iterable[str]) -> None:
         """That each path, its links resolved, lies below a root. Raises ``ConfigError`` naming the first that does
         not; ``what`` begins its message."""
-        if not self.folders:
+        if not self.folders and not self.urls:
             return
         folders: dict[Path, Path] = {}
         for path in paths:
+            if is_remote(path):
+                refuse_unsafe(what, path)
+                if not any(lies_below(path, url) for url in self.urls):
+                    raise self._outside(what, repr(path))
+                continue
             named = base_dir / path
             # The files of a source lie in few folders, and to resolve one is a call for each part of its path.
             folder = folders.get(named.parent)
@@ -54,9 +68,16 @@ class DataRoots:
             if named.name in ("", "..") or real.is_symlink():
                 real = real.resolve()
             if not any(real.is_relative_to(root) for root in self.folders):
-                roots = ", ".join(str(root) for root in self.folders)
                 leads = "" if real == named else f", which is {str(real)!r},"
-                raise ConfigError(
-                    f"{what}: {path!r}{leads} lies below no data root; expected it below {roots}: move the data there, "
-                    "or allow its folder with another --data-root"
-                )
+                raise self._outside(what, f"{path!r}{leads}")
+
+    def _outside(self, what: str, place: str) -> ConfigError:
+        roots = ", ".join([*map(str, self.folders), *self.urls])
+        return ConfigError(
+            f"{what}: {place} lies below no data root; expected it below {roots}: move the data there, or allow its "
+            "folder with another --data-root"
+        )
+
+
+def _wild_at(pattern: str) -> int:
+    return min((at for at in map(pattern.find, "*?[") if at >= 0), default=len(pattern))

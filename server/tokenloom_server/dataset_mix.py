@@ -20,10 +20,11 @@ from typing import Any
 import yaml
 
 from tokenloom_server.data_roots import DataRoots
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceError, StorageError
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.glimpse import columns_of
 from tokenloom_server.spec import SCHEMES, Spec
+from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 
 #: The option that all this is about; begins every error.
 OPTION = "--dataset-mix"
@@ -84,6 +85,8 @@ class _Reader:
         self._text = text
         self._base_dir = base_dir
         self._roots = roots
+        # By URL: whether an item is one, or ends with a column or a weight, is asked several times.
+        self._listed: dict[str, list[str]] = {}
 
     def read(self) -> _Item:
         try:
@@ -100,7 +103,7 @@ class _Reader:
             path, _, column = head.rpartition("@")
             if not column or "/" in column or ":" in column or not self._matches(path):
                 self._refuse_missing(head, weight)
-        return self._item(self._spec(os.path.expanduser(path), column), weight)  # noqa: PTH111
+        return self._item(self._spec(path if is_remote(path) else os.path.expanduser(path), column), weight)  # noqa: PTH111
 
     def _item(self, spec: Spec, weight: float | None) -> _Item:
         self._roots.check_pattern(self._where, self._base_dir, spec.location)
@@ -112,7 +115,7 @@ class _Reader:
 
     @property
     def _where(self) -> str:
-        return f"{OPTION} item {self._text!r}"
+        return f"{OPTION} item {redacted(self._text)!r}"
 
     def _weight(self) -> tuple[str, float | None]:
         """The item without its weight, and the weight if it has one."""
@@ -129,15 +132,27 @@ class _Reader:
 
     def _matches(self, path: str) -> list[str]:
         """Files and folders that a path or pattern names."""
-        if "://" in path:
-            raise ConfigError(
-                f"{self._where}: {path!r} is a URL, but this release reads local files only; copy or mount the files"
-            )
+        if is_remote(path):
+            return self._remote(path)
         path = os.path.expanduser(path)  # noqa: PTH111
         self._roots.check_pattern(self._where, self._base_dir, path)
         if path and (self._base_dir / path).exists():
             return [path]
         return sorted(glob.glob(path, root_dir=self._base_dir, recursive=True)) if path else []  # noqa: PTH207
+
+    def _remote(self, url: str) -> list[str]:
+        """Files that a URL names, by itself or as a pattern."""
+        refuse_unsafe(self._where, url)
+        self._roots.check_pattern(self._where, self._base_dir, url)
+        if url not in self._listed:
+            # The scheme and column do not matter for where files lie.
+            try:
+                self._listed[url] = list(locations.paths(Spec("txt", url, "text"), self._base_dir))
+            except StorageError:
+                raise
+            except SourceError:
+                self._listed[url] = []
+        return self._listed[url]
 
     def _refuse_missing(self, head: str, weight: float | None) -> None:
         before, colon, tail = head.rpartition(":")
@@ -151,6 +166,8 @@ class _Reader:
 
     def _spec(self, path: str, column: str) -> Spec:
         """A path as a spec; the column may be missing yet."""
+        if is_remote(path):
+            return Spec(self._scheme(self._matches(path)), path, column)
         folder = self._base_dir / path
         if not folder.is_dir():
             found = [name for name in self._matches(path) if (self._base_dir / name).is_file()]
@@ -197,7 +214,7 @@ class _Reader:
         return ENDINGS[endings[0]]
 
     def _column(self, spec: Spec, file: str, weight: float | None) -> str:
-        columns = columns_of(spec.scheme, self._base_dir / file)
+        columns = columns_of(spec.scheme, file, self._base_dir)
         meant = [name for name in COLUMNS if columns.get(name) is not None]
         if len(meant) == 1:
             return meant[0]
@@ -213,10 +230,10 @@ class _Reader:
 
 def _refuse_alike(items: Sequence[_Item], base_dir: Path) -> None:
     """A file is read by one item: whoever names it twice has made a mistake, and the weights would not add up."""
-    owners: dict[Path, _Item] = {}
+    owners: dict[Path | str, _Item] = {}
     for item in items:
         for name in item.files:
-            file = (base_dir / name).resolve()
+            file = name if is_remote(name) else (base_dir / name).resolve()
             other = owners.setdefault(file, item)
             if other is not item:
                 raise ConfigError(
@@ -249,7 +266,7 @@ def _last(names: Sequence[str], depth: int) -> str:
 
 def _names(spec: Spec) -> list[str]:
     """The parts of a location that say something: without wildcards and endings."""
-    path = Path(spec.location)
+    path = Path(spec.location.partition("://")[2] or spec.location)
     last = path.name if spec.scheme == "arrow" else path.name.removesuffix(path.suffix)
     names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]
     plain = [re.sub(r"\[[^]]*\]|[*?]", "", name).strip("-_. ") for name in names]

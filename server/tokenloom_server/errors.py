@@ -43,6 +43,12 @@ class SourceChanged(SourceError):
     http_status = 409
 
 
+class StorageError(SourceError):
+    """A file's storage failed, or did not answer for as long as is waited: nothing is known about what is in it."""
+
+    http_status = 503
+
+
 class TokenizerError(TokenloomError):
     """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have."""
 

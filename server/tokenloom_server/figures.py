@@ -182,10 +182,14 @@ class Figures:
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
-        shards = order.shards[source]
+        shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
+        if config.shuffle == "rows":
+            known = order.known_rows(source)
+            behind = at * config.shuffle_window_rows + state.cursor.row
+            return known, min(1.0, behind / known) if known else 0.0
         total = sum(shard.size for shard in shards) or 1
-        before = sum(shard.size for shard in shards[:at])
+        before = sum(shards[shard].size for shard in order.files_before(source, state.cursor))
         rows = self._row_count(order, source, at)
         if not rows:
             return None, before / total

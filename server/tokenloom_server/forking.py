@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tokenloom_server import snapshot
-from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.course import Course, Origin
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import Foreign, Source
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.state import PACKED_AGAIN, ChildState, SourceState, State
 
 
 class Forking:
@@ -107,6 +107,13 @@ class Forking:
             state = self._history.forward(point)
             return _named(host.course.at(state.sample_index), state), state
         if found.base_index == found.sample_index:
+            for source in found.sources:
+                if source.shuffle != "none" and source.spec in host.course.at(found.sample_index).specs:
+                    raise SnapshotInvalid(
+                        f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
+                        "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
+                        "A.yaml B.yaml)"
+                    )
             return found.sources, None
         raise SnapshotInvalid(
             f"the state tells where the sources of run {found.run!r} stood at sample {found.base_index}, and to go "
@@ -122,6 +129,8 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
         known = there.get(source.source)
         if known is None:
             continue
+        if (known.shuffle, source.shuffle) != ("none", "none"):
+            _refuse_another_shuffle(theirs, known, ours, source)
         for field in ("add_bos", "add_eot"):
             values = [
                 getattr(run, field) if getattr(own, field) is None else getattr(own, field)
@@ -134,6 +143,26 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
                 )
 
 
+def _refuse_another_shuffle(theirs: Order, known: SourceConfig, ours: Order, source: SourceConfig) -> None:
+    """What a shuffled source's place means follows from all that draws its order."""
+    before_files, files = theirs.shards[known.id], ours.shards[source.id]
+    if source.shuffle == "shards":
+        files = files[: len(before_files)]  # those behind have a turn of their own
+    for field, before, now in (
+        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows")),
+        ("seed", theirs.config.seed, ours.config.seed),
+        ("place in the mixture (source id)", known.id, source.id),
+        ("files", *(", ".join(shard.path for shard in found[:5]) for found in (before_files, files))),
+        ("files' fingerprints", *({shard.fingerprint for shard in found} for found in (before_files, files))),
+    ):
+        if before != now:
+            raise SnapshotInvalid(
+                f"source {source.source!r} is shuffled, and its {field}: {before} in run {theirs.name!r}, {now} in "
+                f"{ours.name!r}: its rows would come in another order; make them the same, or write the spec in "
+                "another way to begin it anew"
+            )
+
+
 def _is_at(origin: Origin, found: Foreign) -> bool:
     there = (found.run, found.uid, found.sample_index, found.digest)
     return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
@@ -142,12 +171,13 @@ def _is_at(origin: Origin, found: Foreign) -> bool:
 def _named(order: Order, state: State) -> tuple[Source, ...]:
     return tuple(
         Source(
-            spec=spec,
-            shard=shards[source.cursor.shard],
+            spec=config.source,
+            shard=None if config.shuffle == "rows" else shards[source.cursor.shard],
             state=source,
+            shuffle=config.shuffle,
             in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
         )
-        for spec, shards, source in zip(order.specs, order.shard_paths, state.sources, strict=True)
+        for config, shards, source in zip(order.config.sources, order.shard_paths, state.sources, strict=True)
     )
 
 
@@ -160,18 +190,28 @@ def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) 
         if known is None:
             sources.append(SourceState())
             continue
-        if known.shard not in shards:
+        at = known.state.cursor
+        if known.shard is not None and known.shard not in shards:
             raise SnapshotInvalid(
                 f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
                 f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
                 "another way to begin it anew"
             )
-        cursor = replace(known.state.cursor, shard=shards.index(known.shard))
-        if known.in_window or order.config.packing == "best_fit":
-            # A place in a window of rows, or in a row, is none under other rules: it is read again from its beginning.
-            cursor = replace(cursor, offset=0)
+        if known.shard is not None:
+            at = replace(at, shard=shards.index(known.shard))
+        if order.config.packing == "best_fit" and at.offset:
+            # What is under way, a window of rows or a row, is packed from its beginning: under these rules its samples
+            # are others.
+            at = replace(at, offset=PACKED_AGAIN)
+        elif known.in_window:
+            if known.shuffle != "none" and (at.shard, at.row) == (0, 0):
+                raise SnapshotInvalid(
+                    f"source {spec!r} stands within the first rows of a part that best-fit packing took, which no "
+                    "other packing can name: fork with packing: best_fit, or from another sample"
+                )
+            at = replace(at, offset=0)
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
-        sources.append(replace(known.state, cursor=cursor, exhausted=False, dropped_tokens=0))
+        sources.append(replace(known.state, cursor=at, exhausted=False, dropped_tokens=0))
     return State(
         sample_index=origin.sample_index,
         total_tokens=origin.total_tokens,

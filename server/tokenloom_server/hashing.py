@@ -22,6 +22,10 @@ class Purpose(IntEnum):
     TIE = 1
     CHOICE = 2
     SLICE = 3
+    #: Of a shuffled source: which file comes when, which block, and which row within a window.
+    SHARDS = 16
+    BLOCKS = 17
+    ROWS = 18
     #: Of a window of best-fit packing: in which order its samples come.
     PACK = 24
 

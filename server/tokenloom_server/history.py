@@ -297,11 +297,11 @@ class History:
             cursor = source.cursor
             if cursor == Cursor():
                 continue
-            rows = order.open(i).row_count(cursor.shard)
-            path = order.shard_paths[i][cursor.shard]
-            if cursor.row > rows or (cursor.row == rows and cursor.offset):
+            place, rows = order.stands_in(i, cursor)
+            if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
+                field = "window_row" if config.shuffle == "rows" else "row_offset"
                 raise SnapshotInvalid(
-                    f"resume_state.datasets.{i}: row_offset is {cursor.row}, but {path} has {rows} rows"
+                    f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows"
                 )
             if known is not None and cursor.epoch >= known[i]:
                 raise SnapshotInvalid(

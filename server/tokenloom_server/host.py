@@ -55,6 +55,8 @@ WINDOW_BYTES = 64 * 2**20
 WINDOW_GROUPS = (4, 64)
 #: After so long a wait for another rank the log names it, and again after each further, seconds.
 RANK_WARNING_S = 30.0
+#: A wait for storage of so long is named to the ranks, seconds.
+STORAGE_WAIT_S = 2.0
 #: Commits are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
 
@@ -504,7 +506,9 @@ class Host:
 
     def _slow_work(self, live: Live) -> str:
         """What is at work where nobody waits for anything; for people."""
-        return "samples to be read and tokenised" if live.generation.steps_wanted() else ""
+        if not live.generation.steps_wanted():
+            return ""
+        return self.order.traffic.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
 
     def wake(self, session: Session) -> None:
         """Makes a waiting ``next_for`` of the session look at what interrupts it."""

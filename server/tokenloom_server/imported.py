@@ -235,6 +235,13 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
 
 
 def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
+    shuffle = order.config.sources[source].shuffle
+    if shuffle != "none":
+        raise SnapshotInvalid(
+            f"{where}: shard and row_offset are a place in file order, but the mixture file reads the source with "
+            f"shuffle: {shuffle}, where other rows lie before it: set shuffle: none to go on from there, or take the "
+            "entry out of the checkpoint's copy to read the source from its beginning"
+        )
     shard = _shard(where, entry.shard, order.shard_paths[source], order)
     path, rows = order.shard_paths[source][shard], order.open(source).row_count(shard)
     if entry.row_offset > rows:

@@ -400,11 +400,10 @@ class Opener:
         if notes:
             return
         order = host.course.at(start.sample_index)
-        for spec, source, shards in zip(order.specs, start.sources, order.shard_paths, strict=True):
+        for config, source, shards in zip(order.config.sources, start.sources, order.shard_paths, strict=True):
             cursor = source.cursor
-            _log.info(
-                "resume: spec=%s sample_row=%d shard=%s offset=%d", spec, source.rows, shards[cursor.shard], cursor.row
-            )
+            place = f"window={cursor.shard}" if config.shuffle == "rows" else f"shard={shards[cursor.shard]}"
+            _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, place, cursor.row)
 
 
 def _check(call: JoinCall, sample_bytes: int) -> None:

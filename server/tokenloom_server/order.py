@@ -37,16 +37,18 @@ from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.files import order_warning
-from tokenloom_server.sources.manifest import Manifest, SourceFiles, appeared, build, verify
+from tokenloom_server.sources.files import in_threads, order_warning
+from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.paired import PairedSource
-from tokenloom_server.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
+from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -98,10 +100,14 @@ class Order:
         self.engine = engine
         #: None where the mixture file names none: every source holds ids.
         self.tokenizer = definition
+        #: What its readers wait for.
+        self.traffic: Traffic = first.traffic if first is not None else Traffic()
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
         self._suspects: Suspects | None = None
         self._notes_nothing = False
+        self._layout_lock = threading.Lock()
+        self._layouts: dict[int, Layout] = {}
         self.name = config.run
         self.specs = tuple(source.source for source in config.sources)
         self.shards = tuple(manifest.shards(spec) for spec in self.specs)
@@ -112,8 +118,9 @@ class Order:
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
+            shuffles=_shuffles(config),
             mixture=tuple(_described(node) for node in config.nodes),
-            windows=config.packing == "best_fit",
+            best_fit=config.packing == "best_fit",
         )
         self.vocab_size = _vocab_size(config, definition)
         self.dtype = id_dtype(self.vocab_size)
@@ -158,7 +165,9 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-        opened = [open_source(source.spec, base_dir, manifest.shards(source.source), index_dir) for source in named]
+        opened = in_threads(
+            lambda source: open_source(source.spec, base_dir, manifest.shards(source.source), index_dir), named
+        )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
         ]
@@ -199,8 +208,9 @@ class Order:
         _check_named(config, base_dir, roots)
         manifest = Manifest.from_json(canonical(found["manifest"]))
         _check_files(manifest, base_dir, roots)
-        verify(manifest, base_dir)
-        for path in appeared(manifest, base_dir):
+        listings = Listings()
+        verify(manifest, base_dir, listings)
+        for path in appeared(manifest, base_dir, listings):
             _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
         recorded = found["tokenizer"]
@@ -257,6 +267,12 @@ class Order:
         order._ended_before = {
             i: self._ended_before.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(self.shards)
         }
+        for source, before, now in zip(config.sources, self.shards, order.shards, strict=False):
+            if config.packing == "best_fit" and source.shuffle != "none" and before != now:
+                raise ConfigError(
+                    f"append_files: {source.name} is shuffled and packed by best fit, and files between others would "
+                    "make other samples of rows that are under way: add them as a source of their own"
+                )
         order._check_masks(len(self.specs))
         for i, source in enumerate(config.sources):
             if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
@@ -282,7 +298,9 @@ class Order:
     def warnings(self) -> list[str]:
         """What a user should know about the sources before training."""
         found = (
-            order_warning(source.spec, shards) for source, shards in zip(self.config.sources, self.shards, strict=True)
+            order_warning(source.spec, shards)
+            for source, shards in zip(self.config.sources, self.shards, strict=True)
+            if source.shuffle == "none"
         )
         return [text for text in found if text is not None]
 
@@ -377,7 +395,10 @@ class Order:
                     form=self.form,
                     window=Window(config.pack_window_rows, config.pack_window_tokens),
                     seed=config.seed,
-                    closed_before=self._ended_before.get(source_id, frozenset()),
+                    # In a drawn order nothing is appended (see ``under``).
+                    closed_before=self._ended_before.get(source_id, ())
+                    if config.sources[source_id].shuffle == "none"
+                    else (),
                 )
             case "none":
                 return UnpackedPacker(
@@ -388,11 +409,59 @@ class Order:
         source = self.config.sources[source_id]
         encoder: Encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
+        excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
         if source.loss_mask is not None:
-            adds_bos = _adds_bos(self.config, source)
             reader = PairedSource(reader, self._open_mask(source_id, reader, source.loss_mask))
-            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=adds_bos)
-        return Documents(source.source, reader, encoder, epochs, self.excluded.of(source.source))
+            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=_adds_bos(self.config, source))
+        return Documents(source.source, reader, encoder, epochs, excluded, reading)
+
+    def reading(self, source_id: int, reader: Source) -> Reading:
+        """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
+        index, and one cannot be read."""
+        source = self.config.sources[source_id]
+        if source.shuffle == "none":
+            return FileOrder(reader)
+        if source.shuffle == "shards":
+            return ShuffledFiles(reader, self.config.seed, source_id)
+        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+
+    def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
+        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
+        reading = self.reading(source_id, self.open(source_id))
+        if reading.windows is not None:
+            return f"window {cursor.shard}", reading.rows_in(cursor.shard)
+        return self.shard_paths[source_id][cursor.shard], reading.rows_in(cursor.shard)
+
+    def files_before(self, source_id: int, cursor: Cursor) -> Sequence[int]:
+        """Of a source that is read file by file, those that come before the cursor's in its epoch."""
+        if self.config.sources[source_id].shuffle == "none":
+            return range(cursor.shard)
+        order = shuffled_files(len(self.shards[source_id]), self.config.seed, source_id, cursor.epoch)
+        return () if cursor == Cursor() else order[: order.index(cursor.shard)]
+
+    def known_rows(self, source_id: int) -> int | None:
+        """Rows of an epoch of a source of shuffled rows, once it has been read of."""
+        if self._shares_layout(source_id):
+            assert self._first is not None
+            return self._first.known_rows(source_id)
+        with self._layout_lock:
+            layout = self._layouts.get(source_id)
+        return int(layout.rows.sum()) if layout is not None else None
+
+    def _layout(self, source_id: int, reader: Source) -> Layout:
+        """Where the blocks of a source are: looked up once, since that takes every file's footer or index."""
+        if self._shares_layout(source_id):
+            assert self._first is not None
+            return self._first._layout(source_id, reader)
+        with self._layout_lock:
+            if source_id not in self._layouts:
+                self._layouts[source_id] = Layout.of(reader)
+            return self._layouts[source_id]
+
+    def _shares_layout(self, source_id: int) -> bool:
+        """Whether the run began with the source, and the same files of it: source ids stay."""
+        first = self._first
+        return first is not None and self.shards[source_id : source_id + 1] == first.shards[source_id : source_id + 1]
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -439,7 +508,8 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        return open_source(self.config.sources[source_id].spec, self.base_dir, self.shards[source_id], self.index_dir)
+        spec = self.config.sources[source_id].spec
+        return open_source(spec, self.base_dir, self.shards[source_id], self.index_dir, self.traffic)
 
     def _check_masks(self, first: int = 0) -> None:
         """That the columns which hold loss masks do so, of the sources from ``first`` on."""
@@ -449,7 +519,9 @@ class Order:
 
     def _open_mask(self, source_id: int, reader: Source, column: str) -> Source:
         spec = self.config.sources[source_id].spec
-        found = open_source(replace(spec, column=column), self.base_dir, self.shards[source_id], self.index_dir)
+        found = open_source(
+            replace(spec, column=column), self.base_dir, self.shards[source_id], self.index_dir, self.traffic
+        )
         for what, source in ((spec.column, reader), (column, found)):
             if source.content is not Content.IDS:
                 raise ConfigError(
@@ -562,6 +634,11 @@ def _refuse_moved_windows(old: RunConfig, new: RunConfig) -> None:
                         "window of rows that has begun cannot end elsewhere: change whole epochs to whole ones, or "
                         "give max_tokens instead"
                     )
+
+
+def _shuffles(config: RunConfig) -> tuple[str, ...]:
+    found = tuple(source.shuffle for source in config.sources)
+    return found if set(found) != {"none"} else ()
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -73,13 +73,10 @@ class _Dataset(_Strict):
     id: int = _Count
     spec: str
     alias: str | None = None
-    shard: str
-    shard_index: int = _Count
     epoch: int = _Count
-    row_offset: int = _Count
     row_token_offset: int = _Count
-    #: With best-fit packing: how many samples are emitted of the window of rows that begins here.
-    window_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    #: With best-fit packing: how many samples are emitted of the rows that are packed together from here on.
+    packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
     samples: int = _Count
     rows: int = _Count
     token_offset: int = _Count
@@ -93,6 +90,38 @@ class _Dataset(_Strict):
     padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     cut_documents: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+
+    @property
+    def offset(self) -> int:
+        return self.row_token_offset or self.packed_samples
+
+
+class _InFiles(_Dataset):
+    """One that is read file by file."""
+
+    shuffle: Literal["none", "shards"] = "none"
+    shard: str
+    shard_index: int = _Count
+    row_offset: int = _Count
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.epoch, self.shard_index, self.row_offset, self.offset)
+
+
+class _InWindows(_Dataset):
+    """One of shuffled rows: where it stands is no place of a file."""
+
+    shuffle: Literal["rows"]
+    window: int = _Count
+    window_row: int = _Count
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.epoch, self.window, self.window_row, self.offset)
+
+
+_Known = _InFiles | _InWindows
 
 
 class _Imported(_Strict):
@@ -109,10 +138,20 @@ class _Preserved(_Strict):
     unknown: Literal[True]
 
 
-_DATASETS = ("of the mixture", "preserved")
+_DATASETS = ("read in files", "of shuffled rows", "preserved")
+
+
+def _dataset_kind(entry: object) -> str:
+    if not isinstance(entry, dict):
+        return _DATASETS[0]
+    return _DATASETS[2 if "unknown" in entry else entry.get("shuffle") == "rows"]
+
+
 _AnyDataset = Annotated[
-    Annotated[_Dataset, Tag("of the mixture")] | Annotated[_Preserved, Tag("preserved")],
-    Discriminator(lambda entry: _DATASETS[isinstance(entry, dict) and "unknown" in entry]),
+    Annotated[_InFiles, Tag(_DATASETS[0])]
+    | Annotated[_InWindows, Tag(_DATASETS[1])]
+    | Annotated[_Preserved, Tag(_DATASETS[2])],
+    Discriminator(_dataset_kind),
 ]
 
 
@@ -179,11 +218,13 @@ class Shape:
     """Of a sample that begins here."""
     names: tuple[str | None, ...] = ()
     """The sources' aliases."""
+    shuffles: tuple[str, ...] = ()
+    """The sources' ``shuffle``, where any has one."""
     mixture: tuple[Mapping[str, Any], ...] = ()
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
     """The newest revision that holds: its sample index and ``what_of`` its content."""
-    windows: bool = False
+    best_fit: bool = False
     """Whether a cursor's offset counts the samples that a window of rows has given, and not tokens of a row."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
@@ -233,17 +274,15 @@ def encode_state(
         entry: dict[str, Any] = {
             "id": i,
             "spec": spec,
-            "shard": shape.shards[i][source.cursor.shard],
-            "shard_index": source.cursor.shard,
+            **_place(source.cursor, shape, i),
             "epoch": source.cursor.epoch,
-            "row_offset": source.cursor.row,
             "row_token_offset": source.cursor.offset,
             "samples": source.samples,
             "rows": source.rows,
             "token_offset": source.tokens,
         }
-        if shape.windows and source.cursor.offset:
-            entry |= {"row_token_offset": 0, "window_samples": source.cursor.offset}
+        if shape.best_fit and source.cursor.offset:
+            entry |= {"row_token_offset": 0, "packed_samples": source.cursor.offset}
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         if source.skipped_samples:
@@ -266,6 +305,24 @@ def encode_state(
             "nodes": [_encode_node(children) for children in state.nodes],
         }
     )
+
+
+def _shuffle(shape: Shape, source: int) -> str:
+    return shape.shuffles[source] if shape.shuffles else "none"
+
+
+def _place(cursor: Cursor, shape: Shape, source: int) -> dict[str, Any]:
+    """Where a cursor stands within its epoch, by names that say what it is."""
+    shuffle = _shuffle(shape, source)
+    named = {} if shuffle == "none" else {"shuffle": shuffle}
+    if shuffle == "rows":
+        return {**named, "window": cursor.shard, "window_row": cursor.row}
+    return {
+        **named,
+        "shard": shape.shards[source][cursor.shard],
+        "shard_index": cursor.shard,
+        "row_offset": cursor.row,
+    }
 
 
 def _position(place: Imported) -> dict[str, Any]:
@@ -371,9 +428,11 @@ class Source:
     """A source as a snapshot of whichever run has it: by spec, and its shard by path."""
 
     spec: str
-    shard: str
+    shard: str | None
+    """None where it stands in no file: of shuffled rows."""
     state: SourceState
-    in_window: bool
+    shuffle: str = "none"
+    in_window: bool = False
     """Whether the cursor stands in a window of best-fit packing."""
 
 
@@ -418,12 +477,13 @@ def foreign(text: str | bytes) -> Foreign | None:
         sources=tuple(
             Source(
                 spec=dataset.spec,
-                shard=dataset.shard,
+                shard=dataset.shard if isinstance(dataset, _InFiles) else None,
                 state=_source(dataset),
-                in_window=dataset.window_samples > 0,
+                shuffle=dataset.shuffle,
+                in_window=dataset.packed_samples > 0,
             )
             for dataset in resume.datasets
-            if isinstance(dataset, _Dataset)
+            if isinstance(dataset, _Known)
         ),
         revisions=tuple((revision.sample_index, revision.content) for revision in resume.revisions or ()),
         origin=resume.origin,
@@ -434,7 +494,7 @@ def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
     shape = shape_at(resume.sample_index)
     _check_mixture(resume, shape)
     _check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
-    datasets = [entry for entry in resume.datasets if isinstance(entry, _Dataset)]
+    datasets = [entry for entry in resume.datasets if isinstance(entry, _Known)]
     began = resume.imported
     if began is not None and began.sample_index > resume.sample_index:
         raise SnapshotInvalid(
@@ -504,7 +564,7 @@ def _check_position(where: str, sample_index: int, total_tokens: int, digest: st
         raise SnapshotInvalid(f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}")
 
 
-def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, ...]:
+def _sources(datasets: Sequence[_Known], shape: Shape) -> tuple[SourceState, ...]:
     if [dataset.spec for dataset in datasets] != list(shape.specs):
         theirs, ours = {dataset.spec for dataset in datasets}, set(shape.specs)
         raise SnapshotInvalid(
@@ -513,18 +573,25 @@ def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, .
         )
     sources = []
     for i, dataset in enumerate(datasets):
-        shards = shape.shards[i]
-        if dataset.id != i or dataset.shard_index >= len(shards) or shards[dataset.shard_index] != dataset.shard:
+        shards, shuffle = shape.shards[i], _shuffle(shape, i)
+        if dataset.shuffle != shuffle:
             raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: shard {dataset.shard!r} at {dataset.shard_index} "
-                f"is not in this run's manifest of {dataset.spec!r}"
+                f"resume_state.datasets.{i}: shuffle is {dataset.shuffle!r}, but {dataset.spec!r} of this run has "
+                f"{shuffle!r}"
+            )
+        if dataset.id != i or (
+            isinstance(dataset, _InFiles) and dataset.shard not in shards[dataset.shard_index :][:1]
+        ):
+            found = f"shard {dataset.shard!r} at {dataset.shard_index}" if isinstance(dataset, _InFiles) else "its id"
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: {found} is not in this run's manifest of {dataset.spec!r}"
             )
         if shape.total_tokens is None and dataset.token_offset != dataset.samples * shape.sample_tokens:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
-        for field, given in (("row_token_offset", not shape.windows), ("window_samples", shape.windows)):
+        for field, given in (("row_token_offset", not shape.best_fit), ("packed_samples", shape.best_fit)):
             if getattr(dataset, field) and not given:
                 raise SnapshotInvalid(
                     f"resume_state.datasets.{i}: {field} is {getattr(dataset, field)}, but this run's packing has no "
@@ -535,14 +602,9 @@ def _sources(datasets: Sequence[_Dataset], shape: Shape) -> tuple[SourceState, .
     return tuple(sources)
 
 
-def _source(dataset: _Dataset) -> SourceState:
+def _source(dataset: _Known) -> SourceState:
     return SourceState(
-        cursor=Cursor(
-            dataset.epoch,
-            dataset.shard_index,
-            dataset.row_offset,
-            dataset.row_token_offset or dataset.window_samples,
-        ),
+        cursor=dataset.cursor,
         samples=dataset.samples,
         rows=dataset.rows,
         tokens=dataset.token_offset,

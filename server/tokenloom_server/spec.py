@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 
 SCHEMES = {
     "parquet": "parquet:GLOB:COLUMN",
@@ -30,6 +31,7 @@ class Spec:
     def parse(cls, text: str) -> Spec:
         """Raises ``ConfigError`` when the scheme is unknown or a part is missing."""
         scheme, colon, rest = text.partition(":")
+        text = redacted(text)
         if not colon or scheme not in SCHEMES:
             known = ", ".join(SCHEMES.values())
             raise ConfigError(f"source {text!r}: the scheme is {scheme!r}, expected one of {known}")
@@ -38,6 +40,8 @@ class Spec:
             raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
         if scheme == "txt" and column != "text":
             raise ConfigError(f"source {text!r}: a txt source has one column, 'text', but {column!r} was asked for")
+        if is_remote(location):
+            refuse_unsafe(f"source {text!r}", location)
         return cls(scheme, location, column)
 
     def __str__(self) -> str:

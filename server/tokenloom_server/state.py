@@ -26,6 +26,11 @@ def digest_hex(digest: int) -> str:
     return f"{digest:032x}"
 
 
+#: The offset of a cursor at the first row of a window of best-fit packing that is packed once more, under other rules
+#: than it was begun. (0 may be the beginning of the epoch, where that has another order than its parts' numbers.)
+PACKED_AGAIN = 2**52
+
+
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """Where a source stands: just behind the last token that a sample took.
@@ -33,6 +38,9 @@ class Cursor:
     ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
     shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
     taken to its end is written as (row + 1, 0), also where that is behind the shard's last row.
+
+    With best-fit packing a cursor within a window of rows stands at the first of them, and ``offset`` counts the
+    samples that the window has given.
     """
 
     epoch: int = 0

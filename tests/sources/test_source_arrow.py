@@ -155,7 +155,7 @@ def test_damaged_headers_are_refused_and_never_crash(tmp_path: Path) -> None:
             damaged = bytearray(whole)
             damaged[position] = value
             try:
-                arrow_headers.scan(memoryview(damaged))
+                arrow_headers.scan(arrow_headers.Mapped(memoryview(damaged)))
             except ValueError:
                 continue
 

@@ -25,25 +25,25 @@ FOUND = {"id": None, "text": Content.TEXT, "tokens": Content.IDS, "scores": None
 
 def test_columns_of_parquet_and_of_both_forms_of_arrow(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet")
-    assert dict(columns_of("parquet", tmp_path / "a.parquet")) == FOUND
+    assert dict(columns_of("parquet", "a.parquet", tmp_path)) == FOUND
     for name, writer in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
         path = tmp_path / f"{name}.arrow"
         with writer(path, TABLE.schema) as sink:
             sink.write_table(TABLE)
-        assert dict(columns_of("arrow", path)) == FOUND
+        assert dict(columns_of("arrow", str(path), tmp_path)) == FOUND
 
 
 def test_keys_of_json_lines_are_judged_by_their_first_value(tmp_path: Path) -> None:
     lines = [{"id": 1, "body": None, "ids": [1, 2]}, {"id": 2, "body": "a text", "late": "b"}, {"body": 3}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert dict(columns_of("jsonl", path)) == {
+    assert dict(columns_of("jsonl", str(path), tmp_path)) == {
         "id": None,
         "body": Content.TEXT,
         "ids": Content.IDS,
         "late": Content.TEXT,
     }
-    assert dict(columns_of("txt", path)) == {"text": Content.TEXT}
+    assert dict(columns_of("txt", str(path), tmp_path)) == {"text": Content.TEXT}
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_a_file_that_is_none_of_its_scheme_is_named(scheme: str, content: bytes,
     path = tmp_path / "broken"
     path.write_bytes(content)
     with pytest.raises(SourceError, match=f"broken' cannot be read as {scheme}"):
-        columns_of(scheme, path)
+        columns_of(scheme, str(path), tmp_path)

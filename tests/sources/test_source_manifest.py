@@ -67,11 +67,6 @@ def test_a_folder_in_place_of_files_is_told_how_to_name_them(folder: Path) -> No
         locations.paths(Spec.parse("txt:data/:text"), folder)
 
 
-def test_a_url_is_refused(folder: Path) -> None:
-    with pytest.raises(SourceError, match=r"'s3://bucket/x\.txt' is a URL, but this release reads local files only"):
-        locations.paths(Spec.parse("txt:s3://bucket/x.txt:text"), folder)
-
-
 def test_a_manifest_survives_its_json_form_and_has_one_digest(folder: Path) -> None:
     built = manifest.build([GLOB, Spec.parse("jsonl:data/c.jsonl:text")], folder)
     assert Manifest.from_json(built.to_json()) == built

@@ -17,6 +17,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, parquet_lists, parquet_pages, thrift
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.open import open_file
 
 SPEC = Spec.parse("parquet:a.parquet:ids")
 ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
@@ -250,9 +251,9 @@ def test_a_footer_says_where_each_column_lies(tmp_path: Path) -> None:
     write(tmp_path, rows, schema(pa.int32(), True, True))
     path = tmp_path / "a.parquet"
     metadata = pq.read_metadata(path)
-    with path.open("rb") as file:
+    with open_file("a.parquet", tmp_path) as file:
         for leaf in range(3):
-            found = list(parquet_pages.chunks(file.fileno(), path.stat().st_size, leaf))
+            found = list(parquet_pages.chunks(file, leaf))
             for group, chunk in enumerate(found):
                 known = metadata.row_group(group).column(leaf)
                 assert chunk.start == known.dictionary_page_offset
@@ -260,4 +261,4 @@ def test_a_footer_says_where_each_column_lies(tmp_path: Path) -> None:
                 assert chunk.levels == known.num_values
             assert len(found) == 3
         with pytest.raises(parquet_pages.Unusual, match="without the column"):
-            list(parquet_pages.chunks(file.fileno(), path.stat().st_size, 3))
+            list(parquet_pages.chunks(file, 3))

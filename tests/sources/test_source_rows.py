@@ -197,7 +197,7 @@ def test_several_shards_give_a_warning_about_their_order(tmp_path: Path) -> None
     assert files.order_warning(spec, shards[:1]) is None
     warning = files.order_warning(spec, shards)
     assert warning is not None
-    assert "3 shards are read in file order; shuffling comes with a later release" in warning
+    assert "3 shards are read in file order; where documents should be mixed across files, set shuffle" in warning
 
 
 PARQUET = "parquet:data/*.parquet:column"

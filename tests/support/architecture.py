@@ -17,6 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
+        ("storage",),
         ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
         ("config", "stats", "picture"),
         ("sources",),
@@ -65,7 +66,8 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.state": frozenset(),
     f"{SERVER}.hashing": frozenset(),
     f"{SERVER}.slots": frozenset(),
-    f"{SERVER}.spec": frozenset({"errors"}),
+    f"{SERVER}.storage": frozenset({"errors"}),
+    f"{SERVER}.spec": frozenset({"errors", "storage"}),
     f"{SERVER}.config": frozenset({"errors", "spec"}),
     f"{SERVER}.ledger": frozenset({"errors", "state"}),
     f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "slots", "state"}),
@@ -91,6 +93,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.picture"})),
+    (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
 )
 
@@ -112,7 +115,7 @@ NEEDS = {
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
             *("matplotlib",),  # of the extra for pictures
-            *("awkward", "fastapi", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
+            *("awkward", "fastapi", "fsspec", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
         }
     ),

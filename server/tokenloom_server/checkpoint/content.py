@@ -25,6 +25,8 @@ class Source:
     alias: str | None
     epoch: int | None
     shard: str | None
+    window: int | None
+    """In place of a shard, where rows are shuffled; the row counts within it."""
     row: int | None
     token_in_row: int | None
     samples: int | None
@@ -177,7 +179,8 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
                 alias=_text(entry.get("alias")) or (known.alias if known is not None else None),
                 epoch=_count(entry.get("epoch")),
                 shard=_text(entry.get("shard")),
-                row=_count(entry.get("row_offset")),
+                window=_count(entry.get("window")),
+                row=_count(entry.get("row_offset", entry.get("window_row"))),
                 token_in_row=_count(entry.get("row_token_offset")),
                 samples=_count(entry.get("samples")),
                 rows=_count(entry.get("rows")),

@@ -106,6 +106,7 @@ def place(source: Source) -> str:
     """Where a source stands, in words."""
     parts = [f"epoch {source.epoch}"] if source.epoch else []
     parts += [source.shard] if source.shard is not None else []
+    parts += [f"window {source.window:,}"] if source.window is not None else []
     parts += [f"row {source.row:,}"] if source.row is not None else []
     parts += [f"token {source.token_in_row:,}"] if source.token_in_row else []
     parts += ["exhausted"] if source.exhausted else []

@@ -59,7 +59,8 @@ def _of_sources(content: Content) -> Iterator[str]:
         where = f"resume_state.datasets.{i} ({source.name})"
         if source.unknown:
             continue
-        fields = ["spec", "shard", "row_offset", "token_offset"]
+        shuffled = entry.get("shuffle") == "rows"
+        fields = ["spec", *(("window", "window_row") if shuffled else ("shard", "row_offset")), "token_offset"]
         if content.kind == SNAPSHOT:
             fields += ["id", "epoch", "row_token_offset", "samples", "rows"]
         for field in fields:

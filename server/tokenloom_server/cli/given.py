@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,11 +25,14 @@ Mixture = Annotated[
         show_default=False,
     ),
 ]
+#: Where --data-root is not given: places, separated by colons.
+DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
 Roots = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
-        help="A folder below which all data and tokenisers of a mixture file must lie; may be given again.",
-        envvar="TOKENLOOM_DATA_ROOTS",
+        help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again. "
+        f"[env: {DATA_ROOTS}]",
+        metavar="PLACE",
         show_default=False,
     ),
 ]
@@ -115,6 +120,15 @@ def one_mixture(mixture: Path | None, short: tuple[RunConfig, str] | None) -> tu
     if short is None and mixture is not None:
         return config.load(mixture), "", mixture.resolve().parent
     raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+
+
+def data_roots(given: list[str] | None) -> DataRoots:
+    """What --data-root says, or else the environment. Raises ``ConfigError``."""
+    from tokenloom_server.data_roots import DataRoots
+
+    # The colon of s3://bucket separates nothing.
+    named = [place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place]
+    return DataRoots.of(given or named)
 
 
 def short_form(mix: str | None, fields: dict[str, str | int | None], roots: DataRoots) -> tuple[RunConfig, str] | None:

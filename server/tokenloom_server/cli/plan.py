@@ -18,6 +18,7 @@ from tokenloom_server.cli.given import (
     Mixture,
     MixVocabSize,
     Roots,
+    data_roots,
     fields_of,
     one_mixture,
     short_form,
@@ -60,7 +61,6 @@ def plan(
     """
     from tokenloom_server.amounts import parse_amount
     from tokenloom_server.course import Course
-    from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.order import Order
     from tokenloom_server.planning.planner import Planner
 
@@ -68,7 +68,7 @@ def plan(
     try:
         until = None if tokens is None else parse_amount(tokens, "--tokens")
         form = None if picture is None else _picture_format(picture)
-        roots = DataRoots.of(data_root or ())
+        roots = data_roots(data_root)
         fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
         found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
         with console(stderr=True).status("opening sources and tokeniser") as status:

@@ -23,6 +23,7 @@ from tokenloom_server.cli.given import (
     Mixture,
     MixVocabSize,
     Roots,
+    data_roots,
     fields_of,
     one_mixture,
     short_form,
@@ -132,7 +133,6 @@ def serve(
     """
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.security import Access
     from tokenloom_server.server import ServeOptions, Server
     from tokenloom_server.tls import Tls
@@ -149,7 +149,7 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
-        roots = DataRoots.of(data_root or ())
+        roots = data_roots(data_root)
         fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
         short = short_form(dataset_mix, fields, roots)
         if short is None and not mixtures:
@@ -216,14 +216,13 @@ def validate(
     """
     from rich.table import Table
 
-    from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import Order
 
     set_up_logging("warning")
     out = console(stderr=print_file)
     try:
-        roots = DataRoots.of(data_root or ())
+        roots = data_roots(data_root)
         fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
         found, text, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
         if print_file and not text:

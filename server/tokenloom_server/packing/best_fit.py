@@ -24,7 +24,7 @@ from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.packing.fit import best_fit
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask, SampleFormat, hashed
-from tokenloom_server.state import SourceState
+from tokenloom_server.state import PACKED_AGAIN, SourceState
 
 
 class Window(NamedTuple):
@@ -89,7 +89,7 @@ class BestFitPacker:
                 for i in packed.order[first[at] : first[at] + packed.counts[at]].tolist():
                     row, begin, end = int(packed.row[i]), int(packed.begins[i]), int(packed.ends[i])
                     row_begin = int(window.ends[row] - lengths[row])
-                    shard, within = window.places[:, row].tolist()
+                    shard, within = window.origins[:, row].tolist()
                     parts.append(
                         Part(
                             window.epoch,
@@ -107,14 +107,15 @@ class BestFitPacker:
 
     def _windows(self) -> Iterator[tuple[_Rows, _Packed, int]]:
         """The windows from the cursor on, and how many samples of each are emitted already."""
-        emitted = self._state.cursor.offset
+        emitted = self._state.cursor.offset % PACKED_AGAIN
         for window in self._rows():
             packed = self._packed(window)
             if emitted >= max(1, packed.bins):
+                shard, row = window.origins[:, 0].tolist()
                 raise SourceError(
-                    f"{self._documents.name}: the state stands behind {emitted} samples of the window of rows that "
-                    f"begins at {self._documents.place(self._state.cursor)}, but it has only {packed.bins}: the files "
-                    "or the tokeniser are not what the run began with; put them back, or begin a new run"
+                    f"{self._documents.name}: the state stands behind {emitted} samples of the window that begins "
+                    f"with row {row} of {self._documents.path(shard)}, but that has {packed.bins}: the files or the "
+                    "tokeniser are not what the run began with; put them back, or begin a new run"
                 )
             yield window, packed, emitted
             emitted = 0
@@ -219,12 +220,14 @@ class BestFitPacker:
 
 
 class _Rows(NamedTuple):
-    """A window: ``ids`` [tokens], ``ends`` [rows] in them, ``places`` [2, rows] (shard, row in shard)."""
+    """A window: ``ids`` [tokens], ``ends`` [rows] in them; of its first and last row the ``places`` [2, 2], as a cursor
+    names them; of each row the ``origins`` [2, rows] (file, row there)."""
 
     epoch: int
     ids: Ids
     ends: Int64s
     places: Int64s
+    origins: Int64s
     mask: Mask | None
     out: Flags | None
 
@@ -267,26 +270,35 @@ def _cut(piece: Piece, first: int, behind: int) -> Piece:
         first_row=piece.first_row + first,
         ids=piece.ids[begin:end],
         ends=piece.ends[first:behind] - begin,
+        origins=piece.origins[:, first:behind] if piece.origins is not None else None,
         mask=piece.mask[begin:end] if piece.mask is not None else None,
         out=piece.out[first:behind] if piece.out is not None else None,
     )
 
 
 def _joined(pieces: list[Piece]) -> _Rows:
-    before = np.cumsum([0, *(len(piece.ids) for piece in pieces)])
-    rows = [np.arange(piece.first_row, piece.first_row + len(piece.ends)) for piece in pieces]
+    before = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
+    first, last = pieces[0], pieces[-1]
     out = mask = None
     if any(piece.out is not None for piece in pieces):
         out = np.concatenate(
             [piece.out if piece.out is not None else np.zeros(len(piece.ends), np.bool_) for piece in pieces]
         )
-    if pieces[0].mask is not None:
+    if first.mask is not None:
         mask = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
     return _Rows(
-        epoch=pieces[0].epoch,
+        epoch=first.epoch,
         ids=np.concatenate([piece.ids for piece in pieces]),
-        ends=np.concatenate([piece.ends + begin for piece, begin in zip(pieces, before.tolist(), strict=False)]),
-        places=np.stack((np.repeat([piece.shard for piece in pieces], [len(r) for r in rows]), np.concatenate(rows))),
+        ends=np.concatenate([piece.ends + begin for piece, begin in zip(pieces, before, strict=False)]),
+        places=np.array([[first.shard, last.shard], [first.first_row, last.first_row + len(last.ends) - 1]]),
+        origins=np.concatenate([_origins(piece) for piece in pieces], axis=1),
         mask=mask,
         out=out,
     )
+
+
+def _origins(piece: Piece) -> Int64s:
+    if piece.origins is not None:
+        return piece.origins
+    count = len(piece.ends)
+    return np.stack((np.full(count, piece.shard), np.arange(piece.first_row, piece.first_row + count)))

@@ -42,7 +42,7 @@ def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[
             if taken <= 0:
                 continue
             ids = piece.ids[first + skip : first + skip + taken]
-            yield Part(piece.epoch, piece.shard, piece.first_row + at, skip, skip + taken, end - first, ids)
+            yield Part(piece.epoch, *piece.origin(at), skip, skip + taken, end - first, ids)
             tokens -= taken
             skip = 0
             if not tokens:

@@ -57,7 +57,7 @@ class UnpackedPacker:
                 first = int(piece.ends[row - 1]) if row else 0
                 tokens = int(piece.ends[row]) - first
                 ids = piece.ids[begin:end]
-                yield [Part(piece.epoch, piece.shard, piece.first_row + row, begin - first, end - first, tokens, ids)]
+                yield [Part(piece.epoch, *piece.origin(row), begin - first, end - first, tokens, ids)]
             if not count:
                 return
 

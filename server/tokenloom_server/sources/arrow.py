@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import arrow_headers, columns, files
-from tokenloom_server.sources.arrow_headers import Batches
+from tokenloom_server.sources import arrow_headers, columns
+from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows, Shard
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.arrow_input import for_arrow
+from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.traffic import Traffic
 
 _Out = TypeVar("_Out")
 
@@ -24,42 +28,57 @@ _Out = TypeVar("_Out")
 class ArrowSource(ShardedSource):
     """A source of Arrow IPC files, in stream format (as `datasets` writes them) or in file format.
 
-    A file stays mapped as long as an iterator, or an array that came from it, is alive.
+    A local file stays mapped as long as an iterator, or an array that came from it, is alive; of a remote one a record
+    batch is read at a time.
     """
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
         """Walks the batch headers up to the first shard that has rows.
 
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, traffic)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
-        _, schema = self._open(0)
+        schema = self._open_arrow(0).schema
         self._content = columns.check_schema(schema, spec, shards[0].path)
         self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
-            _, schema = self._open(shard)
-            self._check(shard, schema)
+            self._check(shard, self._open_arrow(shard).schema)
             self._scan(shard)
         return int(self._batches[shard].ends[-1])
 
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        rows = self.row_count(shard)
+        # Other streams are followed from their beginning.
+        by_itself = self._batches[shard].plain or _is_file_format(self._open_arrow(shard).stream)
+        return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
+
     def read(self, shard: int, row: int) -> Iterator[Rows]:
-        where = self._where(self._shards[shard])
-        mapped, schema = self._open(shard)
+        file, stream, schema = self._open_arrow(shard)
         self._check(shard, schema)
         first_batch, first_row = 0, 0
         if row > 0:
             ends = self._scan(shard).ends
             if row > ends[-1]:
+                where = self._where(self._shards[shard])
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
             first_batch = int(np.searchsorted(ends, row, "right")) - 1
             first_row = int(ends[first_batch])
-        field = schema.get_field_index(self._spec.column)
-        batches = self._read_batches(shard, mapped, field, first_batch)
+        known = self._batches.get(shard)
+        begin = 0
+        if first_batch and known is not None and known.plain:
+            begin = [*known.offsets, file.size][first_batch]
+        with file:
+            file.plan([Range(begin, file.size)])
+            field = schema.get_field_index(self._spec.column)
+            yield from self._read_from(shard, self._read_batches(shard, stream, field, first_batch), first_row, row)
+
+    def _read_from(self, shard: int, batches: Iterator[Any], first_row: int, row: int) -> Iterator[Rows]:
+        where = self._where(self._shards[shard])
         while True:
             try:
                 array = next(batches, None)
@@ -72,39 +91,41 @@ class ArrowSource(ShardedSource):
                 yield from columns.rows(array.slice(behind), first_row + behind, where)
             first_row += len(array)
 
-    def _read_batches(self, shard: int, mapped: Any, field: int, first: int) -> Iterator[Any]:
+    def _read_batches(self, shard: int, stream: Any, field: int, first: int) -> Iterator[Any]:
         """The column of each record batch from the ``first`` on."""
         options = pa.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
-        if _is_file_format(mapped):
+        if _is_file_format(stream):
             # Arrow copies the fields that it is told to include of a file, though not those of a stream;
             # that only pays where it spares decompressing the others.
             whole = not self._is_compressed(shard)
-            reader = pa.ipc.open_file(mapped, options=None if whole else options)
+            reader = pa.ipc.open_file(stream, options=None if whole else options)
             for i in range(first, reader.num_record_batches):
                 yield reader.get_batch(i).column(field if whole else 0)
             return
         batches = self._batches.get(shard)
-        mapped.seek(0)
+        stream.seek(0)
         if first and batches is not None and batches.plain:
-            schema = pa.ipc.read_schema(mapped)
+            schema = pa.ipc.read_schema(stream)
             for i in range(first, len(batches.offsets)):
-                mapped.seek(batches.offsets[i])
-                yield pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(field)
+                stream.seek(batches.offsets[i])
+                yield pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema).column(field)
             return
         # Dictionaries come before the batches that need them: the stream has to be followed.
-        for i, batch in enumerate(pa.ipc.open_stream(mapped, options=options)):
+        for i, batch in enumerate(pa.ipc.open_stream(stream, options=options)):
             if i >= first:
                 yield batch.column(0)
 
     def _has_rows(self, shard: int) -> bool:
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
-        mapped, schema = self._open(shard)
+        file, stream, schema = self._open_arrow(shard)
         self._check(shard, schema)
         try:
             field = schema.get_field_index(self._spec.column)
-            return any(len(array) for array in self._read_batches(shard, mapped, field, 0))
+            return any(len(array) for array in self._read_batches(shard, stream, field, 0))
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, str(error)) from None
+        finally:
+            file.close()
 
     def _check(self, shard: int, schema: Any) -> None:
         path = self._shards[shard].path
@@ -118,25 +139,30 @@ class ArrowSource(ShardedSource):
     def _is_compressed(self, shard: int) -> bool:
         return self._headers(shard, arrow_headers.is_compressed)
 
-    def _headers(self, shard: int, read: Callable[[memoryview], _Out]) -> _Out:
+    def _headers(self, shard: int, read: Callable[[Bytes], _Out]) -> _Out:
         """What the headers of a file say. A mapping of its own: Arrow's has the kernel fetch all that is looked at."""
-        local = files.present(self._spec, self._shards[shard], self._base_dir)
         try:
-            with local.open("rb") as file:
+            with self._open(self._shards[shard]) as file:
+                if not isinstance(file, LocalFile):
+                    return read(file)
                 # Unmapped with its last view, which an error may hold a little longer.
-                return read(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+                return read(Mapped(memoryview(file.mapped())))
         except (ValueError, OSError) as error:
             raise self._damaged(shard, str(error)) from None
 
-    def _open(self, shard: int) -> tuple[Any, Any]:
-        """The mapped file and its schema."""
-        local = files.present(self._spec, self._shards[shard], self._base_dir)
+    def _open_arrow(self, shard: int) -> _Opened:
+        """The mapped or remote file and its schema."""
+        file = self._open(self._shards[shard])
         try:
-            mapped = pa.memory_map(str(local))
-            if _is_file_format(mapped):
-                return mapped, pa.ipc.open_file(mapped).schema
-            mapped.seek(0)
-            return mapped, pa.ipc.open_stream(mapped).schema
+            if isinstance(file, LocalFile):
+                file.close()
+                stream = pa.memory_map(str(file.path))
+            else:
+                stream = for_arrow(file)
+            if _is_file_format(stream):
+                return _Opened(file, stream, pa.ipc.open_file(stream).schema)
+            stream.seek(0)
+            return _Opened(file, stream, pa.ipc.open_stream(stream).schema)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, str(error)) from None
 
@@ -147,6 +173,12 @@ class ArrowSource(ShardedSource):
         )
 
 
-def _is_file_format(mapped: Any) -> bool:
-    mapped.seek(0)
-    return arrow_headers.is_file_format(memoryview(mapped.read_buffer(8)))
+class _Opened(NamedTuple):
+    file: File
+    stream: Any
+    schema: Any
+
+
+def _is_file_format(stream: Any) -> bool:
+    stream.seek(0)
+    return arrow_headers.is_file_format(memoryview(stream.read_buffer(8)))

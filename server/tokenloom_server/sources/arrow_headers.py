@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,20 +29,42 @@ class Batches(NamedTuple):
     """Whether a batch can be read by itself: no dictionaries before it, and nothing compressed."""
 
 
-def is_file_format(data: memoryview) -> bool:
-    """Whether an Arrow file has the file format (with a footer), not the stream format."""
-    return bytes(data[: len(FILE_MAGIC)]) == FILE_MAGIC
+class Bytes(Protocol):
+    """A file, or what is mapped of one."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview: ...
 
 
-def is_compressed(data: memoryview) -> bool:
+class Mapped(NamedTuple):
+    """Bytes in memory."""
+
+    data: memoryview
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read_at(self, offset: int, length: int) -> memoryview:
+        return self.data[offset : offset + length]
+
+
+def is_file_format(head: bytes | memoryview) -> bool:
+    """Whether an Arrow file that begins like this has the file format (with a footer), not the stream format."""
+    return bytes(head[: len(FILE_MAGIC)]) == FILE_MAGIC
+
+
+def is_compressed(file: Bytes) -> bool:
     """Whether the first record batch of a file is. Raises ``ValueError`` when it cannot be reached."""
-    return next((header.compressed for _, header in _messages(data) if header.kind == _RECORD_BATCH), False)
+    return next((header.compressed for _, header in _messages(file) if header.kind == _RECORD_BATCH), False)
 
 
-def scan(data: memoryview) -> Batches:
-    """Walks the messages of a mapped file. Raises ``ValueError`` when the chain is broken or cut off."""
+def scan(file: Bytes) -> Batches:
+    """Walks the messages of a file. Raises ``ValueError`` when the chain is broken or cut off."""
     counts, offsets, plain = [0], [], True
-    for offset, header in _messages(data):
+    for offset, header in _messages(file):
         if header.kind == _DICTIONARY_BATCH:
             plain = False
         elif header.kind == _RECORD_BATCH:
@@ -61,30 +83,31 @@ class _Header(NamedTuple):
     compressed: bool
 
 
-def _messages(data: memoryview) -> Iterator[tuple[int, _Header]]:
-    position = 8 if is_file_format(data) else 0
-    while position < len(data):
+def _messages(file: Bytes) -> Iterator[tuple[int, _Header]]:
+    position = 8 if is_file_format(file.read_at(0, 8)) else 0
+    while position < file.size:
         start = position
         try:
-            (length,) = struct.unpack_from("<I", data, position)
+            head = file.read_at(position, 8)
+            (length,) = struct.unpack_from("<I", head)
             position += 4
             if length == _CONTINUATION:  # files from before 2019 do not have it
-                (length,) = struct.unpack_from("<I", data, position)
+                (length,) = struct.unpack_from("<I", head, 4)
                 position += 4
             if length == 0:
                 return
-            if position + length > len(data):
+            if position + length > file.size:
                 raise ValueError(f"it ends within the header of the message at byte {start}")
-            header = _header(data[position : position + length])
+            header = _header(file.read_at(position, length))
         except struct.error:
             raise ValueError(f"the message at byte {start} is cut off or damaged") from None
         position += length + header.body_bytes
-        if header.body_bytes < 0 or header.rows < 0 or position > len(data):
+        if header.body_bytes < 0 or header.rows < 0 or position > file.size:
             raise ValueError(f"it ends within the message at byte {start}")
         yield start, header
 
 
-def _header(buffer: memoryview) -> _Header:
+def _header(buffer: bytes | memoryview) -> _Header:
     # Field numbers are those of Message.fbs: Message {version, header_type, header, bodyLength},
     # RecordBatch {length, nodes, buffers, compression}.
     (message,) = struct.unpack_from("<I", buffer, 0)
@@ -99,7 +122,7 @@ def _header(buffer: memoryview) -> _Header:
     return _Header(kind, body_bytes, rows, _field(buffer, batch, 3) != 0)
 
 
-def _field(buffer: memoryview, table: int, number: int) -> int:
+def _field(buffer: bytes | memoryview, table: int, number: int) -> int:
     """Where a table's field lies, or 0 where it has its default."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     if vtable < 0:

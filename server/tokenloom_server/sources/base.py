@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Content(StrEnum):
     """What a source's column holds."""
@@ -39,6 +42,10 @@ class Rows(NamedTuple):
     first_row: int
     column: Any
 
+    def cut(self, start: int, stop: int) -> Rows:
+        """The rows from ``start`` to ``stop``, counted from the first."""
+        return Rows(self.first_row + start, self.column.slice(start, stop - start))
+
 
 class Source(Protocol):
     """One opened source. Not shared between threads; reading has no state but the iterator's own."""
@@ -52,6 +59,11 @@ class Source(Protocol):
 
     def row_count(self, shard: int) -> int:
         """Rows in a shard; builds that shard's index on first touch (cached by its fingerprint)."""
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        """The rows with which a shard's blocks begin, ascending from 0, and behind them its row count. A block is what
+        can be read by itself: a row group, a record batch, the lines of a stretch of text; a shuffle of rows takes them
+        in another order. One block for all, where reading always begins at the file's head."""
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         """Rows of a shard from ``row`` to its end, in order.

@@ -162,6 +162,8 @@ class Reach(NamedTuple):
 
 def reach(array: Any, size: int) -> Reach:
     """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
+    if pa.types.is_struct(array.type):
+        array = array.field(0)  # ids, and their loss mask beside them
     offsets = _offsets(array)
     is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
     item = 1 if is_text else array.type.value_type.bit_width // 8

@@ -12,6 +12,12 @@ import xxhash
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, stat
+from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import is_remote
 
 #: How much of a file's head, and of its end, goes into its fingerprint.
 FINGERPRINT_BYTES = 64 * 1024
@@ -19,47 +25,53 @@ FINGERPRINT_BYTES = 64 * 1024
 #: Threads that stat and read heads: storage latency is what 10,000 files cost, not CPU time.
 FILE_THREADS = 16
 
-REMEDY = "put the file back as it was, or begin a new run with another name"
+#: What the fingerprint of a file begins with that is told from others by its content.
+HASH = "xxh3"
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a file's size, first 64 KiB and last 64 KiB; the modification time has no part in it.
-
-    Raises ``OSError``.
-    """
-    with path.open("rb", buffering=0) as file:
-        size = file.seek(0, 2)
-        digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
-        file.seek(0)
-        digest.update(_up_to(file.read, FINGERPRINT_BYTES))
-        file.seek(max(0, size - FINGERPRINT_BYTES))
-        digest.update(_up_to(file.read, FINGERPRINT_BYTES))
-    return f"xxh3:{digest.hexdigest()}"
+    """``fingerprint_of`` of a local file. Raises ``OSError`` and ``SourceError``."""
+    with LocalFile(path, repr(str(path))) as file:
+        return fingerprint_of(file)
 
 
-def _up_to(read: Callable[[int], bytes | None], wanted: int) -> bytes:
-    # One unbuffered read may return less than was asked for, on network file systems above all.
-    parts = []
-    while wanted and (part := read(wanted)):
-        parts.append(part)
-        wanted -= len(part)
-    return b"".join(parts)
+def fingerprint_of(file: File) -> str:
+    """A hash of a file's size, first 64 KiB and last 64 KiB; the modification time has no part in it."""
+    digest = xxhash.xxh3_128(file.size.to_bytes(8, "little"))
+    digest.update(file.read_at(0, FINGERPRINT_BYTES))
+    digest.update(file.read_at(max(0, file.size - FINGERPRINT_BYTES), FINGERPRINT_BYTES))
+    return f"{HASH}:{digest.hexdigest()}"
 
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
     """The shards that lie at ``paths`` now, in that order. Raises ``SourceError`` naming an unreadable file."""
+    traffic = Traffic()
 
     def shard_of(path: str) -> Shard:
+        name = f"source {str(spec)!r}: {path!r}"
         try:
-            local = base_dir / path
-            return Shard(path, local.stat().st_size, fingerprint(local))
+            if is_remote(path):
+                return shard_at(spec, stat(path, name, traffic))
+            with open_file(path, base_dir, name) as file:
+                return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
-            raise SourceError(f"source {str(spec)!r}: {path!r} cannot be read ({error.strerror or error})") from None
+            raise SourceError(f"{name} cannot be read ({error.strerror or error})") from None
 
     return tuple(in_threads(shard_of, paths))
+
+
+def shard_at(spec: Spec, entry: Entry) -> Shard:
+    """The shard of a remote file: by the signature that its storage gives, or else by its head and end.
+
+    Raises ``SourceError``.
+    """
+    if entry.signature:
+        return Shard(entry.path, entry.size, entry.signature)
+    with open_file(entry.path, Path(), f"source {str(spec)!r}: {entry.path!r}") as file:
+        return Shard(entry.path, entry.size, fingerprint_of(file))
 
 
 def in_threads(work: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
@@ -68,30 +80,46 @@ def in_threads(work: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
         return list(pool.map(work, items))
 
 
-def difference(shard: Shard, base_dir: Path, *, content: bool = True) -> str | None:
-    """How the file on disk differs from the shard, or ``None``; found and expected are both named.
+def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str | None:
+    """How the file that is there now differs from the shard, or ``None``; found and expected are both named.
 
-    ``content=False`` compares the size alone, which costs one ``stat``.
+    ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError``.
     """
-    local = base_dir / shard.path
     try:
-        size = local.stat().st_size
+        if is_remote(shard.path):
+            entry = listed or stat(shard.path, repr(shard.path), Traffic())
+            found = _sizes_differ(shard, entry.size) or _signatures_differ(shard, entry)
+            if found is not None or not shard.fingerprint.startswith(f"{HASH}:"):
+                return found
+        with open_file(shard.path, base_dir) as file:
+            return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
     except FileNotFoundError:
-        return f"{shard.path!r} is missing (expected {shard.size} bytes at {str(local)!r})"
+        return _missing(shard, base_dir)
     except OSError as error:
         return f"{shard.path!r} cannot be read ({error.strerror or error})"
-    if size != shard.size:
-        verb = "was shortened" if size < shard.size else "has grown"
-        return f"{shard.path!r} {verb}: found {size} bytes, expected {shard.size}"
-    if not content:
+
+
+def _missing(shard: Shard, base_dir: Path) -> str:
+    place = shard.path if is_remote(shard.path) else str(base_dir / shard.path)
+    return f"{shard.path!r} is missing (expected {shard.size} bytes at {place!r})"
+
+
+def _sizes_differ(shard: Shard, size: int) -> str | None:
+    if size == shard.size:
         return None
-    try:
-        found = fingerprint(local)
-    except OSError as error:
-        return f"{shard.path!r} cannot be read ({error.strerror or error})"
-    if found != shard.fingerprint:
-        return f"{shard.path!r} has other content: found fingerprint {found}, expected {shard.fingerprint}"
-    return None
+    verb = "was shortened" if size < shard.size else "has grown"
+    return f"{shard.path!r} {verb}: found {size} bytes, expected {shard.size}"
+
+
+def _signatures_differ(shard: Shard, entry: Entry) -> str | None:
+    kind = shard.fingerprint.partition(":")[0]
+    return None if kind == HASH else _fingerprints_differ(shard, entry.signed(kind) or f"no {kind}")
+
+
+def _fingerprints_differ(shard: Shard, found: str) -> str | None:
+    if found == shard.fingerprint:
+        return None
+    return f"{shard.path!r} has other content: found fingerprint {found}, expected {shard.fingerprint}"
 
 
 def where(spec: Spec, shard: Shard) -> str:
@@ -99,19 +127,30 @@ def where(spec: Spec, shard: Shard) -> str:
     return f"source {str(spec)!r}: {shard.path!r}"
 
 
-def present(spec: Spec, shard: Shard, base_dir: Path) -> Path:
-    """Where a shard lies, for opening it. Raises ``SourceChanged`` when it is missing or of another size."""
-    found = difference(shard, base_dir, content=False)
+def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None = None) -> File:
+    """Opens a shard. Raises ``SourceChanged`` where it is missing, of another size, or (remote) signed otherwise."""
+    try:
+        file = open_file(shard.path, base_dir, where(spec, shard), traffic)
+    except FileNotFoundError:
+        raise SourceChanged(f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}") from None
+    except OSError as error:
+        raise SourceChanged(
+            f"{where(spec, shard)} cannot be read ({error.strerror or error}); let the server read it, or {REMEDY}"
+        ) from None
+    found = _sizes_differ(shard, file.size)
+    if found is None and isinstance(file, RemoteFile):
+        found = _signatures_differ(shard, file.entry)
     if found is not None:
+        file.close()
         raise SourceChanged(f"source {str(spec)!r}: {found}; {REMEDY}")
-    return base_dir / shard.path
+    return file
 
 
 def order_warning(spec: Spec, shards: tuple[Shard, ...]) -> str | None:
-    """What a caller should log about a source whose shards are read one behind the other."""
+    """What a caller should log about a source that is not shuffled, whose shards are read one behind the other."""
     if len(shards) < 2:
         return None
     return (
         f"source {str(spec)!r}: its {len(shards)} shards are read in file order; "
-        "shuffling comes with a later release, so mix documents across files beforehand where that matters"
+        "where documents should be mixed across files, set shuffle: rows (or shards) on the source"
     )

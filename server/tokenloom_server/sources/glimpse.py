@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,40 +16,49 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.columns import content_of
+from tokenloom_server.storage.arrow_input import for_arrow
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.urls import is_remote
 
 #: JSON lines are looked at until each key had a value, and so many at most; a longer line is not looked at.
 PROBE_LINES = 64
 PROBE_LINE_BYTES = 16 * 2**20
+#: Bytes of them that are read at once.
+READ_BYTES = 2**16
 
 
-def columns_of(scheme: str, path: Path) -> Mapping[str, Content | None]:
-    """Names in the file's order; None for what is neither text nor lists of integers.
+def columns_of(scheme: str, path: str, base_dir: Path) -> Mapping[str, Content | None]:
+    """Names in the order of a file, by its path or URL; None for what is neither text nor lists of integers.
 
     Raises ``SourceError`` naming a file that cannot be read as one of the scheme.
     """
+    shown = path if is_remote(path) else str(base_dir / path)
     try:
         if scheme == "txt":
             return {"text": Content.TEXT}
-        if scheme == "jsonl":
-            return _keys(path)
-        return {field.name: content_of(field.type) for field in _schema(scheme, path)}
+        with open_file(path, base_dir) as file:
+            if scheme == "jsonl":
+                return _keys(file)
+            return {field.name: content_of(field.type) for field in _schema(scheme, file)}
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{str(path)!r} cannot be read as {scheme} ({type(error).__name__}: {error})") from None
+        raise SourceError(f"{shown!r} cannot be read as {scheme} ({type(error).__name__}: {error})") from None
 
 
-def _schema(scheme: str, path: Path) -> Any:
+def _schema(scheme: str, file: File) -> Any:
     if scheme == "parquet":
-        return pq.read_schema(path)
-    mapped = pa.memory_map(str(path))
-    is_file = arrow_headers.is_file_format(memoryview(mapped.read_buffer(8)))
-    mapped.seek(0)
-    return pa.ipc.open_file(mapped).schema if is_file else pa.ipc.open_stream(mapped).schema
+        return pq.read_schema(for_arrow(file))
+    stream = for_arrow(file)
+    stream = pa.memory_map(stream) if isinstance(stream, str) else stream
+    is_file = arrow_headers.is_file_format(memoryview(stream.read_buffer(8)))
+    stream.seek(0)
+    return pa.ipc.open_file(stream).schema if is_file else pa.ipc.open_stream(stream).schema
 
 
-def _keys(path: Path) -> dict[str, Content | None]:
+def _keys(file: File) -> dict[str, Content | None]:
     found: dict[str, Content | None] = {}
     undecided: set[str] = set()
-    for document in _documents(path):
+    for document in _documents(file):
         for key, value in document.items():
             if value is None and key not in found:
                 undecided.add(key)
@@ -61,16 +71,26 @@ def _keys(path: Path) -> dict[str, Content | None]:
     return found
 
 
-def _documents(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for _ in range(PROBE_LINES):
-            line = file.readline(PROBE_LINE_BYTES)
-            if not line:
-                return
-            document = json.loads(line)
-            if not isinstance(document, dict):
-                raise ValueError("expected a JSON object on each line")
-            yield document
+def _documents(file: File) -> Iterator[dict[str, Any]]:
+    for line in itertools.islice(_lines(file), PROBE_LINES):
+        document = json.loads(line)
+        if not isinstance(document, dict):
+            raise ValueError("expected a JSON object on each line")
+        yield document
+
+
+def _lines(file: File) -> Iterator[bytes]:
+    """A file's lines, up to one that is longer than ``PROBE_LINE_BYTES``: of that one, a part."""
+    held, offset, wanted = b"", 0, READ_BYTES
+    while data := bytes(file.read_at(offset, wanted)):
+        offset += len(data)
+        *lines, held = (held + data).split(b"\n")
+        yield from lines
+        if len(held) >= PROBE_LINE_BYTES:
+            break
+        wanted = max(READ_BYTES, len(held))
+    if held:
+        yield held
 
 
 def _content_of_value(value: Any) -> Content | None:

@@ -30,6 +30,7 @@ from tokenloom_server.sources.lines import (
     utf8_error,
 )
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.traffic import Traffic
 
 #: How far a source is searched for its first value that is not null, to learn whether it is text or ids.
 PROBE_BYTES = 64 << 20
@@ -38,28 +39,31 @@ PROBE_BYTES = 64 << 20
 LISTED_KEYS = 20
 
 
-def open_jsonl(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None) -> LinesSource:
+def open_jsonl(
+    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None, traffic: Traffic | None = None
+) -> LinesSource:
     """Opens a source of JSON lines; reads up to the first value that is not null.
 
     Raises ``SourceError`` when all files are empty, or a line before that value is malformed.
     """
-    require_rows(spec, shards, base_dir)
-    content = _probe(spec, shards, base_dir)
-    return LinesSource(spec, shards, base_dir, index_dir, content, Decoder(spec.column, content))
+    require_rows(spec, shards, base_dir, traffic)
+    content = _probe(spec, shards, base_dir, traffic)
+    return LinesSource(spec, shards, base_dir, index_dir, content, Decoder(spec.column, content), traffic)
 
 
-def _probe(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> Content:
+def _probe(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None) -> Content:
     seen = 0
     for shard in shards:
         where = files.where(spec, shard)
-        for block in read_blocks(files.present(spec, shard, base_dir), shard.size, None, where):
-            for i in range(len(block.ends)):
-                value = value_of(block, i, spec.column, where)
-                if value is not None:
-                    return Content.TEXT if isinstance(value, str) else Content.IDS
-            seen += len(block.data)
-            if seen >= PROBE_BYTES:
-                raise _all_null(spec, f"the first {seen} bytes")
+        with files.open_shard(spec, shard, base_dir, traffic) as file:
+            for block in read_blocks(file, None):
+                for i in range(len(block.ends)):
+                    value = value_of(block, i, spec.column, where)
+                    if value is not None:
+                        return Content.TEXT if isinstance(value, str) else Content.IDS
+                seen += len(block.data)
+                if seen >= PROBE_BYTES:
+                    raise _all_null(spec, f"the first {seen} bytes")
     raise _all_null(spec, "every row")
 
 

@@ -8,17 +8,17 @@ and the line that reaches into it.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.local import LocalFile
 
 _log = logging.getLogger(__name__)
 
@@ -47,53 +47,56 @@ class LineIndex:
         return int(self.entries[entry, 0]), int(self.entries[entry, 1])
 
 
-def first_offset(file: IO[bytes]) -> int:
+def first_offset(file: File) -> int:
     """Where a file's first line begins: behind a UTF-8 byte order mark, where there is one."""
-    return len(BOM) if os.pread(file.fileno(), len(BOM), 0) == BOM else 0
+    return len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0
 
 
-def build(file: IO[bytes], size: int) -> LineIndex:
-    """Scans a file that is opened for reading. Raises ``OSError``, and ``EOFError`` when it ends early."""
-    start = first_offset(file)
+def build(file: File) -> LineIndex:
+    """Scans a file. Raises ``SourceError``."""
+    start, size = first_offset(file), file.size
     entries = [(0, start)]
-    buffer = bytearray(STRIDE_BYTES)
     newlines, position, ends_line = 0, start, True
     while position < size:
-        length = os.preadv(file.fileno(), [memoryview(buffer)[: min(STRIDE_BYTES, size - position)]], position)
-        if length == 0:
-            raise EOFError(f"it ends at byte {position}")
-        found = buffer.find(b"\n", 0, length)
+        data = file.read_at(position, STRIDE_BYTES)
+        if not isinstance(data, bytes):
+            data = bytes(data)
+        found = data.find(b"\n")
         if found >= 0 and position + found + 1 < size:
             entries.append((newlines + 1, position + found + 1))
-        newlines += buffer.count(b"\n", 0, length)
-        ends_line = buffer[length - 1] == 0x0A
-        position += length
+        newlines += data.count(b"\n")
+        ends_line = data[-1] == 0x0A
+        position += len(data)
     entries.append((newlines + (not ends_line), size))
     return LineIndex(np.array(entries, np.int64))
 
 
-def load_or_build(shard: Shard, local: Path, index_dir: Path | None) -> LineIndex:
+def load_or_build(shard: Shard, file: File, index_dir: Path | None) -> LineIndex:
     """The index of a shard, from ``index_dir`` where it is cached there, else by one scan of the file.
 
-    The cache is keyed by fingerprint and modification time: the fingerprint does not see the middle
-    of a file, and a wrong index would shift rows unseen; a needless scan is the lesser cost.
+    The cache is keyed by fingerprint, and that of a local file by its modification time, too: the fingerprint does not
+    see the middle of a file, and a wrong index would shift rows unseen; a needless scan is the lesser cost.
     Raises ``SourceError`` naming the file.
     """
-    try:
-        with local.open("rb", buffering=0) as file:
-            cache = None
-            if index_dir is not None:
-                key = f"{shard.fingerprint.replace(':', '-')}-{os.fstat(file.fileno()).st_mtime_ns:x}"
-                cache = index_dir / f"lines-v{FORMAT}-{key}.npy"
-            index = _load(cache, shard.size) if cache is not None else None
-            if index is None:
-                _log.info("building the line index of %s (%d bytes)", shard.path, shard.size)
-                index = build(file, shard.size)
-                if cache is not None:
-                    _save(cache, index)
-            return index
-    except (OSError, EOFError) as error:
-        raise SourceError(f"{shard.path!r} cannot be read ({error})") from None
+    cache = _cache(shard, file, index_dir) if index_dir is not None else None
+    index = _load(cache, shard.size) if cache is not None else None
+    if index is None:
+        _log.info("building the line index of %s (%d bytes)", shard.path, shard.size)
+        file.plan([Range(0, file.size)])
+        index = build(file)
+        if cache is not None:
+            _save(cache, index)
+    return index
+
+
+def _cache(shard: Shard, file: File, index_dir: Path) -> Path:
+    key = shard.fingerprint.replace(":", "-")
+    if isinstance(file, LocalFile):
+        key = f"{key}-{file.modified_ns:x}"
+    else:
+        # A signature may be anything, and only with the name it tells one object from all others.
+        key = xxhash.xxh3_128_hexdigest(f"{shard.path}\n{shard.fingerprint}".encode())
+    return index_dir / f"lines-v{FORMAT}-{key}.npy"
 
 
 def _checksum(entries: np.ndarray[Any, np.dtype[np.int64]]) -> int:

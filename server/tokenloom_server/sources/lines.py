@@ -6,12 +6,12 @@ line. A UTF-8 byte order mark at the head of a file belongs to no line.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
@@ -20,6 +20,8 @@ from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.traffic import Traffic
 
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
 #: buffers of that size back to the kernel, and each new one is faulted in again.
@@ -71,8 +73,9 @@ class LinesSource(ShardedSource):
         index_dir: Path | None,
         content: Content,
         decode: Decoder,
+        traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, traffic)
         self._index_dir = index_dir
         self._content = content
         self._decode = decode
@@ -84,10 +87,12 @@ class LinesSource(ShardedSource):
             self._index(shard)
         return self._row_counts[shard]
 
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        return self._index(shard).entries[:, 0]
+
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
         where = self._where(entry)
-        local = files.present(self._spec, entry, self._base_dir)
         position = None
         if row > 0:
             # Only now: a corpus that is read from its beginning must not be scanned first.
@@ -95,29 +100,30 @@ class LinesSource(ShardedSource):
             if row > index.row_count:
                 raise SourceError(f"{where} has {index.row_count} rows, but row {row} was asked for")
             position = index.seek(row)
-        for block in read_blocks(local, entry.size, position, where):
-            behind = row - block.first_row
-            if behind < len(block.ends):
-                yield from self._decode(block.cut(max(behind, 0), len(block.ends)), where)
+        with self._open(entry) as file:
+            file.plan([Range(position[1] if position is not None else 0, file.size)])
+            for block in read_blocks(file, position):
+                behind = row - block.first_row
+                if behind < len(block.ends):
+                    yield from self._decode(block.cut(max(behind, 0), len(block.ends)), where)
 
     def head_bytes(self, shard: int, rows: int) -> int:
         """Bytes of a shard's first lines with their ends, at the cost of reading them: no index is made."""
-        entry = self._shards[shard]
-        local = files.present(self._spec, entry, self._base_dir)
         size = 0
-        for block in read_blocks(local, entry.size, None, self._where(entry)):
-            if rows <= len(block.ends):
-                return size + min(int(block.ends[rows - 1]) + 1, len(block.data))
-            rows -= len(block.ends)
-            size += len(block.data)
+        with self._open(self._shards[shard]) as file:
+            for block in read_blocks(file, None):
+                if rows <= len(block.ends):
+                    return size + min(int(block.ends[rows - 1]) + 1, len(block.data))
+                rows -= len(block.ends)
+                size += len(block.data)
         return size
 
     def _index(self, shard: int) -> LineIndex:
         index = self._indexes.get(shard)
         if index is None:
             entry = self._shards[shard]
-            local = files.present(self._spec, entry, self._base_dir)
-            index = line_index.load_or_build(entry, local, self._index_dir)
+            with self._open(entry) as file:
+                index = line_index.load_or_build(entry, file, self._index_dir)
             if len(self._indexes) >= HELD_INDEXES:
                 self._indexes.pop(next(iter(self._indexes)))
             self._indexes[shard] = index
@@ -125,29 +131,27 @@ class LinesSource(ShardedSource):
         return index
 
 
-def read_blocks(local: Path, size: int, position: tuple[int, int] | None, where: str) -> Iterator[Block]:
+def read_blocks(file: File, position: tuple[int, int] | None) -> Iterator[Block]:
     """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line.
 
     A line that is longer than a block makes a block of its own. Raises ``SourceError``.
     """
-    try:
-        with local.open("rb", buffering=0) as file:
-            row, offset = position or (0, line_index.first_offset(file))
-            wanted = BLOCK_BYTES
-            while offset < size:
-                data = _pread(file, min(wanted, size - offset), offset)
-                at_end = offset + len(data) == size
-                whole = len(data) if at_end else data.rfind(b"\n") + 1
-                if whole == 0:
-                    wanted *= 2  # doubling: a long line is read twice at most, whatever its length
-                    continue
-                data, wanted = data[:whole], BLOCK_BYTES
-                block = Block(row, data, _line_ends(data))
-                yield block
-                row += len(block.ends)
-                offset += whole
-    except (OSError, EOFError) as error:
-        raise SourceError(f"{where} cannot be read ({error})") from None
+    row, offset = position or (0, line_index.first_offset(file))
+    wanted, size = BLOCK_BYTES, file.size
+    while offset < size:
+        data = file.read_at(offset, wanted)
+        if not isinstance(data, bytes):
+            data = bytes(data)
+        at_end = offset + len(data) == size
+        whole = len(data) if at_end else data.rfind(b"\n") + 1
+        if whole == 0:
+            wanted *= 2  # doubling: a long line is read twice at most, whatever its length
+            continue
+        data, wanted = data[:whole], BLOCK_BYTES
+        block = Block(row, data, _line_ends(data))
+        yield block
+        row += len(block.ends)
+        offset += whole
 
 
 def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -155,23 +159,13 @@ def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ends if data.endswith(b"\n") else np.append(ends, len(data))
 
 
-def _pread(file: IO[bytes], length: int, offset: int) -> bytes:
-    data = os.pread(file.fileno(), length, offset)
-    while len(data) < length:
-        more = os.pread(file.fileno(), length - len(data), offset + len(data))
-        if not more:
-            raise EOFError(f"it ends at byte {offset + len(data)}: it was shortened while being read")
-        data += more
-    return data
-
-
-def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
     for shard in shards:
         if shard.size > len(line_index.BOM):
             return
         if shard.size:
-            with files.present(spec, shard, base_dir).open("rb", buffering=0) as file:
+            with files.open_shard(spec, shard, base_dir, traffic) as file:
                 if line_index.first_offset(file) < shard.size:
                     return
     raise SourceError(

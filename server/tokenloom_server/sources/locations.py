@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.files import in_threads
+from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.files import in_threads, shard_at, shards_of
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage import listing
+from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.remote import Entry, stat
+from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import is_remote, redacted
 
 #: How many names an error lists of what lies in a folder.
 LISTED_NAMES = 8
@@ -20,11 +27,8 @@ def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
     That is the order of the path strings, and for ``arrow:`` the one that ``state.json`` gives.
     Raises ``SourceError``, with the pattern as it was resolved and what lies there, when there is none.
     """
-    if "://" in spec.location:
-        raise SourceError(
-            f"source {str(spec)!r}: {spec.location!r} is a URL, but this release reads local files only; "
-            "copy or mount the files, and give their path"
-        )
+    if is_remote(spec.location):
+        return tuple(entry.path for entry in entries(spec))
     try:
         found = _folder_paths(spec, base_dir) if spec.scheme == "arrow" else _glob_paths(spec, base_dir)
     except (OSError, ValueError) as error:
@@ -39,6 +43,64 @@ def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
                 f"source {str(spec)!r}: the file name {path!r} is not UTF-8, so a manifest cannot hold it; rename it"
             ) from None
     return found
+
+
+def shards(spec: Spec, base_dir: Path) -> tuple[Shard, ...]:
+    """The shards of a source, as they are now. Raises ``SourceError``."""
+    if is_remote(spec.location):
+        return tuple(shard_at(spec, entry) for entry in entries(spec))
+    return shards_of(spec, paths(spec, base_dir), base_dir)
+
+
+def entries(spec: Spec, traffic: Traffic | None = None) -> tuple[Entry, ...]:
+    """The files of a remote source in reading order, by one listing, with their sizes and signatures.
+
+    Raises ``SourceError`` when there is none, or the place cannot be listed.
+    """
+    traffic = traffic or Traffic()
+    try:
+        if spec.scheme == "arrow":
+            return _remote_folder(spec, traffic)
+        if not glob.has_magic(spec.location):
+            return (stat(spec.location, repr(spec.location), traffic),)
+        found = listing.find(spec.location, traffic)
+    except FileNotFoundError:
+        found = ()
+    except IsADirectoryError:
+        raise SourceError(
+            f"source {str(spec)!r}: {spec.location!r} is a folder, expected files; name them by a pattern such as "
+            f"{spec.location.rstrip('/') + '/*.' + spec.scheme!r}"
+        ) from None
+    except OSError as error:
+        raise SourceError(
+            f"source {str(spec)!r}: {spec.location!r} cannot be looked up ({redacted(str(error))}); look at its "
+            "spelling, and at the credentials in the server's environment"
+        ) from None
+    if not found:
+        raise SourceError(
+            f"source {str(spec)!r}: no file matches {spec.location!r}; look at its spelling, and whether the server's "
+            "credentials may list it"
+        )
+    return found
+
+
+def _remote_folder(spec: Spec, traffic: Traffic) -> tuple[Entry, ...]:
+    where, folder = f"source {str(spec)!r}", spec.location.rstrip("/")
+    listed = {entry.path.rpartition("/")[2]: entry for entry in listing.folder(folder, traffic)}
+    if "dataset_dict.json" in listed:
+        raise SourceError(f"{where}: {folder!r} holds a dataset for each split; name one of its folders")
+    names = _data_files(listed)
+    if "state.json" in listed:
+        with open_file(f"{folder}/state.json", Path(), traffic=traffic) as file:
+            names = _state_files(where, f"{folder}/state.json", bytes(file.read_at(0, file.size)))
+    if not names:
+        raise SourceError(
+            f"{where}: no Arrow file in {folder!r}, expected state.json with data-*.arrow, or *.arrow files"
+        )
+    missing = [name for name in names if name not in listed]
+    if missing:
+        raise SourceError(f"{where}: {folder!r} has no {missing[0]!r}, which its state.json names; upload it whole")
+    return tuple(listed[name] for name in names)
 
 
 def _glob_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
@@ -77,7 +139,7 @@ def _folder_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
         choices = ", ".join(repr(f"arrow:{prefix}/{name}:{spec.column}") for name in names) or "none found"
         raise SourceError(f"{where}: {str(folder)!r} holds a dataset for each split; name one of them: {choices}")
     state = folder / "state.json"
-    names = _state_files(where, state) if state.is_file() else _arrow_files(folder)
+    names = _state_files(where, str(state), state.read_bytes()) if state.is_file() else _arrow_files(folder)
     if not names:
         raise SourceError(
             f"{where}: no Arrow file in {str(folder)!r}, expected state.json with data-*.arrow, or *.arrow files "
@@ -86,14 +148,14 @@ def _folder_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
     return tuple(f"{prefix}/{name}" for name in names)
 
 
-def _state_files(where: str, state: Path) -> list[str]:
+def _state_files(where: str, state: str, text: bytes) -> list[str]:
     try:
-        document = json.loads(state.read_text(encoding="utf-8"))
+        document = json.loads(text)
         names = [str(entry["filename"]) for entry in document["_data_files"]]
         indices = document.get("_indices_files") or document.get("_indices_data_files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(
-            f"{where}: {str(state)!r} is not the state.json of a saved dataset ({type(error).__name__}: {error})"
+            f"{where}: {state!r} is not the state.json of a saved dataset ({type(error).__name__}: {error})"
         ) from None
     if indices:
         raise SourceError(
@@ -104,9 +166,13 @@ def _state_files(where: str, state: Path) -> list[str]:
 
 
 def _arrow_files(folder: Path) -> list[str]:
+    return _data_files(path.name for path in folder.glob("*.arrow") if path.is_file())
+
+
+def _data_files(names: Iterable[str]) -> list[str]:
     # cache-*.arrow and tmp* are what `datasets` leaves beside the data: results of map and filter.
-    names = sorted(path.name for path in folder.glob("*.arrow") if path.is_file())
-    return [name for name in names if not name.startswith(("cache-", "tmp", "."))]
+    found = sorted(name for name in names if name.endswith(".arrow"))
+    return [name for name in found if not name.startswith(("cache-", "tmp", "."))]
 
 
 def _nearest(path: Path) -> str:

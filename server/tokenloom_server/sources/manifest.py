@@ -10,10 +10,12 @@ from pathlib import Path
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.errors import SourceChanged, SourceError
+from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.remote import REMEDY, Entry
+from tokenloom_server.storage.urls import is_remote
 
 #: Version of the manifest's JSON form.
 FORMAT = 1
@@ -84,37 +86,69 @@ class Manifest:
 def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     """Freezes the files that the specs match now; relative locations are below ``base_dir``.
 
-    Reads at most 128 KiB of each file. Raises ``SourceError`` when a spec matches nothing.
+    Reads at most 128 KiB of each local file; remote ones are listed. Raises ``SourceError`` when a spec matches
+    nothing.
     """
-    return Manifest(
-        tuple(
-            SourceFiles(str(spec), files.shards_of(spec, locations.paths(spec, base_dir), base_dir)) for spec in specs
-        )
-    )
+    specs = list(specs)
+    found = files.in_threads(lambda spec: locations.shards(spec, base_dir), specs)
+    return Manifest(tuple(SourceFiles(str(spec), shards) for spec, shards in zip(specs, found, strict=True)))
 
 
-def verify(manifest: Manifest, base_dir: Path) -> None:
-    """Compares every file of the manifest with the one on disk; files that it does not name are ignored.
+class Listings:
+    """What the places of remote sources hold now: each is listed once, when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Entry]] = {}
+
+    def of(self, spec: str) -> dict[str, Entry]:
+        """The files that a remote spec matches now, by their paths; none where the place is empty or gone."""
+        if spec not in self._known:
+            try:
+                self._known[spec] = {entry.path: entry for entry in locations.entries(Spec.parse(spec))}
+            except StorageError:
+                raise
+            except SourceError:
+                self._known[spec] = {}
+        return self._known[spec]
+
+
+def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None) -> None:
+    """Compares every file of the manifest with the one that is there now; files that it does not name are ignored.
+
+    ``listings``: remote files are compared with these, instead of being asked for one by one.
 
     Raises ``SourceChanged`` naming the first file that is missing, shortened, grown or changed.
     """
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
-    differences = files.in_threads(lambda item: files.difference(item[1], base_dir), shards)
+    if listings is not None:
+        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_remote(source)])
+
+    def difference(item: tuple[str, Shard]) -> str | None:
+        spec, shard = item
+        listed = listings.of(spec).get(shard.path) if listings is not None and is_remote(shard.path) else None
+        return files.difference(shard, base_dir, listed)
+
+    differences = files.in_threads(difference, shards)
     found = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
     if found:
         spec, text = found[0]
         more = f" ({len(found) - 1} more files differ)" if len(found) > 1 else ""
-        raise SourceChanged(f"source {spec!r}: {text}{more}; {files.REMEDY}")
+        raise SourceChanged(f"source {spec!r}: {text}{more}; {REMEDY}")
 
 
-def appeared(manifest: Manifest, base_dir: Path) -> tuple[str, ...]:
+def appeared(manifest: Manifest, base_dir: Path, listings: Listings | None = None) -> tuple[str, ...]:
     """The files that the specs match now and the manifest does not have: a reason to warn, no more."""
+    listings = listings or Listings()
     new: list[str] = []
     for source in manifest.sources:
         known = {shard.path for shard in source.shards}
         try:
-            now = locations.paths(Spec.parse(source.spec), base_dir)
+            now = listings.of(source.spec) if _is_remote(source) else locations.paths(Spec.parse(source.spec), base_dir)
         except SourceError:
             continue  # that files are gone is for `verify` to say
         new += [path for path in now if path not in known]
     return tuple(new)
+
+
+def _is_remote(source: SourceFiles) -> bool:
+    return any(is_remote(shard.path) for shard in source.shards)

@@ -5,35 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import files, locations
+from tokenloom_server.sources import locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.jsonl import open_jsonl
 from tokenloom_server.sources.parquet import ParquetSource
 from tokenloom_server.sources.txt import open_txt
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.traffic import Traffic
 
 
 def open_source(
-    spec: Spec, base_dir: Path, shards: tuple[Shard, ...] | None = None, index_dir: Path | None = None
+    spec: Spec,
+    base_dir: Path,
+    shards: tuple[Shard, ...] | None = None,
+    index_dir: Path | None = None,
+    traffic: Traffic | None = None,
 ) -> Source:
     """Opens a source in seconds, whatever its size.
 
-    ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths
-    are below ``base_dir``. Line indexes of text are cached in ``index_dir``; ``None`` keeps them in
-    memory only. Raises ``SourceError`` naming the source, and the file where it is one file's fault.
+    ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths are below
+    ``base_dir``. Line indexes of text are cached in ``index_dir``; ``None`` keeps them in memory only. ``traffic`` is
+    what all readers of a run share of remote storage. Raises ``SourceError`` naming the source, and the file where it
+    is one file's fault.
     """
     if shards is None:
-        shards = files.shards_of(spec, locations.paths(spec, base_dir), base_dir)
+        shards = locations.shards(spec, base_dir)
     if not shards:
         raise SourceError(f"source {str(spec)!r} has no files in the run's manifest")
     match spec.scheme:
         case "parquet":
-            return ParquetSource(spec, shards, base_dir)
+            return ParquetSource(spec, shards, base_dir, traffic)
         case "arrow":
-            return ArrowSource(spec, shards, base_dir)
+            return ArrowSource(spec, shards, base_dir, traffic)
         case "jsonl":
-            return open_jsonl(spec, shards, base_dir, index_dir)
+            return open_jsonl(spec, shards, base_dir, index_dir, traffic)
         case "txt":
-            return open_txt(spec, shards, base_dir, index_dir)
+            return open_txt(spec, shards, base_dir, index_dir, traffic)
     raise SourceError(f"source {str(spec)!r}: no reader for the scheme {spec.scheme!r}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.sources.base import Rows, Shard, Source
@@ -27,6 +29,9 @@ class PairedSource:
 
     def row_count(self, shard: int) -> int:
         return self._ids.row_count(shard)
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        return self._ids.blocks(shard)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         masks = self._mask.read(shard, row)

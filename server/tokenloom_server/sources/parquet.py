@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files, parquet_lists
+from tokenloom_server.sources import columns, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.parquet_lists import ListReader
 from tokenloom_server.sources.parquet_pages import Unusual
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.arrow_input import for_arrow
+from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -36,34 +41,39 @@ BUFFER_BYTES = 1 << 20
 class ParquetSource(ShardedSource):
     """A source of Parquet files."""
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
         """Opens footers up to the first that has rows.
 
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir)
+        super().__init__(spec, shards, base_dir, traffic)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self._refuse_empty_files("a Parquet file")
-        with self._open(0) as file:
-            self._content = columns.check_schema(file.schema_arrow, spec, shards[0].path)
+        with self._open_parquet(0) as opened:
+            self._content = columns.check_schema(opened.parquet.schema_arrow, spec, shards[0].path)
+            self._check(0, opened.parquet)
         self._refuse_without_rows(self.row_count)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._group_ends:
-            with self._open(shard) as file:
-                self._check(shard, file)
+            with self._open_parquet(shard) as opened:
+                self._check(shard, opened.parquet)
         return int(self._group_ends[shard][-1])
 
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        self.row_count(shard)
+        return self._group_ends[shard]
+
     def read(self, shard: int, row: int) -> Iterator[Rows]:
-        with self._open(shard) as file:
-            self._check(shard, file)
+        with self._open_parquet(shard) as (file, parquet):
+            self._check(shard, parquet)
             ends = self._group_ends[shard]
             if row > ends[-1]:
                 where = self._where(self._shards[shard])
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
-            with self._open_lists(shard, file) as lists:
-                yield from self._read_groups(file, lists, shard, row)
+            file.plan(self._ranges(file, parquet, int(np.searchsorted(ends, row, "right")) - 1))
+            yield from self._read_groups(parquet, self._lists(file, parquet), shard, row)
 
     def _read_groups(self, file: Any, lists: ListReader | None, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
@@ -114,16 +124,22 @@ class ParquetSource(ShardedSource):
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
 
-    @contextlib.contextmanager
-    def _open_lists(self, shard: int, file: Any) -> Iterator[ListReader | None]:
+    def _lists(self, file: File, parquet: Any) -> ListReader | None:
         """The fast reader, where the column is one of those that it is for."""
-        column = parquet_lists.list_column(file, self._spec.column) if self._content is Content.IDS else None
-        if column is None:
-            yield None
+        column = parquet_lists.list_column(parquet, self._spec.column) if self._content is Content.IDS else None
+        return ListReader(file, column) if column is not None else None
+
+    def _ranges(self, file: File, parquet: Any, group: int) -> Iterator[Range]:
+        """Where the column lies in a row group and in those behind it; ends where that does not show."""
+        names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+        leaf = next((i for i, name in enumerate(names) if name.partition(".")[0] == self._spec.column), None)
+        if leaf is None:
             return
-        entry = self._shards[shard]
-        with files.present(self._spec, entry, self._base_dir).open("rb", buffering=0) as opened:
-            yield ListReader(opened.fileno(), entry.size, column)
+        try:
+            for chunk in itertools.islice(parquet_pages.chunks(file, leaf), group, None):
+                yield Range(chunk.start, chunk.start + chunk.size)
+        except parquet_pages.FAULTS as error:
+            _log.debug("%s: nothing is read ahead: %s", file.name, error)
 
     def _check(self, shard: int, file: Any) -> None:
         if shard in self._group_ends:
@@ -133,18 +149,31 @@ class ParquetSource(ShardedSource):
         counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         self._group_ends[shard] = np.cumsum([0, *counts], dtype=np.int64)
 
-    def _open(self, shard: int) -> Any:
-        entry = self._shards[shard]
-        local = files.present(self._spec, entry, self._base_dir)
+    @contextlib.contextmanager
+    def _open_parquet(self, shard: int) -> Iterator[_Opened]:
+        with self._open(self._shards[shard]) as file, self._parquet(shard, file) as parquet:
+            yield _Opened(file, parquet)
+
+    def _parquet(self, shard: int, file: File) -> Any:
         try:
             # Without pre_buffer and with a buffer, pages are read as they are decoded: the column chunk
             # of a large row group is never in memory as a whole.
-            return pq.ParquetFile(local, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+            return pq.ParquetFile(
+                for_arrow(file),
+                pre_buffer=False,
+                buffer_size=BUFFER_BYTES,
+                page_checksum_verification=True,
+            )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
-                f"{self._where(entry)} is not a readable Parquet file ({error}); "
+                f"{self._where(self._shards[shard])} is not a readable Parquet file ({error}); "
                 "it is truncated or damaged: write or copy it again"
             ) from None
+
+
+class _Opened(NamedTuple):
+    file: File
+    parquet: Any
 
 
 class _BatchSize:

@@ -7,7 +7,6 @@ encoding, damage) raises ``Unusual`` here, and Arrow is to read the row group ag
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ import pyarrow as pa
 
 from tokenloom_server.sources import arrays, parquet_flat, parquet_pages, thrift
 from tokenloom_server.sources.parquet_flat import FlatColumn, FlatPage
-from tokenloom_server.sources.parquet_pages import PHYSICAL_TYPES, Chunk, Dictionary, Page, Unusual
+from tokenloom_server.sources.parquet_pages import FAULTS, PHYSICAL_TYPES, Chunk, Dictionary, Page, Unusual
+from tokenloom_server.storage.file import File
 
 #: Pages are decoded together until they have this many values: each call has a fixed cost.
 UNIT_VALUES = 1 << 18
@@ -27,12 +27,6 @@ MIN_VALUES = 1 << 16
 
 #: Two repetition levels that begin no row, as one integer.
 _TWO_ONES = 1 << 32 | 1
-
-#: What pages raise that are not what they should be.
-_FAULTS = (
-    *(pa.ArrowException, OSError, EOFError, zlib.error, RecursionError, MemoryError, OverflowError),
-    *(ValueError, KeyError, IndexError, TypeError),
-)
 
 
 class ListColumn(NamedTuple):
@@ -67,11 +61,11 @@ def list_column(file: Any, name: str) -> ListColumn | None:
 class ListReader:
     """Reads the row groups of a file one behind the other."""
 
-    def __init__(self, file: int, size: int, column: ListColumn) -> None:
-        """``file`` is a descriptor, which stays the caller's; ``size`` the file's length in bytes."""
+    def __init__(self, file: File, column: ListColumn) -> None:
+        """``file`` stays the caller's."""
         self._file = file
         self._column = column
-        self._chunks = parquet_pages.chunks(file, size, column.leaf)
+        self._chunks = parquet_pages.chunks(file, column.leaf)
         self._next_group = 0
 
     def read(self, group: int) -> Iterator[Any]:
@@ -88,11 +82,11 @@ class ListReader:
             if chunk.levels < MIN_VALUES:
                 raise Unusual("a small row group")
             yield from _units(self._file, chunk, self._column)
-        except _FAULTS as error:
+        except FAULTS as error:
             raise Unusual(str(error)) from error
 
 
-def _units(file: int, chunk: Chunk, column: ListColumn) -> Iterator[Any]:
+def _units(file: File, chunk: Chunk, column: ListColumn) -> Iterator[Any]:
     dictionary: Dictionary | None = None
     held: list[Page] = []
     for page in parquet_pages.pages(file, chunk):

@@ -6,7 +6,6 @@ own reader is the one to say whether the file is damaged.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from tokenloom_server.sources import thrift
+from tokenloom_server.storage.file import File
 
 MAGIC = b"PAR1"
 
@@ -43,6 +43,13 @@ class Unusual(Exception):
     """What this module does not understand, damage included."""
 
 
+#: What pages, and footers, raise that are not what they should be.
+FAULTS = (
+    *(Unusual, pa.ArrowException, OSError, EOFError, zlib.error, RecursionError, MemoryError, OverflowError),
+    *(ValueError, KeyError, IndexError, TypeError),
+)
+
+
 class Chunk(NamedTuple):
     """A column of a row group, as the footer describes it. ``levels``: values, nulls and empty lists."""
 
@@ -68,9 +75,10 @@ class Page(NamedTuple):
     values: memoryview
 
 
-def chunks(file: int, size: int, leaf: int) -> Iterator[Chunk]:
-    """The ``leaf``-th column of one row group after the other. ``file`` is a descriptor."""
+def chunks(file: File, leaf: int) -> Iterator[Chunk]:
+    """The ``leaf``-th column of one row group after the other."""
     # Arrow knows all this, but it ends the process when it is asked about a column of a damaged footer.
+    size = file.size
     tail = _pread(file, 8, size - 8)
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != MAGIC or length > min(MAX_FOOTER_BYTES, size - 8):
@@ -91,7 +99,7 @@ def chunks(file: int, size: int, leaf: int) -> Iterator[Chunk]:
         at = thrift.skip(data, at, thrift.STRUCT)  # the rest of the row group
 
 
-def _list_at(data: bytes, at: int, wanted: int) -> int:
+def _list_at(data: bytes | memoryview, at: int, wanted: int) -> int:
     """Where the structure at ``at`` has the list that is its field ``wanted``."""
     number = 0
     while head := data[at]:
@@ -114,13 +122,13 @@ def _chunk(fields: thrift.Fields) -> Chunk:
     return Chunk(min(start, dictionary or start), meta[7], meta[5], meta[1], meta[4])
 
 
-def pages(file: int, chunk: Chunk) -> Iterator[Dictionary | Page]:
+def pages(file: File, chunk: Chunk) -> Iterator[Dictionary | Page]:
     """The pages of a column that has both kinds of levels, read one at a time; checksums are verified."""
     if chunk.codec not in _CODECS:
         raise Unusual(f"the codec {chunk.codec}")
     at, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
     while left > 0:
-        header, length = thrift.read_struct(os.pread(file, min(HEADER_BYTES, end - at), at), 0)
+        header, length = thrift.read_struct(file.read_at(at, min(HEADER_BYTES, end - at)), 0)
         kind, size, stored = header[1], header[2], header[3]
         at += length
         if kind not in _DETAILS or not 0 <= size <= MAX_PAGE_BYTES or not 0 <= stored <= end - at:
@@ -186,11 +194,8 @@ def _decompressed(codec: int, body: memoryview, size: int) -> memoryview:
     return data
 
 
-def _pread(file: int, length: int, at: int) -> bytes:
-    data = os.pread(file, length, at) if length else b""
-    while len(data) < length:
-        more = os.pread(file, length - len(data), at + len(data))
-        if not more:
-            raise EOFError(f"the file ends at byte {at + len(data)}")
-        data += more
+def _pread(file: File, length: int, at: int) -> bytes | memoryview:
+    data = file.read_at(at, length)
+    if len(data) < length:
+        raise EOFError(f"the file ends at byte {at + len(data)}")
     return data

@@ -9,6 +9,8 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.traffic import Traffic
 
 
 class ShardedSource:
@@ -16,10 +18,12 @@ class ShardedSource:
 
     _content: Content
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> None:
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
+        """``traffic`` is shared by all readers of a run, so that it shows what they wait for."""
         self._spec = spec
         self._shards = shards
         self._base_dir = base_dir
+        self._traffic = traffic or Traffic()
 
     @property
     def content(self) -> Content:
@@ -31,6 +35,10 @@ class ShardedSource:
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
+
+    def _open(self, shard: Shard) -> File:
+        """Raises ``SourceChanged`` where it is missing or another file."""
+        return files.open_shard(self._spec, shard, self._base_dir, self._traffic)
 
     def _refuse_empty_files(self, kind: str) -> None:
         for shard in self._shards:

@@ -13,12 +13,15 @@ from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.lines import Block, LinesSource, bad_utf8_line, require_rows, utf8_error
 from tokenloom_server.spec import Spec
+from tokenloom_server.storage.traffic import Traffic
 
 
-def open_txt(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None) -> LinesSource:
+def open_txt(
+    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None, traffic: Traffic | None = None
+) -> LinesSource:
     """Opens a source of plain text. Raises ``SourceError`` when all of its files are empty."""
-    require_rows(spec, shards, base_dir)
-    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode)
+    require_rows(spec, shards, base_dir, traffic)
+    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode, traffic)
 
 
 def decode(block: Block, where: str) -> Iterator[Rows]:

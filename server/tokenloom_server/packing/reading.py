@@ -1,0 +1,174 @@
+"""In which order an epoch reads a source's rows: file by file, files in a drawn order, or blocks and rows in one.
+
+An epoch is a sequence of *parts*, and a cursor's ``shard`` and ``row`` are a part and a place within it. Without a
+shuffle, and with one of files, a part is a file, and the place the row in it. With one of rows it is a *window*: the
+source's blocks (row groups, record batches, strides of lines) come in a drawn order, so many rows of them are a window,
+and these come in a drawn order themselves. Everything is computed from the seed, the source's id and the epoch: nothing
+is kept but the cursor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.packing.permutation import Permutation
+from tokenloom_server.sources.base import Source
+
+_Int64s = npt.NDArray[np.int64]
+
+
+class Passage(NamedTuple):
+    """Consecutive rows of one file."""
+
+    shard: int
+    first_row: int
+    rows: int
+
+
+class Reading(Protocol):
+    """What ``Documents`` asks: which parts come in an epoch, and what is in one."""
+
+    def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
+        """The parts of an epoch, from one of them on."""
+
+    def rows_in(self, part: int) -> int:
+        """Rows of a part, before any is left out."""
+
+    def rows_before(self, epoch: int, part: int) -> int:
+        """Rows of an epoch in the parts before one."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch."""
+
+    @property
+    def windows(self) -> Windows | None:
+        """What is in a part, where that is not a file."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether every epoch has the same order."""
+
+
+class FileOrder:
+    """Implements ``Reading``: file by file as the manifest has them."""
+
+    windows = None
+    repeats = True
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
+        return range(first or 0, len(self._source.shards))
+
+    def rows_in(self, part: int) -> int:
+        return self._source.row_count(part)
+
+    def rows_before(self, epoch: int, part: int) -> int:
+        before = self.parts(epoch)
+        return sum(self.rows_in(each) for each in before[: before.index(part)])
+
+    @property
+    def rows(self) -> int:
+        return sum(self.rows_in(shard) for shard in range(len(self._source.shards)))
+
+
+def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> list[int]:
+    """So many files, sorted by a hash of each; by its number where two are equal."""
+    key = draw(seed, Purpose.SHARDS, source_id, epoch)
+    return sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard))
+
+
+class ShuffledFiles(FileOrder):
+    """Implements ``Reading``: file by file, sorted by a hash of each. A file that a revision appends has its place
+    among the others; where that is past already, its turn comes in the next epoch."""
+
+    repeats = False
+
+    def __init__(self, source: Source, seed: int, source_id: int) -> None:
+        super().__init__(source)
+        self._seed = seed
+        self._source_id = source_id
+
+    def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
+        order = shuffled_files(len(self._source.shards), self._seed, self._source_id, epoch)
+        return order if first is None else order[order.index(first) :]
+
+
+class Layout(NamedTuple):
+    """A source's blocks that have rows, in file order: the ``shard``, the ``first_row`` there, the ``rows`` (int64, [n]
+    each). What may be read by itself without reading what lies before."""
+
+    shard: _Int64s
+    first_row: _Int64s
+    rows: _Int64s
+
+    @classmethod
+    def of(cls, source: Source) -> Layout:
+        """Reads every footer, header or index of lines: text is scanned for that, unless its index is cached."""
+        found = []
+        for shard in range(len(source.shards)):
+            edges = source.blocks(shard)
+            table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
+            found.append(table[:, table[2] > 0])
+        return cls(*np.concatenate(found, axis=1))
+
+
+class Windows:
+    """Implements ``Reading``: blocks in a drawn order, cut into windows of ``window_rows`` rows, and the rows of each
+    window in a drawn order."""
+
+    repeats = False
+
+    def __init__(self, layout: Layout, seed: int, source_id: int, window_rows: int) -> None:
+        self._layout = layout
+        self._seed = seed
+        self._source_id = source_id
+        self._window_rows = window_rows
+        self.rows = int(layout.rows.sum())
+        #: Epoch; its blocks in order; and the row of the epoch with which each begins, the last its end.
+        self._epoch: tuple[int, _Int64s, _Int64s] | None = None
+
+    @property
+    def windows(self) -> Windows:
+        return self
+
+    def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
+        return range(first or 0, -(-self.rows // self._window_rows))
+
+    def rows_in(self, part: int) -> int:
+        return max(0, min(self._window_rows, self.rows - part * self._window_rows))
+
+    def rows_before(self, epoch: int, part: int) -> int:
+        return part * self._window_rows
+
+    def passages(self, epoch: int, window: int) -> list[Passage]:
+        """What lies in a window, in the order of the epoch's blocks."""
+        order, starts = self._blocks(epoch)
+        begin = window * self._window_rows
+        end = begin + self.rows_in(window)
+        first, behind = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
+        blocks = order[first:behind]
+        skipped = np.maximum(begin - starts[first:behind], 0)
+        rows = np.minimum(starts[first + 1 : behind + 1], end) - starts[first:behind] - skipped
+        table = np.stack((self._layout.shard[blocks], self._layout.first_row[blocks] + skipped, rows), axis=1)
+        return [Passage(*row) for row in table.tolist()]
+
+    def permutation(self, epoch: int, window: int, stretch: int, rows: int) -> _Int64s:
+        """In which order the rows of a window's ``stretch``-th stretch of ``rows`` rows come."""
+        key = draw(self._seed, Purpose.ROWS, self._source_id, epoch)
+        return Permutation(Purpose.ROWS, draw(key, Purpose.ROWS, window, stretch), rows).all()
+
+    def _blocks(self, epoch: int) -> tuple[_Int64s, _Int64s]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            key = draw(self._seed, Purpose.BLOCKS, self._source_id, epoch)
+            order = Permutation(Purpose.BLOCKS, key, len(self._layout.rows)).all()
+            starts = np.concatenate(([0], np.cumsum(self._layout.rows[order])))
+            self._epoch = epoch, order, starts
+        return self._epoch[1:]

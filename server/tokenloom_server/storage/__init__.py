@@ -1,0 +1,1 @@
+"""Where files lie: local folders, and whatever fsspec reads. All that touches a corpus goes through here."""

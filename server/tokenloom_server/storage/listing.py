@@ -1,0 +1,49 @@
+"""What lies at a URL: one listing for a pattern or a folder, with sizes and signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tokenloom_server.storage.attempts import Fetch
+from tokenloom_server.storage.remote import Entry, entry_of, filesystem, stat
+from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import root
+
+#: Files that are asked for one by one, where a listing has names alone.
+STATS_AT_ONCE = 16
+
+
+def find(pattern: str, traffic: Traffic) -> tuple[Entry, ...]:
+    """The files that a URL with wildcards matches, by their paths. Raises ``OSError`` and ``StorageError``."""
+    files = filesystem(root(pattern))
+    found: Mapping[str, Any] = Fetch(lambda: files.glob(pattern, detail=True), pattern, traffic).result()
+    return _entries(pattern, found.values(), traffic)
+
+
+def folder(url: str, traffic: Traffic) -> tuple[Entry, ...]:
+    """The files directly in a folder; none where there is no such folder. Raises ``OSError`` and ``StorageError``."""
+    files = filesystem(root(url))
+    try:
+        found = Fetch(lambda: files.ls(url, detail=True), url, traffic).result()
+    except FileNotFoundError:
+        return ()
+    return _entries(url, found, traffic)
+
+
+def _entries(url: str, infos: Iterable[Mapping[str, Any]], traffic: Traffic) -> tuple[Entry, ...]:
+    # Some stores list an empty object as the mark of a folder.
+    files = [info for info in infos if info.get("type") == "file" and not str(info["name"]).endswith("/")]
+
+    def entry(info: Mapping[str, Any]) -> Entry:
+        if info.get("size") is not None:
+            return entry_of(root(url), info)
+        # The index page of a web server, say, has names alone.
+        found = str(info["name"])
+        return stat(found, repr(found), traffic)
+
+    if all(info.get("size") is not None for info in files):
+        return tuple(sorted(set(map(entry, files))))
+    with ThreadPoolExecutor(STATS_AT_ONCE, thread_name_prefix="listing") as pool:
+        return tuple(sorted(set(pool.map(entry, files))))

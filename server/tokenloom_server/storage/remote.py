@@ -1,0 +1,201 @@
+"""Files behind URLs, read by ranges with whatever fsspec has for their protocol."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
+from tokenloom_server.storage.ahead import Ahead
+from tokenloom_server.storage.attempts import Fetch
+from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import protocol, redacted, root
+
+#: A read of less fetches so much: headers lie close together, and a round trip costs more than its bytes.
+NEAR_BYTES = 64 << 10
+REMEDY = "put the file back as it was, or begin a new run with another name"
+#: What to install, by protocol; others name their package themselves.
+_PACKAGES = {
+    "s3": "tokenloom[s3]",
+    "s3a": "tokenloom[s3]",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "hf": "huggingface_hub",
+}
+#: What storage says of an object's content, best first: the key of fsspec's description, and how it is told apart.
+_SIGNATURES = (
+    *(("etag", "etag"), ("e_tag", "etag"), ("md5hash", "md5"), ("md5", "md5"), ("generation", "generation")),
+    *(("blob_id", "blob"), ("version_id", "version"), ("versionid", "version"), ("lastmodified", "modified")),
+    *(("last_modified", "modified"), ("mtime", "modified"), ("updated", "modified"), ("created", "modified")),
+)
+
+
+class Entry(NamedTuple):
+    """A file as its storage describes it. Each of the ``signatures`` changes with its content; the best comes first."""
+
+    path: str
+    size: int
+    signatures: tuple[str, ...]
+
+    @property
+    def signature(self) -> str:
+        """What tells this content from others; empty where storage has nothing of the kind."""
+        return self.signatures[0] if self.signatures else ""
+
+    def signed(self, kind: str) -> str:
+        """The signature of a kind (``etag`` of ``etag:…``), or an empty string."""
+        return next((found for found in self.signatures if found.partition(":")[0] == kind), "")
+
+
+@functools.cache
+def filesystem(place: str) -> Any:
+    """fsspec's file system for a protocol and host (``s3://bucket``): one connection pool for all that read from it.
+
+    Credentials and end points come from the environment alone. Raises ``ConfigError`` for an unknown protocol, and for
+    a package that is not installed.
+    """
+    scheme = protocol(place)
+    install = _PACKAGES.get(scheme, f"the package that fsspec reads {scheme}:// with")
+    try:
+        import fsspec.core
+    except ImportError:
+        raise ConfigError(f"{place}: to read URLs, install {install} (fsspec is missing)") from None
+    try:
+        found, _ = fsspec.core.url_to_fs(place, use_listings_cache=False)
+    except ImportError as error:
+        raise ConfigError(f"{place}: to read such URLs, install {install} ({redacted(str(error))})") from None
+    except ValueError as error:
+        raise ConfigError(f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})") from None
+    return found
+
+
+def entry_of(place: str, info: Mapping[str, Any]) -> Entry:
+    """An entry from fsspec's description of a file. Raises ``SourceError`` where the storage does not know its size."""
+    name = str(info["name"])
+    if "://" not in name:
+        # fsspec drops the protocol, and of some protocols the host.
+        base = str(filesystem(place)._strip_protocol(place)).strip("/")
+        name = f"{place}/{name.strip('/').removeprefix(base).lstrip('/')}"
+    if info.get("size") is None:
+        raise SourceError(f"{name!r}: its storage does not say how long it is, so it cannot be read by ranges")
+    return Entry(name, int(info["size"]), tuple(_signatures(info)))
+
+
+def _signatures(info: Mapping[str, Any]) -> Iterator[str]:
+    known = {key.lower(): value for key, value in info.items()}
+    kinds = set()
+    for key, kind in _SIGNATURES:
+        value = known.get(key)
+        if value in (None, "") or kind in kinds:
+            continue
+        kinds.add(kind)
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        # An ETag comes in quotation marks, and a time as often with as without its fraction.
+        yield f"{kind}:{value:.6f}" if isinstance(value, float) else f"{kind}:{str(value).strip(chr(34))}"
+
+
+def stat(url: str, name: str, traffic: Traffic) -> Entry:
+    """What storage says of a file now. Raises ``OSError`` (``FileNotFoundError`` among them) and ``StorageError``."""
+    place = root(url)
+    files = filesystem(place)
+    info = Fetch(lambda: files.info(url), name, traffic).result()
+    if info.get("type") == "directory":
+        raise IsADirectoryError(f"{url} is a folder")
+    return entry_of(place, info)._replace(path=url)
+
+
+class RemoteFile(File):
+    """An object, read by range requests that storage may answer late, twice, or not at all."""
+
+    def __init__(self, url: str, name: str, traffic: Traffic) -> None:
+        """Asks for its size and signature. Raises ``OSError`` for one that is not there or may not be read."""
+        self.name = name
+        self.url = url
+        self._traffic = traffic
+        files = filesystem(root(url))
+        handle, info = Fetch(lambda: _opened(files, url), name, traffic).result()
+        self._handle = handle
+        self.entry = entry_of(root(url), info)._replace(path=url)
+        self.size = self.entry.size
+        self._range: Callable[[int, int], bytes] = (
+            # Which knows what the object was when it was opened, and asks storage for that one alone.
+            handle._fetch_range
+            if hasattr(handle, "_fetch_range")
+            else lambda begin, end: files.cat_file(url, start=begin, end=end)
+        )
+        # The last short reads, with what lies around them: a file's end, and wherever headers are read.
+        self._near: tuple[tuple[int, bytes], ...] = ()
+        self._ahead: Ahead | None = None
+
+    def plan(self, ranges: Iterable[Range]) -> None:
+        self.close()
+        self._ahead = Ahead(self._fetch, ranges, self._traffic)
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        end = min(offset + length, self.size)
+        parts: list[bytes | memoryview] = []
+        while offset < end:
+            data = self._ahead.read(offset, end) if self._ahead is not None else None
+            parts.append(data if data is not None else self._directly(offset, end - offset))
+            offset += len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _directly(self, offset: int, length: int) -> bytes | memoryview:
+        if length >= NEAR_BYTES:
+            return self._fetch(offset, length).result()
+        for start, data in self._near:
+            if start <= offset and offset + length <= start + len(data):
+                return memoryview(data)[offset - start : offset - start + length]
+        start = max(0, min(offset, self.size - NEAR_BYTES))
+        data = self._fetch(start, min(NEAR_BYTES, self.size - start)).result()
+        self._near = (*self._near[-1:], (start, data))
+        return memoryview(data)[offset - start : offset - start + length]
+
+    def _fetch(self, offset: int, length: int) -> Fetch[bytes]:
+        return Fetch(lambda: self._read(offset, length), self.name, self._traffic, length)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        try:
+            data: bytes = self._range(offset, offset + length)
+        except TokenloomError:
+            raise
+        except Exception:
+            # Is it another object by now? Then that is what is to be said, and asking again would not help.
+            self._refuse_changed()
+            raise
+        if len(data) != length:
+            self._refuse_changed()
+            raise OSError(f"{len(data)} bytes came where {length} were asked for")
+        return data
+
+    def _refuse_changed(self) -> None:
+        try:
+            found = entry_of(root(self.url), filesystem(root(self.url)).info(self.url))._replace(path=self.url)
+        except FileNotFoundError:
+            raise SourceChanged(f"{self.name} is missing: it was deleted while being read; {REMEDY}") from None
+        except Exception:
+            return  # storage answers nothing just now
+        if found != self.entry:
+            raise SourceChanged(
+                f"{self.name} was changed while being read: found {found.size} bytes ({found.signature}), "
+                f"expected {self.size} ({self.entry.signature}); {REMEDY}"
+            )
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+
+def _opened(files: Any, url: str) -> tuple[Any, Mapping[str, Any]]:
+    """A handle without a cache of its own, and the object's description, which opening asked for."""
+    handle = files.open(url, "rb", cache_type="none")
+    details = getattr(handle, "details", None)
+    return handle, details if isinstance(details, Mapping) else files.info(url)

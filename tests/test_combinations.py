@@ -1,0 +1,94 @@
+"""Every scheme, read in every order, packed in every way: a run goes on identically from every sample index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import id_rows, mixture, order_of, text_rows, write_arrow, write_jsonl, write_parquet, write_txt
+from tokenloom_server.order import Order
+from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.state import State
+
+#: Three shards of each source.
+IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]
+TEXTS = [text_rows(9, 4, 9), ["", *text_rows(7, 5, 12)], text_rows(8, 6, 6)]
+#: How many samples behind each index are compared.
+AHEAD = 5
+#: Every so many indices the whole rest is.
+WHOLE_EVERY = 11
+
+
+def _parquet(folder: Path) -> str:
+    for shard, rows in enumerate(IDS):
+        write_parquet(folder / f"{shard}.parquet", rows)
+    return "parquet:*.parquet:ids"
+
+
+def _jsonl(folder: Path) -> str:
+    for shard, rows in enumerate(TEXTS):
+        write_jsonl(folder / f"{shard}.jsonl", rows)
+    return "jsonl:*.jsonl:text"
+
+
+def _txt(folder: Path) -> str:
+    for shard, rows in enumerate(TEXTS):
+        write_txt(folder / f"{shard}.txt", rows)
+    return "txt:*.txt:text"
+
+
+def _arrow(folder: Path) -> str:
+    write_arrow(folder / "saved", [row for rows in IDS for row in rows])
+    return "arrow:saved:ids"
+
+
+#: Makes the files of a source below a folder, and returns its spec.
+SCHEMES: dict[str, Callable[[Path], str]] = {"parquet": _parquet, "jsonl": _jsonl, "txt": _txt, "arrow": _arrow}
+#: Options of the source.
+SHUFFLES: dict[str, dict[str, Any]] = {
+    "in file order": {},
+    "files": {"shuffle": "shards"},
+    "rows": {"shuffle": "rows", "shuffle_window_rows": 7},
+}
+#: Options of the run.
+PACKINGS: dict[str, dict[str, Any]] = {
+    "concat": {},
+    "concat, shifted": {"labels": "shifted"},
+}
+
+
+def taken(order: Order, state: State, limit: int | None = None) -> tuple[list[bytes], list[State], str | None]:
+    """The samples from a state on as they travel, the state behind each, and why they ended."""
+    pipeline = order.pipeline(state)
+    plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=limit or 10_000)
+    group = pipeline.begin_group(plan)
+    while pipeline.ended is None and len(group.marks) < plan.group_steps:
+        pipeline.fill(group, limit or 64)
+    steps = len(group.marks)
+    ids = [bytes(sample) for sample in group.ids(0, 0, steps)]
+    return ids, [group.state_behind(step) for step in range(steps)], pipeline.ended
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packing: str, tmp_path: Path) -> None:
+    source = {"source": SCHEMES[scheme](tmp_path), "epochs": 2.5, **SHUFFLES[shuffle]}
+    root = {"policy": "sequential", "children": [source]}
+    order = order_of(tmp_path, mixture(mixture=root, **PACKINGS[packing]))
+    samples, states, ended = taken(order, order.initial())
+    assert len(samples) > 40
+    assert ended == "every source is exhausted"
+    assert {state.sources[0].cursor.epoch for state in states} == {0, 1, 2}
+    for at, state in enumerate([order.initial(), *states[:-1]]):
+        written = order.encode(state)
+        again = order.decode(written)
+        assert again == state
+        assert json.loads(written)["sample_index"] == at
+        limit = None if at % WHOLE_EVERY == 0 else AHEAD
+        rest, rest_states, _ = taken(order, again, limit)
+        assert rest == samples[at:][: limit or len(samples)]
+        assert rest_states == states[at:][: limit or len(states)]
