@@ -265,9 +265,13 @@ class _Documents:
         padding = np.empty(0, np.int64)
         if filled is not None:
             begin, end = filled[0].ravel(), filled[1].ravel()
-            at, short = (0 * end, begin > 0) if layout.pads_left else (end, end < length)
-            padding = (sample_begins + at)[short]
-            begins = np.union1d(begins, padding)
+            if layout.pads_left:
+                short = (begin > 0) & (begin < length)
+                begins = np.union1d(begins, (sample_begins + begin)[short])
+                padding = sample_begins[begin > 0]
+            else:
+                padding = (sample_begins + end)[end < length]
+                begins = np.union1d(begins, padding)
         # For each column: the jump at each begin, and what each further token adds.
         self._jumps: dict[str, tuple[NDArray[np.int64], int]] = {}
         if layout.position_ids:

@@ -386,7 +386,14 @@ class Order:
         config = self.config
         match config.packing:
             case "concat":
-                return ConcatPacker(documents, state, source_id=source_id, form=self.form, pads=config.tail == "pad")
+                return ConcatPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    pads=config.tail == "pad",
+                    label_starts=config.mask_boundaries,
+                )
             case "best_fit":
                 return BestFitPacker(
                     documents,

@@ -36,11 +36,19 @@ class Case:
     epochs: float
     piece: int
     pads: bool = False
+    left: bool = False
 
     @property
     def form(self) -> SampleFormat:
         width = self.length + self.lookahead
-        return SampleFormat(length=self.length, width=width, dtype=np.dtype(np.uint8), lengths=self.pads, pad_id=PAD)
+        return SampleFormat(
+            length=self.length,
+            width=width,
+            dtype=np.dtype(np.uint8),
+            lengths=self.pads,
+            padding="left" if self.left else "right",
+            pad_id=PAD,
+        )
 
     def packer(self, state: SourceState | None = None, piece: int = 0) -> ConcatPacker:
         return ConcatPacker(
@@ -81,14 +89,17 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
 
     def sample(ids: tuple[int, ...], advanced: list[Any], read: list[Any]) -> Sample:
         rest = case.form.width - len(ids)
-        raw = bytes([*ids, *[PAD] * rest]) + (len(ids).to_bytes(4, "little") if case.pads else b"")
+        padding = [PAD] * rest
+        raw = bytes([*padding, *ids] if case.left else [*ids, *padding]) + (
+            len(ids).to_bytes(4, "little") if case.pads else b""
+        )
         return Sample(
             ids=ids,
             raw=raw,
             cursor=advanced[-1][2],
             rows=advanced[-1][3],
             tally=Tally(padding_tokens=rest),
-            starts=tuple(i for i, (_, begins, *_) in enumerate(read) if begins),
+            starts=tuple(i + rest * case.left for i, (_, begins, *_) in enumerate(read) if begins),
             hash=xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
         )
 
@@ -117,6 +128,7 @@ cases = st.builds(
     epochs=st.sampled_from([1.0, 2.0, 2.5, 0.4, 2.1, 3.7, 1.0 / 3.0, math.inf]),
     piece=st.integers(1, 7),
     pads=st.booleans(),
+    left=st.booleans(),
 )
 
 

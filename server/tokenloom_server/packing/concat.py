@@ -98,18 +98,28 @@ class ConcatPacker:
             trailer = self.form.trailers(np.array([self._width])).tobytes()
             samples = [memoryview(b"".join((sample, trailer))) for sample in samples]
         edges = np.arange(count + 1, dtype=np.int64) * self._length
-        return self._block(samples, position, held.cursors(edges[1:] + position), self._tally, held)
+        starts = held.starts(position, int(edges[-1]) + self._overlaps)
+        bounds = np.searchsorted(starts, edges)
+        return self._block(samples, position, held.cursors(edges[1:] + position), self._tally, starts, bounds)
 
     def _padded(self, ids: Ids, position: int, held: _Held) -> Block:
         """The tail as a sample of its own."""
         count = np.array([len(ids)])
         sample = self.form.assemble(ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64))
         tally = self._tally + np.array([0, 0, self._width - len(ids), 0, 0])
-        return self._block([sample], position, held.cursors(count + position), tally, held)
+        starts = held.starts(position, len(ids)) + self.form.begin(len(ids))
+        bounds = np.array([0, len(starts)])
+        return self._block([sample], position, held.cursors(count + position), tally, starts, bounds)
 
-    def _block(self, samples: list[memoryview], position: int, cursors: Int64s, tallies: Int64s, held: _Held) -> Block:
-        edges = np.arange(len(samples) + 1, dtype=np.int64) * self._length
-        starts = held.starts(position, int(edges[-1]) + self._overlaps)
+    def _block(
+        self,
+        samples: list[memoryview],
+        position: int,
+        cursors: Int64s,
+        tallies: Int64s,
+        starts: Int64s,
+        bounds: Int64s,
+    ) -> Block:
         return Block(
             samples,
             hashed(samples, self._source_id),
@@ -118,7 +128,7 @@ class ConcatPacker:
                 first_sample=position // self._length,
                 cursors=cursors,
                 starts=starts.astype(np.uint32),
-                bounds=np.searchsorted(starts, edges),
+                bounds=bounds,
                 tallies=tallies,
                 overlaps=self._overlaps,
             ),
