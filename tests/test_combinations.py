@@ -52,6 +52,8 @@ SHUFFLES: dict[str, dict[str, Any]] = {
     "in file order": {},
     "files": {"shuffle": "shards"},
     "rows": {"shuffle": "rows", "shuffle_window_rows": 7},
+    "lanes": {"lanes": 3},
+    "rows in lanes": {"shuffle": "rows", "shuffle_window_rows": 7, "lanes": 3},
 }
 #: Options of the run.
 PACKINGS: dict[str, dict[str, Any]] = {

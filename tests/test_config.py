@@ -130,6 +130,7 @@ BAD = [
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
     *[("mixture.children.0.shuffle_window_rows", bad, "") for bad in (0, 1, 2**25, 1.5, "many", None, True)],
+    *[("mixture.children.0.lanes", bad, "") for bad in (0, 65, 1.5, "many", None, True)],
 ]
 
 
@@ -411,6 +412,7 @@ DEFAULTS = {
     "mixture.children.0.on_exhausted": None,
     "mixture.children.0.shuffle": "none",
     "mixture.children.0.shuffle_window_rows": 65_536,
+    "mixture.children.0.lanes": 1,
 }
 SAME_ORDER |= {f"the default of {path} written out": put(path, value) for path, value in DEFAULTS.items()}
 
@@ -452,6 +454,7 @@ OTHER_ORDER: dict[str, Change] = {
     "the root's max_tokens": put("mixture.max_tokens", 800),
     "a source's files shuffled": put("mixture.children.0.shuffle", "shards"),
     "a source's rows shuffled": put("mixture.children.0.shuffle", "rows"),
+    "a source's lanes": put("mixture.children.0.lanes", 2),
     "a source's window": lambda d: d["mixture"]["children"][0].update(shuffle="rows", shuffle_window_rows=100),
     "a node's epochs": put("mixture.children.2.epochs", 2),
     "the root's epochs": put("mixture.epochs", 2),

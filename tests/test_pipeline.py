@@ -104,7 +104,7 @@ def _shuffled(**fields: Any) -> dict[str, Any]:
             "policy": "least_consumed",
             "children": [
                 {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5},
-                {"source": DOCS, "epochs": 2.4},
+                {"source": DOCS, "epochs": 2.4, "lanes": 2},
                 {"source": PROSE, "shuffle": "shards", "epochs": 2},
                 {"source": WIKI, "shuffle": "rows", "shuffle_window_rows": 4, "epochs": 1.5, "weight": 2},
             ],

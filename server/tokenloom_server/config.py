@@ -141,6 +141,9 @@ class SourceConfig(_Model):
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
+    lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(_whole)] = 1
+    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
+
     @model_validator(mode="after")
     def _a_window_is_of_rows(self) -> Self:
         default = type(self).model_fields["shuffle_window_rows"].default
@@ -150,6 +153,11 @@ class SourceConfig(_Model):
                 "windows; set shuffle: rows, or leave it out"
             )
         return self
+
+    @property
+    def in_file_order(self) -> bool:
+        """Whether all that lies before a row in its files comes before it."""
+        return self.shuffle == "none" and self.lanes == 1
 
     @property
     def spec(self) -> Spec:

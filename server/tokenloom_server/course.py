@@ -22,7 +22,7 @@ from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import Pipeline, Switch
 from tokenloom_server.revision import carry, changed, content_of, differences, merged, with_content, without
-from tokenloom_server.sources import files, locations
+from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
 from tokenloom_server.state import State
@@ -319,19 +319,19 @@ class Course:
         if source is None:
             names = ", ".join(repr(source.name) for source in order.config.sources)
             raise ConfigError(f"append_files: the mixture has no source {name!r}; it has {names}")
-        if source.shuffle == "rows":
+        if source.shuffle == "rows" or source.lanes > 1:
+            way = "with shuffle: rows" if source.shuffle == "rows" else f"in {source.lanes} lanes"
             raise ConfigError(
-                f"append_files: {name!r} is read with shuffle: rows, and with more files every row would have another "
-                "place: add the new files as a source of their own, or begin a new run"
+                f"append_files: {name!r} is read {way}, and with more files every row would have another place: add "
+                "the new files as a source of their own, or begin a new run"
             )
         known = _known_shards(order, source.source)
-        paths = {shard.path for shard in known}
-        new = [path for path in locations.paths(source.spec, order.base_dir) if path not in paths]
+        new = locations.more_shards(source.spec, known, order.base_dir)
         if not new:
             raise ConfigError(
                 f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"
             )
-        return source.source, (*known, *files.shards_of(source.spec, new, order.base_dir))
+        return source.source, (*known, *new)
 
     # -------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class _Reader:
         return self._item(self._spec(path if is_remote(path) else os.path.expanduser(path), column), weight)  # noqa: PTH111
 
     def _item(self, spec: Spec, weight: float | None) -> _Item:
-        self._roots.check_pattern(self._where, self._base_dir, spec.location)
+        self._roots.check_pattern(self._where, self._base_dir, spec.place)
         files = locations.paths(spec, self._base_dir)
         self._roots.check_paths(self._where, self._base_dir, files)
         if not spec.column:
@@ -266,6 +266,9 @@ def _last(names: Sequence[str], depth: int) -> str:
 
 def _names(spec: Spec) -> list[str]:
     """The parts of a location that say something: without wildcards and endings."""
+    if spec.scheme == "hf":
+        parts = (*spec.hub.repo.split("/"), spec.hub.config, spec.hub.split)
+        return [part for part in parts if part and part != "train"]
     path = Path(spec.location.partition("://")[2] or spec.location)
     last = path.name if spec.scheme == "arrow" else path.name.removesuffix(path.suffix)
     names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]

@@ -11,6 +11,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
+from tokenloom_server.sources.open import reader_of
 from tokenloom_server.state import SourceState, State
 from tokenloom_server.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 
@@ -184,6 +185,10 @@ class Figures:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
         shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
+        if config.lanes > 1:
+            # They go on to the next epoch one by one, so it is counted in rows.
+            known = order.known_rows(source)
+            return known, state.rows / known - state.cursor.epoch if known else 0.0
         if config.shuffle == "rows":
             known = order.known_rows(source)
             behind = at * config.shuffle_window_rows + state.cursor.row
@@ -201,8 +206,8 @@ class Figures:
             key = (source, shard)
             if key not in self._rows:
                 self._rows[key] = None
-                scheme = order.config.sources[source].spec.scheme
-                if scheme in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                reader = reader_of(order.config.sources[source].spec, order.shards[source])
+                if reader in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:

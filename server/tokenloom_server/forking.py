@@ -13,7 +13,7 @@ from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import Foreign, Source
-from tokenloom_server.state import PACKED_AGAIN, ChildState, SourceState, State
+from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
 
 class Forking:
@@ -108,7 +108,8 @@ class Forking:
             return _named(host.course.at(state.sample_index), state), state
         if found.base_index == found.sample_index:
             for source in found.sources:
-                if source.shuffle != "none" and source.spec in host.course.at(found.sample_index).specs:
+                drawn = source.shuffle != "none" or source.state.lanes
+                if drawn and source.spec in host.course.at(found.sample_index).specs:
                     raise SnapshotInvalid(
                         f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
                         "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
@@ -129,7 +130,7 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
         known = there.get(source.source)
         if known is None:
             continue
-        if (known.shuffle, source.shuffle) != ("none", "none"):
+        if not (known.in_file_order and source.in_file_order):
             _refuse_another_shuffle(theirs, known, ours, source)
         for field in ("add_bos", "add_eot"):
             values = [
@@ -146,10 +147,10 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
 def _refuse_another_shuffle(theirs: Order, known: SourceConfig, ours: Order, source: SourceConfig) -> None:
     """What a shuffled source's place means follows from all that draws its order."""
     before_files, files = theirs.shards[known.id], ours.shards[source.id]
-    if source.shuffle == "shards":
+    if source.shuffle == "shards" and source.lanes == 1:
         files = files[: len(before_files)]  # those behind have a turn of their own
     for field, before, now in (
-        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows")),
+        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows", "lanes")),
         ("seed", theirs.config.seed, ours.config.seed),
         ("place in the mixture (source id)", known.id, source.id),
         ("files", *(", ".join(shard.path for shard in found[:5]) for found in (before_files, files))),
@@ -190,28 +191,27 @@ def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) 
         if known is None:
             sources.append(SourceState())
             continue
-        at = known.state.cursor
         if known.shard is not None and known.shard not in shards:
             raise SnapshotInvalid(
                 f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
                 f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
                 "another way to begin it anew"
             )
+        source = known.state
         if known.shard is not None:
-            at = replace(at, shard=shards.index(known.shard))
-        if order.config.packing == "best_fit" and at.offset:
-            # What is under way, a window of rows or a row, is packed from its beginning: under these rules its samples
-            # are others.
-            at = replace(at, offset=PACKED_AGAIN)
+            source = replace(source, cursor=replace(source.cursor, shard=shards.index(known.shard)))
+        if order.config.packing == "best_fit":
+            # What is under way, a window of rows or a row, has other samples under these rules.
+            source = packed_again(source)
         elif known.in_window:
-            if known.shuffle != "none" and (at.shard, at.row) == (0, 0):
+            if known.shuffle != "none" or source.lanes:
                 raise SnapshotInvalid(
-                    f"source {spec!r} stands within the first rows of a part that best-fit packing took, which no "
-                    "other packing can name: fork with packing: best_fit, or from another sample"
+                    f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
+                    "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
                 )
-            at = replace(at, offset=0)
+            source = replace(source, cursor=replace(source.cursor, offset=0))
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
-        sources.append(replace(known.state, cursor=at, exhausted=False, dropped_tokens=0))
+        sources.append(replace(source, exhausted=False, dropped_tokens=0))
     return State(
         sample_index=origin.sample_index,
         total_tokens=origin.total_tokens,

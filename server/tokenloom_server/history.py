@@ -293,21 +293,23 @@ class History:
         order = course.at(state.sample_index)
         # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
         known = None if course.revisions or course.origin is not None else course.epochs_until(state.sample_index)
-        for i, (source, config) in enumerate(zip(state.sources, order.config.sources, strict=True)):
-            cursor = source.cursor
-            if cursor == Cursor():
-                continue
-            place, rows = order.stands_in(i, cursor)
-            if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
-                field = "window_row" if config.shuffle == "rows" else "row_offset"
-                raise SnapshotInvalid(
-                    f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows"
-                )
-            if known is not None and cursor.epoch >= known[i]:
-                raise SnapshotInvalid(
-                    f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
-                    f"{known[i]} epochs, counted from 0"
-                )
+        for i, source in enumerate(state.sources):
+            for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
+                self._check_cursor(order, i, cursor, known)
+
+    def _check_cursor(self, order: Order, i: int, cursor: Cursor, known: Sequence[float] | None) -> None:
+        config = order.config.sources[i]
+        if cursor == Cursor():
+            return
+        place, rows = order.stands_in(i, cursor)
+        if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
+            field = "window_row" if config.shuffle == "rows" else "row_offset"
+            raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows")
+        if known is not None and cursor.epoch >= known[i]:
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
+                f"{known[i]} epochs, counted from 0"
+            )
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
         """(sealed text, sample index) at a sample index, None for the committed one.

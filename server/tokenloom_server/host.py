@@ -30,6 +30,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     RankStalled,
     ServerStopping,
+    StorageError,
     TokenloomError,
 )
 from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
@@ -71,6 +72,8 @@ class Terms:
     liveness_s: float = 15.0
     #: After so long a wait for a rank that does not go on, the others get an error.
     rank_timeout_s: float = 300.0
+    #: After so long a wait for storage: an error.
+    storage_timeout_s: float = 300.0
 
 
 class Session(NamedTuple):
@@ -118,6 +121,7 @@ class Host:
     ) -> None:
         #: The order that the run's record gives, and that under its phases and revisions.
         self.order = order
+        order.traffic.wait_at_most(terms.storage_timeout_s)
         self.course = Course(order)
         #: Production waits before this sample index: a revision from there on is being written.
         self.revising_at: int | None = None
@@ -508,7 +512,16 @@ class Host:
         """What is at work where nobody waits for anything; for people."""
         if not live.generation.steps_wanted():
             return ""
-        return self.order.traffic.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
+        traffic = self.order.traffic
+        # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
+        if self.error is None and traffic.waits_too_long():
+            self._stop_for_all(StorageError(traffic.given_up()))
+        return traffic.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
+
+    def _stop_for_all(self, error: TokenloomError) -> None:
+        _log.error("%s: stopped: %s: %s", self.name, error.name, error)
+        self.error = error
+        self.wake_all()
 
     def wake(self, session: Session) -> None:
         """Makes a waiting ``next_for`` of the session look at what interrupts it."""
@@ -567,9 +580,7 @@ class Host:
                 f"the other ranks waited {waited_s:.0f} s for {named}; look at its log and its machine, and restart "
                 "the training job from its last checkpoint (--rank-timeout sets how long they wait)"
             )
-            _log.error("%s: stopped: %s: %s", self.name, error.name, error)
-            self.error = error
-            self.wake_all()
+            self._stop_for_all(error)
         elif now >= self._warn_at:
             self._warn_at = now + RANK_WARNING_S
             _log.warning("%s: ranks have waited %.0f s for %s", self.name, waited_s, named)
@@ -743,11 +754,9 @@ class Host:
 
     def _alarm(self, error: TokenloomError) -> None:
         """Stops the run for all ranks (the caller holds the lock)."""
-        _log.error("%s: stopped: %s: %s", self.name, error.name, error)
-        self.error = error
         if isinstance(error, LedgerRolledBack):
             self._note_loss(math.inf)  # a rank knows more than this server does
-        self.wake_all()
+        self._stop_for_all(error)
 
     def _note_loss(self, known_index: float) -> None:
         """The ledger is behind a commit (the caller holds the lock)."""

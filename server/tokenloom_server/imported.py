@@ -23,6 +23,7 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing.balances import Carried, carry
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import MAX_BYTES, ResumePoint, Shape
+from tokenloom_server.sources.open import reader_of
 from tokenloom_server.spec import Spec
 from tokenloom_server.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
 
@@ -235,12 +236,12 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
 
 
 def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
-    shuffle = order.config.sources[source].shuffle
-    if shuffle != "none":
+    config = order.config.sources[source]
+    if not config.in_file_order:
         raise SnapshotInvalid(
             f"{where}: shard and row_offset are a place in file order, but the mixture file reads the source with "
-            f"shuffle: {shuffle}, where other rows lie before it: set shuffle: none to go on from there, or take the "
-            "entry out of the checkpoint's copy to read the source from its beginning"
+            f"shuffle: {config.shuffle} in {config.lanes} lanes, where other rows lie before it: leave both out to go "
+            "on from there, or take the entry out of the checkpoint's copy to read the source from its beginning"
         )
     shard = _shard(where, entry.shard, order.shard_paths[source], order)
     path, rows = order.shard_paths[source][shard], order.open(source).row_count(shard)
@@ -287,7 +288,7 @@ def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
     to be read for that."""
     shards = order.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
-    scanned = order.config.sources[source].spec.scheme not in ("parquet", "arrow")
+    scanned = reader_of(order.config.sources[source].spec, shards) not in ("parquet", "arrow")
     if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
         return cursor.row, False
     reader = order.open(source)

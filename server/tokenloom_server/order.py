@@ -36,6 +36,7 @@ from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.packing.samples import SampleFormat
@@ -47,6 +48,7 @@ from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.paired import PairedSource
+from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.suspects import Suspects
@@ -118,7 +120,8 @@ class Order:
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
-            shuffles=_shuffles(config),
+            shuffles=tuple(source.shuffle for source in config.sources),
+            lanes=tuple(source.lanes for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
             best_fit=config.packing == "best_fit",
         )
@@ -268,10 +271,11 @@ class Order:
             i: self._ended_before.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(self.shards)
         }
         for source, before, now in zip(config.sources, self.shards, order.shards, strict=False):
-            if config.packing == "best_fit" and source.shuffle != "none" and before != now:
+            drawn = source.shuffle != "none" or source.lanes > 1
+            if config.packing == "best_fit" and drawn and before != now:
                 raise ConfigError(
-                    f"append_files: {source.name} is shuffled and packed by best fit, and files between others would "
-                    "make other samples of rows that are under way: add them as a source of their own"
+                    f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
+                    "others would make other samples of rows that are under way; add them as a source of their own"
                 )
         order._check_masks(len(self.specs))
         for i, source in enumerate(config.sources):
@@ -371,7 +375,7 @@ class Order:
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
             reader = self.open(source_id)
-            packed = self._packer(source_id, self._documents(source_id, reader, engine), source_state)
+            packed = self._packer(source_id, source_state, reader, engine)
             # Ids are read so fast that a second thread would only cost memory.
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
@@ -379,11 +383,25 @@ class Order:
 
     def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[Part]]:
         """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""
-        documents = self._documents(source_id, self.open(source_id), self._load_engine())
-        return self._packer(source_id, documents, state).parts(count)
+        return self._packer(source_id, state, self.open(source_id), self._load_engine()).parts(count)
 
-    def _packer(self, source_id: int, documents: Documents, state: SourceState) -> Packer:
+    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> Packer:
+        lanes = self.config.sources[source_id].lanes
+        if lanes == 1:
+            return self._lane(source_id, state, reader, engine)
+        packers = [self._lane(source_id, lane_state(state, i), reader, engine, (i, lanes)) for i in range(lanes)]
+        return LanesPacker(packers, state)
+
+    def _lane(
+        self,
+        source_id: int,
+        state: SourceState,
+        reader: Source,
+        engine: Engine | None,
+        lane: tuple[int, int] = (0, 1),
+    ) -> Packer:
         config = self.config
+        documents = self._documents(source_id, reader, engine, lane)
         match config.packing:
             case "concat":
                 return ConcatPacker(
@@ -404,7 +422,7 @@ class Order:
                     seed=config.seed,
                     # In a drawn order nothing is appended (see ``under``).
                     closed_before=self._ended_before.get(source_id, ())
-                    if config.sources[source_id].shuffle == "none"
+                    if (config.sources[source_id].shuffle, config.sources[source_id].lanes) == ("none", 1)
                     else (),
                 )
             case "none":
@@ -412,24 +430,30 @@ class Order:
                     documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
                 )
 
-    def _documents(self, source_id: int, reader: Source, engine: Engine | None) -> Documents:
+    def _documents(
+        self, source_id: int, reader: Source, engine: Engine | None, lane: tuple[int, int] = (0, 1)
+    ) -> Documents:
         source = self.config.sources[source_id]
         encoder: Encoder = self._encoder(source_id, reader, engine)
         epochs = self.config.epochs[source_id]
         excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
+        watched: Source = Watched(reader, self.traffic, source.spec)
         if source.loss_mask is not None:
-            reader = PairedSource(reader, self._open_mask(source_id, reader, source.loss_mask))
+            mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.traffic, source.spec)
+            watched = PairedSource(watched, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=_adds_bos(self.config, source))
-        return Documents(source.source, reader, encoder, epochs, excluded, reading)
+        return Documents(source.source, watched, encoder, epochs, excluded, reading, lane)
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
         index, and one cannot be read."""
         source = self.config.sources[source_id]
+        # Lanes need to know where each begins; else a file is opened when its turn comes.
+        counts = self._layout(source_id, reader).counts(len(self.shards[source_id])) if source.lanes > 1 else None
         if source.shuffle == "none":
-            return FileOrder(reader)
+            return FileOrder(reader, counts)
         if source.shuffle == "shards":
-            return ShuffledFiles(reader, self.config.seed, source_id)
+            return ShuffledFiles(reader, self.config.seed, source_id, counts)
         return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
@@ -447,7 +471,7 @@ class Order:
         return () if cursor == Cursor() else order[: order.index(cursor.shard)]
 
     def known_rows(self, source_id: int) -> int | None:
-        """Rows of an epoch of a source of shuffled rows, once it has been read of."""
+        """Rows of an epoch of a source of shuffled rows or of several lanes, once it has been read of."""
         if self._shares_layout(source_id):
             assert self._first is not None
             return self._first.known_rows(source_id)
@@ -605,7 +629,7 @@ class _Engines:
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
     """That whatever the mixture file names lies below a data root; before anything of it is looked at."""
     for path, source in config.named_sources():
-        roots.check_pattern(f"{path}.source", base_dir, source.spec.location)
+        roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 
@@ -641,11 +665,6 @@ def _refuse_moved_windows(old: RunConfig, new: RunConfig) -> None:
                         "window of rows that has begun cannot end elsewhere: change whole epochs to whole ones, or "
                         "give max_tokens instead"
                     )
-
-
-def _shuffles(config: RunConfig) -> tuple[str, ...]:
-    found = tuple(source.shuffle for source in config.sources)
-    return found if set(found) != {"none"} else ()
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -194,7 +194,7 @@ class Group:
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
         places = [
-            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else Place(was.cursor, was.rows, was.tally)
+            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else Place.of(was)
             for i, (count, was) in enumerate(zip(counts, known, strict=True))
         ]
         return _state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
@@ -222,6 +222,7 @@ def _state_at(mark: Mark, samples: Sequence[int], places: Sequence[Place], dropp
             samples=was.samples + more,
             rows=place.rows,
             tally=place.tally,
+            lanes=place.lanes,
             tokens=was.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,
             exhausted=out,
@@ -256,7 +257,7 @@ class _Feed:
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
         # Behind the last sample that was taken.
-        self.place = Place(state.cursor, state.rows, state.tally)
+        self.place = Place.of(state)
         self.exhausted = state.exhausted
         self.dropped_tokens = state.dropped_tokens
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Files and connections that a server asks to be allowed, at most.
+MAX_OPEN_FILES = 2**17
 #: Line indexes of text files lie in this folder beside the mixture file.
 INDEX_FOLDER = ".tokenloom-index"
 #: How long streams get to end when the server stops, seconds.
@@ -54,6 +57,7 @@ class ServeOptions:
     lease_s: float = 15.0
     liveness_s: float = 15.0
     rank_timeout_s: float = 300.0
+    storage_timeout_s: float = 300.0
     access: Access = field(default_factory=Access)
     tls: Tls | None = None
     data_roots: DataRoots = field(default_factory=DataRoots)
@@ -66,6 +70,7 @@ class Server:
         """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
             _refuse_open_door(option, address, options.access, options.tls)
+        _allow_many_files()
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
@@ -86,7 +91,12 @@ class Server:
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         ledger.check()
-        terms = Terms(lease_s=options.lease_s, liveness_s=options.liveness_s, rank_timeout_s=options.rank_timeout_s)
+        terms = Terms(
+            lease_s=options.lease_s,
+            liveness_s=options.liveness_s,
+            rank_timeout_s=options.rank_timeout_s,
+            storage_timeout_s=options.storage_timeout_s,
+        )
         holder = _holder(self.grpc_address)
         runs = self._runs = Runs(ledger, holder, terms, standby=options.standby, data_roots=options.data_roots)
         rest.start(runs, grpc_address=self.grpc_address)
@@ -134,6 +144,15 @@ class Server:
             self._ledger.close()
         if self._ready_file is not None:
             _remove_ready(self._ready_file)
+
+
+def _allow_many_files() -> None:
+    """Each source has a file or two open while it is read, and each rank a connection; many systems' soft limit is
+    1,024, for the sake of programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _folder(options: ServeOptions) -> Path:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from tokenloom_proto.seal import canonical, seal_texts, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
@@ -25,6 +25,7 @@ from tokenloom_server.state import (
     ChildState,
     Cursor,
     Imported,
+    Lane,
     SourceState,
     State,
     Tally,
@@ -63,6 +64,17 @@ _AnyChild = Annotated[
 ]
 
 
+def _is_lane(entry: list[int]) -> list[int]:
+    if len(entry) not in (6, 6 + len(Tally._fields)):
+        raise ValueError(f"a lane has 6 numbers, or {6 + len(Tally._fields)} with what is tallied")
+    return entry
+
+
+#: Epoch, shard_index or window, row_offset or window_row, row_token_offset, samples, rows; and where it is not all 0,
+#: what is tallied.
+_Lane = Annotated[list[_Natural], AfterValidator(_is_lane)]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -90,6 +102,7 @@ class _Dataset(_Strict):
     padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     cut_documents: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    lanes: list[_Lane] = Field(default_factory=list)
 
     @property
     def offset(self) -> int:
@@ -220,6 +233,8 @@ class Shape:
     """The sources' aliases."""
     shuffles: tuple[str, ...] = ()
     """The sources' ``shuffle``, where any has one."""
+    lanes: tuple[int, ...] = ()
+    """How many lanes the sources have, where any has several."""
     mixture: tuple[Mapping[str, Any], ...] = ()
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
@@ -285,6 +300,8 @@ def encode_state(
             entry |= {"row_token_offset": 0, "packed_samples": source.cursor.offset}
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
+        if source.lanes:
+            entry["lanes"] = [_encode_lane(lane) for lane in source.lanes]
         if source.skipped_samples:
             entry |= {name: getattr(source, name) for name in _SKIPPED}
         entry |= {name: count for name, count in source.tally._asdict().items() if count}
@@ -323,6 +340,12 @@ def _place(cursor: Cursor, shape: Shape, source: int) -> dict[str, Any]:
         "shard_index": cursor.shard,
         "row_offset": cursor.row,
     }
+
+
+def _encode_lane(lane: Lane) -> list[int]:
+    cursor = lane.cursor
+    tally = lane.tally if any(lane.tally) else ()
+    return [cursor.epoch, cursor.shard, cursor.row, cursor.offset, lane.samples, lane.rows, *tally]
 
 
 def _position(place: Imported) -> dict[str, Any]:
@@ -598,6 +621,7 @@ def _sources(datasets: Sequence[_Known], shape: Shape) -> tuple[SourceState, ...
                     "such place: restore the mixture file that the state was made under, or fork a new run from it"
                 )
         _check_skipped(i, dataset)
+        _check_lanes(i, dataset, shape)
         sources.append(_source(dataset))
     return tuple(sources)
 
@@ -614,7 +638,32 @@ def _source(dataset: _Known) -> SourceState:
         skipped_rows=dataset.skipped_rows,
         skipped_tokens=dataset.skipped_tokens,
         tally=Tally(*(getattr(dataset, name) for name in Tally._fields)),
+        lanes=tuple(_lane(entry) for entry in dataset.lanes),
     )
+
+
+def _check_lanes(i: int, dataset: _Known, shape: Shape) -> None:
+    """A source of several lanes has all of them, and gave what they gave; before its first sample it has none."""
+    where, several = f"resume_state.datasets.{i}: ", shape.lanes[i] if shape.lanes else 1
+    expected = several if several > 1 and dataset.samples else 0
+    if len(dataset.lanes) != expected:
+        raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
+    lanes = [_lane(entry) for entry in dataset.lanes]
+    for field in ("samples", "rows") if lanes else ():
+        given = sum(getattr(lane, field) for lane in lanes)
+        if given != getattr(dataset, field):
+            raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {given}")
+    if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
+        raise SnapshotInvalid(f"{where}none of its lanes stands where the source does, at {dataset.cursor}")
+    for number, lane in enumerate(lanes):
+        if isinstance(dataset, _InFiles) and lane.cursor.shard >= len(shape.shards[i]):
+            raise SnapshotInvalid(
+                f"{where}lanes.{number} stands in shard {lane.cursor.shard}, but there are {len(shape.shards[i])}"
+            )
+
+
+def _lane(entry: Sequence[int]) -> Lane:
+    return Lane(Cursor(*entry[:4]), entry[4], entry[5], Tally(*entry[6:]))
 
 
 def _check_skipped(i: int, dataset: _Dataset) -> None:

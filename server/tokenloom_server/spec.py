@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tokenloom_server.errors import ConfigError
@@ -12,15 +13,47 @@ SCHEMES = {
     "jsonl": "jsonl:GLOB:COLUMN",
     "txt": "txt:GLOB:text",
     "arrow": "arrow:DIR:COLUMN",
+    "hf": "hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HubLocation:
+    """The location of an ``hf:`` spec: ``ORG/NAME[/CONFIG][@REVISION]:SPLIT``.
+
+    A repository of old may go by ``NAME`` alone; then there is no place for a config, which needs the full name.
+    """
+
+    repo: str
+    config: str | None
+    revision: str | None
+    """A branch, a tag, a commit, or a reference such as ``refs/convert/parquet``."""
+    split: str
+
+    @classmethod
+    def parse(cls, text: str) -> HubLocation:
+        """Raises ``ConfigError``, which does not name the source, for a part that is missing or cannot be a name."""
+        left, _, split = text.partition(":")
+        named, at, revision = left.partition("@")
+        parts = named.split("/", 2)
+        repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repo, re.ASCII):
+            raise ConfigError(f"the repository is {repo!r}, expected ORG/NAME or ORG/NAME/CONFIG as the Hub has it")
+        if config is not None and (not config or re.search(r"[<>|?*/\\]", config)):
+            raise ConfigError(f"the config is {config!r}, expected a name as the dataset's card has it")
+        if at and (not revision or re.search(r"[\s~^?*\[\\]|\.\.", revision)):
+            raise ConfigError(f"the revision is {revision!r}, expected a branch, a tag or a commit behind the '@'")
+        if not re.fullmatch(r"\w[\w.-]*", split):
+            raise ConfigError(f"the split is {split!r}, expected a whole split such as 'train'")
+        return cls(repo, config, revision or None, split)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A parsed spec.
 
-    ``location`` may contain colons (a URL, a drive letter): the scheme ends at the first colon and
-    the column begins after the last.
+    ``location`` may contain colons (a URL, a drive letter, the split of a repository): the scheme ends at the first
+    colon and the column begins after the last.
     """
 
     scheme: str
@@ -42,7 +75,22 @@ class Spec:
             raise ConfigError(f"source {text!r}: a txt source has one column, 'text', but {column!r} was asked for")
         if is_remote(location):
             refuse_unsafe(f"source {text!r}", location)
+        if scheme == "hf":
+            try:
+                HubLocation.parse(location)
+            except ConfigError as error:
+                raise ConfigError(f"source {text!r}: {error}; a source on the Hub is {SCHEMES[scheme]}") from None
         return cls(scheme, location, column)
+
+    @property
+    def hub(self) -> HubLocation:
+        """What the location of an ``hf:`` spec names."""
+        return HubLocation.parse(self.location)
+
+    @property
+    def place(self) -> str:
+        """Where the files lie: a path or pattern, or for ``hf:`` the repository's URL."""
+        return f"hf://datasets/{self.hub.repo}/" if self.scheme == "hf" else self.location
 
     def __str__(self) -> str:
         return f"{self.scheme}:{self.location}:{self.column}"

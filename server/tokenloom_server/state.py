@@ -67,13 +67,24 @@ class Tally(NamedTuple):
 _NOTHING_TALLIED = Tally()
 
 
+class Lane(NamedTuple):
+    """Where one of several cursors of a source stands, and what it has given since the run began."""
+
+    cursor: Cursor = Cursor()
+    samples: int = 0
+    rows: int = 0
+    tally: Tally = _NOTHING_TALLIED
+
+
 @dataclass(frozen=True, slots=True)
 class SourceState:
     """A source's cursor and its counters since the run began.
 
     ``rows`` counts rows taken to their end (and rows without tokens before them). ``tokens`` counts
     samples × sequence length. ``dropped_tokens`` is the tail that filled no sample, known once the
-    source is exhausted. ``skipped_…`` are the part of them that a restore jumped over: the rest was consumed.
+    source is exhausted. A source that is read in several ``lanes`` is counted with all of them, and its ``cursor`` is
+    the one of the lane that gave the last sample; before its first there are none. ``skipped_…`` are the part of them
+    that a restore jumped over: the rest was consumed.
     """
 
     cursor: Cursor = Cursor()
@@ -86,6 +97,17 @@ class SourceState:
     skipped_rows: int = 0
     skipped_tokens: int = 0
     tally: Tally = _NOTHING_TALLIED
+    lanes: tuple[Lane, ...] = ()
+
+
+def packed_again(source: SourceState) -> SourceState:
+    """A source of which the windows that have begun are packed once more, by best fit."""
+
+    def again(cursor: Cursor) -> Cursor:
+        return replace(cursor, offset=PACKED_AGAIN) if cursor.offset else cursor
+
+    lanes = tuple(lane._replace(cursor=again(lane.cursor)) for lane in source.lanes)
+    return replace(source, cursor=again(source.cursor), lanes=lanes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors", "state", "hashing", "slots"),
+        ("hub",),
         ("storage",),
         ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
         ("config", "stats", "picture"),
@@ -66,7 +67,8 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.state": frozenset(),
     f"{SERVER}.hashing": frozenset(),
     f"{SERVER}.slots": frozenset(),
-    f"{SERVER}.storage": frozenset({"errors"}),
+    f"{SERVER}.hub": frozenset({"errors"}),
+    f"{SERVER}.storage": frozenset({"errors", "hub"}),
     f"{SERVER}.spec": frozenset({"errors", "storage"}),
     f"{SERVER}.config": frozenset({"errors", "spec"}),
     f"{SERVER}.ledger": frozenset({"errors", "state"}),
@@ -93,7 +95,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.picture"})),
-    (("fsspec",), frozenset({f"{SERVER}.storage"})),
+    (("fsspec",), frozenset({f"{SERVER}.storage", f"{SERVER}.hub"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
 )
 

@@ -78,7 +78,7 @@ def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
                 Sample(
                     tuple(form.ids(raw).tolist()),
                     bytes(raw),
-                    *place,
+                    *place[:3],
                     tuple(places.starts_of(number).tolist()),
                     hashed,
                 )

@@ -88,6 +88,13 @@ def serve(
             help="Seconds of silence after which a rank no longer keeps its run from a new attempt.",
         ),
     ] = 15.0,
+    storage_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds that storage may not answer, or answer with errors, before the run stops with an error.",
+        ),
+    ] = 300.0,
     rank_timeout: Annotated[
         float,
         typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
@@ -170,6 +177,7 @@ def serve(
                 lease_s=lease,
                 liveness_s=liveness,
                 rank_timeout_s=rank_timeout,
+                storage_timeout_s=storage_timeout,
                 access=Access.find(os.environ, token_file, read_token_file),
                 tls=Tls.load(tls_cert, tls_key, tls_client_ca),
                 data_roots=roots,

@@ -10,15 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.packing.origins import Part
-from tokenloom_server.state import Cursor, SourceState, Tally
+from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
 
 class Place(NamedTuple):
-    """Where a source stands: its cursor, its rows counter, its tally."""
+    """Where a source stands: its cursor, its rows counter, its tally; and its lanes, where it has several."""
 
     cursor: Cursor
     rows: int
     tally: Tally
+    lanes: tuple[Lane, ...] = ()
+
+    @classmethod
+    def of(cls, state: SourceState) -> Place:
+        """The place of a state."""
+        return cls(state.cursor, state.rows, state.tally, state.lanes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,14 +73,16 @@ class Documents:
         epochs: float,
         excluded: Mapping[int, npt.NDArray[np.int64]] | None = None,
         reading: Reading | None = None,
+        lane: tuple[int, int] = (0, 1),
     ) -> None:
         """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
-        as they lie in the files."""
+        as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows."""
         self._name = name
         self._excluded = excluded or {}
         self._source = source
         self._encoder = encoder
         self._reading = reading or FileOrder(source)
+        self._lane = lane
         # As the decimal that it is written as: 2.1 - 2 is 0.10000000000000009 in doubles, and would round up.
         exact = Fraction(0) if math.isinf(epochs) else Fraction(repr(epochs))
         self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
@@ -102,7 +104,7 @@ class Documents:
         kept: list[Piece] | None = None
         reader = Reader(self._source)
         while True:
-            limit = self._row_limit(epoch)
+            begin, limit = self._rows_read(epoch)
             if limit == 0 and epoch:
                 return
             if kept is not None and limit is None:
@@ -114,6 +116,8 @@ class Documents:
             # What is kept for the next epochs must be the same in them.
             keep: list[Piece] | None = [] if whole and limit is None and self._reading.repeats else None
             size = 0
+            if first is None and begin:
+                first, row = self._place(epoch, begin)
             before = 0 if first is None or limit is None else self._reading.rows_before(epoch, first)
             for part in self._reading.parts(epoch, first):
                 left = None if limit is None else limit - before - row
@@ -127,11 +131,8 @@ class Documents:
                 before += self._reading.rows_in(part) if limit is not None else 0
                 if limit is not None and before >= limit:
                     break
-            if whole and not found and (limit is None or not epoch):
-                raise SourceError(
-                    f"{self._name}: epoch {epoch} has no token in any of its rows; "
-                    "check that the column is the right one and is not empty"
-                )
+            if whole and not found and (epoch < self._whole or not epoch):
+                raise SourceError(self._without_tokens(epoch))
             kept = keep
             epoch, first, row = epoch + 1, None, 0
 
@@ -257,6 +258,36 @@ class Documents:
         out = np.zeros(len(piece.ends), np.bool_)
         out[rows[first:behind] - piece.first_row] = True
         return piece._replace(out=out)
+
+    def _without_tokens(self, epoch: int) -> str:
+        lane, lanes = self._lane
+        if lanes > 1:
+            return (
+                f"{self._name}: lane {lane} of {lanes} has no token in any of its rows of epoch {epoch}; read the "
+                "source in fewer lanes"
+            )
+        return (
+            f"{self._name}: epoch {epoch} has no token in any of its rows; "
+            "check that the column is the right one and is not empty"
+        )
+
+    def _rows_read(self, epoch: int) -> tuple[int, int | None]:
+        """Which rows of an epoch are read, counted in its order: from the one up to the other, or to its end."""
+        limit = self._row_limit(epoch)
+        lane, lanes = self._lane
+        if lanes == 1 or limit == 0:
+            return 0, limit
+        rows = self._reading.rows if limit is None else limit
+        return rows * lane // lanes, rows * (lane + 1) // lanes
+
+    def _place(self, epoch: int, rows: int) -> tuple[int, int]:
+        """The part, and the row there, before which so many rows of an epoch lie."""
+        part = 0
+        for part in self._reading.parts(epoch):
+            if rows < self._reading.rows_in(part):
+                break
+            rows -= self._reading.rows_in(part)
+        return part, rows
 
     def _row_limit(self, epoch: int) -> int | None:
         """Rows of this epoch that are read; None for all, 0 behind the last epoch."""

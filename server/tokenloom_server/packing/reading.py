@@ -61,14 +61,16 @@ class FileOrder:
     windows = None
     repeats = True
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, counts: Sequence[int] | None = None) -> None:
+        """``counts``: the rows of each file, where they are known."""
         self._source = source
+        self._counts = counts
 
     def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
         return range(first or 0, len(self._source.shards))
 
     def rows_in(self, part: int) -> int:
-        return self._source.row_count(part)
+        return self._source.row_count(part) if self._counts is None else self._counts[part]
 
     def rows_before(self, epoch: int, part: int) -> int:
         before = self.parts(epoch)
@@ -91,8 +93,8 @@ class ShuffledFiles(FileOrder):
 
     repeats = False
 
-    def __init__(self, source: Source, seed: int, source_id: int) -> None:
-        super().__init__(source)
+    def __init__(self, source: Source, seed: int, source_id: int, counts: Sequence[int] | None = None) -> None:
+        super().__init__(source, counts)
         self._seed = seed
         self._source_id = source_id
 
@@ -118,6 +120,11 @@ class Layout(NamedTuple):
             table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
             found.append(table[:, table[2] > 0])
         return cls(*np.concatenate(found, axis=1))
+
+    def counts(self, shards: int) -> list[int]:
+        """The rows of each of so many files."""
+        found: list[int] = np.bincount(self.shard, self.rows, shards).astype(np.int64).tolist()
+        return found
 
 
 class Windows:

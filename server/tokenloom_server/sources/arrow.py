@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import arrow_headers, columns
+from tokenloom_server.errors import SourceError, TokenloomError
+from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows, Shard
 from tokenloom_server.sources.sharded import ShardedSource
@@ -83,7 +83,7 @@ class ArrowSource(ShardedSource):
             try:
                 array = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise self._damaged(shard, f"after row {first_row}: {error}") from None
+                raise self._damaged(shard, error, f"after row {first_row}: ") from None
             if array is None:
                 return
             behind = max(row - first_row, 0)
@@ -123,7 +123,7 @@ class ArrowSource(ShardedSource):
             field = schema.get_field_index(self._spec.column)
             return any(len(array) for array in self._read_batches(shard, stream, field, 0))
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(shard, str(error)) from None
+            raise self._damaged(shard, error) from None
         finally:
             file.close()
 
@@ -148,7 +148,7 @@ class ArrowSource(ShardedSource):
                 # Unmapped with its last view, which an error may hold a little longer.
                 return read(Mapped(memoryview(file.mapped())))
         except (ValueError, OSError) as error:
-            raise self._damaged(shard, str(error)) from None
+            raise self._damaged(shard, error) from None
 
     def _open_arrow(self, shard: int) -> _Opened:
         """The mapped or remote file and its schema."""
@@ -164,12 +164,12 @@ class ArrowSource(ShardedSource):
             stream.seek(0)
             return _Opened(file, stream, pa.ipc.open_stream(stream).schema)
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(shard, str(error)) from None
+            raise self._damaged(shard, error) from None
 
-    def _damaged(self, shard: int, reason: str) -> SourceError:
-        return SourceError(
-            f"{self._where(self._shards[shard])} is not a readable Arrow file ({reason}); "
-            "it is truncated or damaged: write or copy it again"
+    def _damaged(self, shard: int, error: Exception, place: str = "") -> TokenloomError:
+        where = self._where(self._shards[shard])
+        return files.refused(where, error) or SourceError(
+            f"{where} is not a readable Arrow file ({place}{error}); it is truncated or damaged: write or copy it again"
         )
 
 

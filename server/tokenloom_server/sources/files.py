@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import TypeVar
 
 import xxhash
 
-from tokenloom_server.errors import SourceChanged, SourceError
+from tokenloom_server.errors import SourceChanged, SourceError, StorageError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
@@ -85,6 +88,8 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
 
     ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError``.
     """
+    if is_hub(shard.path):
+        return None  # at a commit nothing changes, and each opening is held to the fingerprint
     try:
         if is_remote(shard.path):
             entry = listed or stat(shard.path, repr(shard.path), Traffic())
@@ -122,6 +127,16 @@ def _fingerprints_differ(shard: Shard, found: str) -> str | None:
     return f"{shard.path!r} has other content: found fingerprint {found}, expected {shard.fingerprint}"
 
 
+def refused(where: str, error: Exception) -> StorageError | None:
+    """What to raise where the operating system, and not the content of a file, is what Arrow failed at; else None."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    reason, remedy = os.strerror(error.errno), "look at the disk or mount"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
+    return StorageError(f"{where} cannot be read ({reason}); {remedy}, and start again: nothing is lost")
+
+
 def where(spec: Spec, shard: Shard) -> str:
     """How messages name a shard: by its source and its path."""
     return f"source {str(spec)!r}: {shard.path!r}"
@@ -134,6 +149,8 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None
     except FileNotFoundError:
         raise SourceChanged(f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}") from None
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO):
+            raise refused(where(spec, shard), error) or error from None
         raise SourceChanged(
             f"{where(spec, shard)} cannot be read ({error.strerror or error}); let the server read it, or {REMEDY}"
         ) from None

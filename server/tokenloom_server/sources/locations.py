@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.files import in_threads, shard_at, shards_of
+from tokenloom_server.sources.hub import HubResolver, appended
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.open import open_file
@@ -27,6 +29,8 @@ def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
     That is the order of the path strings, and for ``arrow:`` the one that ``state.json`` gives.
     Raises ``SourceError``, with the pattern as it was resolved and what lies there, when there is none.
     """
+    if spec.scheme == "hf":
+        return tuple(shard.path for shard in HubResolver().shards(spec))
     if is_remote(spec.location):
         return tuple(entry.path for entry in entries(spec))
     try:
@@ -45,11 +49,24 @@ def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
     return found
 
 
-def shards(spec: Spec, base_dir: Path) -> tuple[Shard, ...]:
-    """The shards of a source, as they are now. Raises ``SourceError``."""
+def shards(spec: Spec, base_dir: Path, hub: HubResolver | None = None) -> tuple[Shard, ...]:
+    """The shards of a source, as they are now; ``hub`` is shared by sources of one moment. Raises ``SourceError``."""
+    if spec.scheme == "hf":
+        return (hub or HubResolver()).shards(spec)
     if is_remote(spec.location):
         return tuple(shard_at(spec, entry) for entry in entries(spec))
     return shards_of(spec, paths(spec, base_dir), base_dir)
+
+
+def more_shards(spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[Shard, ...]:
+    """The shards that a source has by now beyond those that are known.
+
+    Raises ``SourceError``, and ``SourceChanged`` where those on the Hub are no longer as they were.
+    """
+    if any(is_hub(shard.path) for shard in known):
+        return appended(spec, known, shards(spec, base_dir))
+    paths_known = {shard.path for shard in known}
+    return shards_of(spec, [path for path in paths(spec, base_dir) if path not in paths_known], base_dir)
 
 
 def entries(spec: Spec, traffic: Traffic | None = None) -> tuple[Entry, ...]:

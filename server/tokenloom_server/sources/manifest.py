@@ -11,8 +11,10 @@ from pathlib import Path
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.hub import HubResolver
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
@@ -90,7 +92,8 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     nothing.
     """
     specs = list(specs)
-    found = files.in_threads(lambda spec: locations.shards(spec, base_dir), specs)
+    hub = HubResolver()
+    found = files.in_threads(lambda spec: locations.shards(spec, base_dir, hub), specs)
     return Manifest(tuple(SourceFiles(str(spec), shards) for spec, shards in zip(specs, found, strict=True)))
 
 
@@ -121,11 +124,12 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
     """
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
     if listings is not None:
-        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_remote(source)])
+        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_listed(source)])
 
     def difference(item: tuple[str, Shard]) -> str | None:
         spec, shard = item
-        listed = listings.of(spec).get(shard.path) if listings is not None and is_remote(shard.path) else None
+        is_listed = is_remote(shard.path) and not is_hub(shard.path)
+        listed = listings.of(spec).get(shard.path) if listings is not None and is_listed else None
         return files.difference(shard, base_dir, listed)
 
     differences = files.in_threads(difference, shards)
@@ -141,14 +145,16 @@ def appeared(manifest: Manifest, base_dir: Path, listings: Listings | None = Non
     listings = listings or Listings()
     new: list[str] = []
     for source in manifest.sources:
+        if any(is_hub(shard.path) for shard in source.shards):
+            continue  # the run's commit has no more, and another one is not asked for
         known = {shard.path for shard in source.shards}
         try:
-            now = listings.of(source.spec) if _is_remote(source) else locations.paths(Spec.parse(source.spec), base_dir)
+            now = listings.of(source.spec) if _is_listed(source) else locations.paths(Spec.parse(source.spec), base_dir)
         except SourceError:
             continue  # that files are gone is for `verify` to say
         new += [path for path in now if path not in known]
     return tuple(new)
 
 
-def _is_remote(source: SourceFiles) -> bool:
-    return any(is_remote(shard.path) for shard in source.shards)
+def _is_listed(source: SourceFiles) -> bool:
+    return any(is_remote(shard.path) and not is_hub(shard.path) for shard in source.shards)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.hub.splits import kind_of
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
@@ -33,7 +35,7 @@ def open_source(
         shards = locations.shards(spec, base_dir)
     if not shards:
         raise SourceError(f"source {str(spec)!r} has no files in the run's manifest")
-    match spec.scheme:
+    match reader_of(spec, shards):
         case "parquet":
             return ParquetSource(spec, shards, base_dir, traffic)
         case "arrow":
@@ -42,4 +44,9 @@ def open_source(
             return open_jsonl(spec, shards, base_dir, index_dir, traffic)
         case "txt":
             return open_txt(spec, shards, base_dir, index_dir, traffic)
-    raise SourceError(f"source {str(spec)!r}: no reader for the scheme {spec.scheme!r}")
+    raise SourceError(f"source {str(spec)!r}: no reader for {shards[0].path!r}")
+
+
+def reader_of(spec: Spec, shards: Sequence[Shard]) -> str | None:
+    """Which of the schemes of files reads a source: on the Hub, what its files are by their names."""
+    return kind_of(shards[0].path) if spec.scheme == "hf" else spec.scheme

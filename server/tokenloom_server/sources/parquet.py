@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, parquet_lists, parquet_pages
+from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.parquet_lists import ListReader
 from tokenloom_server.sources.parquet_pages import Unusual
@@ -120,7 +120,7 @@ class ParquetSource(ShardedSource):
                     yield array.slice(done)
                 done -= min(done, len(array))
         except (pa.ArrowException, OSError) as error:
-            raise SourceError(
+            raise files.refused(where, error) or SourceError(
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
 
@@ -165,9 +165,9 @@ class ParquetSource(ShardedSource):
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise SourceError(
-                f"{self._where(self._shards[shard])} is not a readable Parquet file ({error}); "
-                "it is truncated or damaged: write or copy it again"
+            where = self._where(self._shards[shard])
+            raise files.refused(where, error) or SourceError(
+                f"{where} is not a readable Parquet file ({error}); it is truncated or damaged: write or copy it again"
             ) from None
 
 

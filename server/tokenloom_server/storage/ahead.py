@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tokenloom_server.storage.attempts import Fetch
@@ -12,6 +12,8 @@ from tokenloom_server.storage.traffic import Traffic
 
 #: The first block that is read ahead, and the largest: each is twice as long as the one before.
 FIRST_BLOCK_BYTES, BLOCK_BYTES = 1 << 20, 8 << 20
+#: Ranges with no more than so much between them are read as one: a round trip costs as much as these bytes.
+GAP_BYTES = 256 << 10
 #: Blocks of one file under way or waiting to be read.
 DEPTH = 4
 
@@ -28,11 +30,13 @@ class Ahead:
     The memory is shared by all readers of a run (``traffic.AHEAD_BYTES``): where none is left, nothing is fetched.
     """
 
-    def __init__(self, fetch: Callable[[int, int], Fetch[bytes]], ranges: Iterable[Range], traffic: Traffic) -> None:
-        """``fetch`` begins to read from an offset, so many bytes."""
+    def __init__(
+        self, fetch: Callable[[int, int], Fetch[bytes]], size: int, ranges: Iterable[Range], traffic: Traffic
+    ) -> None:
+        """``fetch`` begins to read from an offset, so many bytes; the file has ``size``."""
         self._fetch = fetch
         self._traffic = traffic
-        self._ranges = iter(ranges)
+        self._ranges = _joined(Range(max(0, each.begin), min(each.end, size)) for each in ranges)
         self._range = Range(0, 0)
         self._blocks: deque[_Block] = deque()
         self._next_bytes = FIRST_BLOCK_BYTES
@@ -88,3 +92,16 @@ class Ahead:
             self._blocks.append(_Block(start, end, self._fetch(start, end - start)))
             self._range = Range(end, self._range.end)
             self._next_bytes = min(2 * self._next_bytes, BLOCK_BYTES)
+
+
+def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
+    held: Range | None = None
+    for each in ranges:
+        if held is not None and held.begin <= each.begin <= held.end + GAP_BYTES:
+            held = Range(held.begin, max(held.end, each.end))
+            continue
+        if held is not None:
+            yield held
+        held = each
+    if held is not None:
+        yield held

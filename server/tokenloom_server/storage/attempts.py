@@ -70,8 +70,8 @@ class Fetch(Generic[_T]):
             while not self._answer:
                 while self._errors:
                     error = self._errors.popleft()
-                    if _is_final(error):
-                        raise error if isinstance(error, OSError | TokenloomError) else self._refused(error)
+                    if is_final(error):
+                        raise error if isinstance(error, OSError | TokenloomError) else refused(self._name, error)
                     wait.trouble = _said(error)
                     if not self._running:
                         # At least a part of the pause is chance: many who failed together do not come again together.
@@ -115,12 +115,6 @@ class Fetch(Generic[_T]):
                 self._answer.append(found)
             self._changed.notify_all()
 
-    def _refused(self, error: Exception) -> StorageError:
-        return StorageError(
-            f"{self._name} cannot be read: its storage refuses it ({_said(error)}); look at credentials, region and "
-            "end point in the server's environment"
-        )
-
     def _given_up(self, attempts: int, trouble: str) -> StorageError:
         last = f"the last answer was: {trouble}" if trouble else "no attempt was answered"
         return StorageError(
@@ -130,7 +124,16 @@ class Fetch(Generic[_T]):
         )
 
 
-def _is_final(error: Exception) -> bool:
+def refused(name: str, error: Exception) -> StorageError:
+    """What to say of a read that storage refuses, or that cannot be asked for."""
+    return StorageError(
+        f"{name} cannot be read: its storage refuses it ({_said(error)}); look at credentials, "
+        "region and end point in the server's environment"
+    )
+
+
+def is_final(error: Exception) -> bool:
+    """Whether another attempt would meet the same."""
     if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
         return True
     status = _status(error)

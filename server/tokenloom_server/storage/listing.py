@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from glob import has_magic
 from typing import Any
 
 from tokenloom_server.storage.attempts import Fetch
@@ -18,6 +20,10 @@ STATS_AT_ONCE = 16
 def find(pattern: str, traffic: Traffic) -> tuple[Entry, ...]:
     """The files that a URL with wildcards matches, by their paths. Raises ``OSError`` and ``StorageError``."""
     files = filesystem(root(pattern))
+    above, _, name = pattern.rpartition("/")
+    if name[:1] in tuple("*?[") and "**" not in name and not has_magic(above):
+        # What fsspec would list twice, and ask for by itself: nothing but the folder is before the wildcard.
+        return tuple(entry for entry in folder(above, traffic) if fnmatchcase(entry.path.rpartition("/")[2], name))
     found: Mapping[str, Any] = Fetch(lambda: files.glob(pattern, detail=True), pattern, traffic).result()
     return _entries(pattern, found.values(), traffic)
 

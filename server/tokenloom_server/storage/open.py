@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.remote import RemoteFile
+from tokenloom_server.storage.remote import RemoteFile, cached_copy
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import is_remote
 
@@ -19,5 +19,6 @@ def open_file(path: str, base_dir: Path, name: str = "", traffic: Traffic | None
     """
     name = name or repr(path)
     if is_remote(path):
-        return RemoteFile(path, name, traffic or Traffic())
+        cached = cached_copy(path)
+        return RemoteFile(path, name, traffic or Traffic()) if cached is None else LocalFile(cached, name)
     return LocalFile(base_dir / path, name)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
+from tokenloom_server.hub.files import HubFiles, is_hub
 from tokenloom_server.storage.ahead import Ahead
-from tokenloom_server.storage.attempts import Fetch
+from tokenloom_server.storage.attempts import Fetch, is_final, refused
 from tokenloom_server.storage.file import File, Range
 from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import protocol, redacted, root
@@ -26,11 +28,17 @@ _PACKAGES = {
     "az": "adlfs",
     "abfs": "adlfs",
     "abfss": "adlfs",
-    "hf": "huggingface_hub",
 }
 #: What storage says of an object's content, best first: the key of fsspec's description, and how it is told apart.
 _SIGNATURES = (
-    *(("etag", "etag"), ("e_tag", "etag"), ("md5hash", "md5"), ("md5", "md5"), ("generation", "generation")),
+    *(
+        ("sha256", "sha256"),
+        ("etag", "etag"),
+        ("e_tag", "etag"),
+        ("md5hash", "md5"),
+        ("md5", "md5"),
+        ("generation", "generation"),
+    ),
     *(("blob_id", "blob"), ("version_id", "version"), ("versionid", "version"), ("lastmodified", "modified")),
     *(("last_modified", "modified"), ("mtime", "modified"), ("updated", "modified"), ("created", "modified")),
 )
@@ -61,6 +69,8 @@ def filesystem(place: str) -> Any:
     a package that is not installed.
     """
     scheme = protocol(place)
+    if scheme == "hf":
+        return HubFiles()
     install = _PACKAGES.get(scheme, f"the package that fsspec reads {scheme}:// with")
     try:
         import fsspec.core
@@ -73,6 +83,14 @@ def filesystem(place: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})") from None
     return found
+
+
+def cached_copy(url: str) -> Path | None:
+    """Where a file lies on this machine already: one of the Hub may have been downloaded."""
+    if protocol(url) != "hf":
+        return None
+    hub: HubFiles = filesystem(root(url))
+    return hub.cached(url)
 
 
 def entry_of(place: str, info: Mapping[str, Any]) -> Entry:
@@ -136,23 +154,28 @@ class RemoteFile(File):
 
     def plan(self, ranges: Iterable[Range]) -> None:
         self.close()
-        self._ahead = Ahead(self._fetch, ranges, self._traffic)
+        self._ahead = Ahead(self._fetch, self.size, ranges, self._traffic)
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
         end = min(offset + length, self.size)
         parts: list[bytes | memoryview] = []
         while offset < end:
-            data = self._ahead.read(offset, end) if self._ahead is not None else None
+            data = self._known(offset, end)
+            if data is None and self._ahead is not None:
+                data = self._ahead.read(offset, end)
             parts.append(data if data is not None else self._directly(offset, end - offset))
             offset += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _known(self, begin: int, end: int) -> memoryview | None:
+        for start, data in self._near:
+            if start <= begin and end <= start + len(data):
+                return memoryview(data)[begin - start : end - start]
+        return None
+
     def _directly(self, offset: int, length: int) -> bytes | memoryview:
         if length >= NEAR_BYTES:
             return self._fetch(offset, length).result()
-        for start, data in self._near:
-            if start <= offset and offset + length <= start + len(data):
-                return memoryview(data)[offset - start : offset - start + length]
         start = max(0, min(offset, self.size - NEAR_BYTES))
         data = self._fetch(start, min(NEAR_BYTES, self.size - start)).result()
         self._near = (*self._near[-1:], (start, data))
@@ -166,16 +189,18 @@ class RemoteFile(File):
             data: bytes = self._range(offset, offset + length)
         except TokenloomError:
             raise
-        except Exception:
+        except Exception as error:
             # Is it another object by now? Then that is what is to be said, and asking again would not help.
             self._refuse_changed()
-            raise
+            raise refused(self.name, error) if is_final(error) else error from error
         if len(data) != length:
             self._refuse_changed()
             raise OSError(f"{len(data)} bytes came where {length} were asked for")
         return data
 
     def _refuse_changed(self) -> None:
+        if is_hub(self.url):
+            return  # every answer of the Hub is held to the digest already
         try:
             found = entry_of(root(self.url), filesystem(root(self.url)).info(self.url))._replace(path=self.url)
         except FileNotFoundError:

@@ -42,6 +42,8 @@ class Wait:
     name: str
     since: float
     attempts: int = 1
+    #: Whether this is for whatever answers a source's rows, and nobody asks a second time: a read of a mount.
+    at_once: bool = False
     #: What the last attempt that failed was answered with.
     trouble: str = ""
 
@@ -69,10 +71,14 @@ class Traffic:
         self._took: dict[int, deque[float]] = {}
         self._ahead = 0
 
+    def wait_at_most(self, seconds: float) -> None:
+        """When a wait is an error."""
+        self.patience = self.patience._replace(total_s=seconds)
+
     @contextmanager
-    def waiting(self, name: str, since: float | None = None) -> Iterator[Wait]:
+    def waiting(self, name: str, *, at_once: bool = False) -> Iterator[Wait]:
         """For as long as somebody waits for a file; ``name`` is how people know it."""
-        wait = Wait(name, self.clock() if since is None else since)
+        wait = Wait(name, self.clock(), at_once=at_once)
         with self._lock:
             self._waits[id(wait)] = wait
         try:
@@ -83,14 +89,32 @@ class Traffic:
 
     def longest_wait(self, least_s: float) -> str:
         """What has been waited for longest, and at least so long, for people; or nothing."""
-        with self._lock:
-            wait = min(self._waits.values(), key=lambda wait: wait.since, default=None)
+        wait = self._longest()
         seconds = self.clock() - wait.since if wait is not None else 0.0
         if wait is None or seconds < least_s:
             return ""
         tries = f", attempt {wait.attempts}" if wait.attempts > 1 else ""
         trouble = f"; the last one failed: {wait.trouble}" if wait.trouble else ""
         return f"storage: {wait.name} (for {seconds:.0f} s{tries}{trouble})"
+
+    def _longest(self) -> Wait | None:
+        with self._lock:
+            # Within a wait for the rows of a source lies the one for what answers them, which knows more.
+            return min(self._waits.values(), key=lambda wait: (wait.at_once, wait.since), default=None)
+
+    def waits_too_long(self) -> bool:
+        """Whether a read that nobody gives up lasts longer than patience does."""
+        wait = self._longest()
+        return wait is not None and wait.at_once and self.clock() - wait.since >= self.patience.total_s
+
+    def given_up(self) -> str:
+        """What to say then."""
+        wait = self._longest()
+        name = wait.name if wait is not None else "storage"
+        return (
+            f"{name} could not be read for {self.patience.total_s:.0f} s, and the operating system does not come back "
+            "from it; look at the disk or mount, then start the trainers again from their last checkpoint"
+        )
 
     def took(self, length: int, seconds: float) -> None:
         """A read was answered."""

@@ -14,6 +14,7 @@ _INDIRECT = frozenset(
     }
 )
 _USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s@'\"]*)@")
+_AT_COMMIT = re.compile(r"^(hf://datasets/[^/@]+(?:/[^/@]+)?)@[^/]*")
 _QUERY = re.compile(r"\?[A-Za-z0-9_.%-]+=[^\s'\"]*")
 
 
@@ -65,6 +66,7 @@ def redacted(text: str) -> str:
 
 
 def lies_below(url: str, folder: str) -> bool:
-    """Whether a URL is a folder's, or that of something below it."""
+    """Whether a URL is a folder's, or that of something below it. A repository on the Hub is one at every commit."""
     folder = folder.rstrip("/")
+    url = _AT_COMMIT.sub(r"\1", url)
     return url == folder or url.startswith(folder + "/")

@@ -1,0 +1,229 @@
+"""Orders over datasets on the Hub: what is read, what is pinned, where it may lie, and what the cache spares."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.corpora import flat, parsed, text_rows
+from support.hub import StandInHub, stand_in_hub
+from tokenloom_server import dataset_mix
+from tokenloom_server.course import Course
+from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
+from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.order import Order
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.spec import Spec
+
+SPEC = "hf:org/name:train:text"
+ROWS = [text_rows(30, salt, 30) for salt in range(2)]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    with stand_in_hub() as hub:
+        hub.stand_in(monkeypatch, tmp_path / "hf")
+        yield hub
+
+
+def parquet(rows: Sequence[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": rows}), file, row_group_size=7)
+    return file.getvalue()
+
+
+def arrow(rows: Sequence[str]) -> bytes:
+    table, file = pa.table({"text": rows}), io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return file.getvalue()
+
+
+def lines(rows: Sequence[str]) -> bytes:
+    return "".join(row + "\n" for row in rows).encode()
+
+
+def jsonl(rows: Sequence[str]) -> bytes:
+    return lines([json.dumps({"text": row}) for row in rows])
+
+
+def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> Order:
+    return Order.create(parsed(flat([spec])), folder, None, DataRoots.of(roots))
+
+
+def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
+    source = open_source(Spec.parse(spec), Path())
+    return [text for rows in source.read(shard, row) for text in rows.column.to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("train.parquet", parquet),
+        ("train.arrow", arrow),
+        ("train.jsonl", jsonl),
+        ("train.json", jsonl),
+        ("train.txt", lines),
+    ],
+)
+def test_files_of_each_kind_are_read_from_any_row(hub: StandInHub, name: str, write: type) -> None:
+    hub.repo("org/name").commit({name: write(ROWS[0])})
+    assert rows_of(SPEC) == ROWS[0]
+    assert rows_of(SPEC, row=19) == ROWS[0][19:]
+
+
+def test_json_that_is_no_lines_is_told(hub: StandInHub) -> None:
+    hub.repo("org/name").commit({"train.json": json.dumps([{"text": "a"}]).encode()})
+    with pytest.raises(
+        SourceError, match=r"hf://datasets/org/name@\w+/train.json.*line 1 is a list, expected a JSON object"
+    ):
+        rows_of(SPEC)
+
+
+def test_reading_goes_on_through_faults(hub: StandInHub) -> None:
+    hub.repo("org/name").commit({"train.parquet": parquet(ROWS[0])})
+    hub.fail("/resolve/", status=503)
+    hub.fail("/blobs/", status=429, headers={"Retry-After": "0"})
+    hub.fail("/blobs/", cut=5)
+    assert rows_of(SPEC) == ROWS[0]
+    assert all(fault.met for fault in hub.faults)
+
+
+def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    repo.commit({"train.parquet": parquet(ROWS[0])})
+    order = create(tmp_path)
+    repo.commit({"train.parquet": parquet(ROWS[1])})
+    hub.forget()
+
+    again = Order.load(order.config, tmp_path, None, order.record())
+
+    assert hub.asked("") == [], "loading a run asks the Hub for nothing"
+    assert again.record() == order.record() != create(tmp_path).record()
+    assert rows_of_order(again) == ROWS[0]
+
+
+def rows_of_order(order: Order) -> list[str]:
+    source = order.open(0)
+    return [
+        text
+        for shard in range(len(source.shards))
+        for rows in source.read(shard, 0)
+        for text in rows.column.to_pylist()
+    ]
+
+
+def test_another_content_at_the_commit_is_refused_by_name(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
+    order = create(tmp_path)
+    repo.commits[commit]["train.parquet"] = parquet(ROWS[1])
+    with pytest.raises(SourceChanged, match=rf"hf://datasets/org/name@{commit}/train.parquet.* expected"):
+        rows_of_order(order)
+    del repo.commits[commit]
+    with pytest.raises(SourceError, match="has no such revision"):
+        rows_of_order(order)
+
+
+# --- revisions ------------------------------------------------------------------------------------------
+
+
+def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    first = {"data/train-0.parquet": parquet(ROWS[0])}
+    repo.commit({"README.md": b"---\nconfigs: [{config_name: default, data_files: 'data/*'}]\n---\n"} | first)
+    course = Course(create(tmp_path))
+    change = MixtureChange(append_files=[SPEC], reason="more")
+    with pytest.raises(ConfigError, match="has no file that the run does not read already"):
+        course.revise(change, 100)
+
+    repo.commit(repo.commits[repo.refs["main"]] | {"data/train-1.parquet": parquet(ROWS[1])})
+    content = course.revise(change, 100)
+    assert [shard[0].rpartition("/")[2] for shard in content["shards"][SPEC]] == [
+        "train-0.parquet", "train-1.parquet",
+    ]  # fmt: skip
+
+    repo.commit(repo.commits[repo.refs["main"]] | {"data/train-0.parquet": parquet(ROWS[1][:9])})
+    with pytest.raises(
+        SourceChanged, match=r"1 of the 1 files that the run reads are gone or others at \w+ \(the first"
+    ):
+        course.revise(change, 100)
+
+
+# --- where data may lie ---------------------------------------------------------------------------------
+
+
+def test_with_data_roots_the_hub_is_read_where_a_root_says_so(hub: StandInHub, tmp_path: Path) -> None:
+    for name in ("org/name", "org/name2"):
+        hub.repo(name).commit({"train.parquet": parquet(ROWS[0])})
+    for roots in ([str(tmp_path)], ["s3://bucket"], ["hf://datasets/other"], ["hf://datasets/org/nam"]):
+        with pytest.raises(ConfigError, match="'hf://datasets/org/name' lies below no data root"):
+            create(tmp_path, SPEC, roots)
+    assert hub.requests == [], "it was asked before it was checked"
+    for root in ("hf://datasets/org/name", "hf://datasets/org", "hf://datasets"):
+        assert create(tmp_path, SPEC, [root]).shards[0][0].size
+    with pytest.raises(ConfigError, match="lies below no data root"):
+        create(tmp_path, "hf:org/name2:train:text", ["hf://datasets/org/name"])
+
+
+def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    commit = repo.commit({f"deep/{i}.parquet": parquet(ROWS[i]) for i in range(2)})
+    spec = "parquet:hf://datasets/org/name/deep/*.parquet:text"
+    order = create(tmp_path, spec, ["hf://datasets/org/name"])
+    repo.commit({})
+    assert [shard.path for shard in order.shards[0]] == [
+        f"hf://datasets/org/name@{commit}/deep/{i}.parquet" for i in range(2)
+    ]
+    hub.forget()
+    assert rows_of_order(Order.load(order.config, tmp_path, None, order.record())) == ROWS[0] + ROWS[1]
+    assert hub.asked("^/api/") == []
+
+
+# --- the short form -------------------------------------------------------------------------------------
+
+
+def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) -> None:
+    for name in ("org/name", "org/v1.5"):
+        hub.repo(name).commit({"train.parquet": parquet(ROWS[0]), "test.parquet": parquet(ROWS[1])})
+    found = dataset_mix.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, run="mix")
+    assert found["mixture"]["children"] == [
+        {"source": SPEC, "alias": "name", "weight": 0.9},
+        {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
+    ]
+
+
+# --- the local cache ------------------------------------------------------------------------------------
+
+
+def test_a_downloaded_dataset_is_served_without_a_network(
+    hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    hub.repo("org/name").commit({f"train-{i}.parquet": parquet(ROWS[i]) for i in range(2)})
+    online = create(tmp_path)
+    huggingface_hub.snapshot_download("org/name", repo_type="dataset")
+    hub.forget()
+    assert rows_of_order(online) == ROWS[0] + ROWS[1]
+    assert hub.requests == [], "the cache has it, also while online"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    offline = create(tmp_path)
+
+    assert offline.record() == online.record()
+    assert rows_of_order(offline) == ROWS[0] + ROWS[1]
+    assert hub.requests == []
+
+
+def test_without_huggingface_hub_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(SourceError, match=r"huggingface_hub 1\.33 or later .*pip install 'tokenloom\[hf\]'"):
+        rows_of(SPEC)

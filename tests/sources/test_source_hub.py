@@ -1,0 +1,344 @@
+"""Which files a split on the Hub has: those that `datasets` reads, at one commit; else what is said instead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hub import CONVERSION, Repo, StandInHub, blob_id, hash_of, stand_in_hub
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.hub import HubResolver
+from tokenloom_server.spec import Spec
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    with stand_in_hub(page=3) as hub:
+        hub.stand_in(monkeypatch, tmp_path)
+        yield hub
+
+
+def card(*configs: Mapping[str, Any]) -> bytes:
+    return f"---\n{json.dumps({'license': 'mit', 'configs': configs})}\n---\n# A dataset\n".encode()
+
+
+def files(*paths: str, **more: bytes) -> dict[str, bytes]:
+    """Each with content of its own."""
+    return {path: f"content of {path}".encode() for path in paths} | more
+
+
+def paths(spec: str) -> list[str]:
+    """The files of a split below the repository's root."""
+    return [shard.path.partition("@")[2].partition("/")[2] for shard in HubResolver().shards(Spec.parse(spec))]
+
+
+def message(spec: str) -> str:
+    with pytest.raises(SourceError) as caught:
+        paths(spec)
+    return str(caught.value)
+
+
+#: Repositories as they are met, and the splits that are asked of each.
+LAYOUTS: dict[str, tuple[dict[str, bytes], tuple[tuple[str | None, str], ...]]] = {
+    "sharded": (
+        files(
+            *(f"data/train-{i:05}-of-00003-0a1b.parquet" for i in range(3)),
+            "data/test-00000-of-00001.parquet",
+            "data/my_split-00000-of-00001.parquet",
+            "README.md",
+            ".gitattributes",
+            "data/notes.txt",
+        ),
+        ((None, "train"), (None, "test"), (None, "my_split")),
+    ),
+    "folders": (
+        files("train/b.parquet", "train/a.parquet", "validation/c.parquet", "train/deep/d.parquet", "extra.parquet"),
+        ((None, "train"), (None, "validation")),
+    ),
+    "folder-words": (files("x-train/b.parquet", "y/dev_1/a.parquet", "z/evaluation/a.parquet"),
+                     ((None, "train"), (None, "validation"), (None, "test"))),
+    "names": (
+        files("my-train.parquet", "train_2.parquet", "sub/valid.1.parquet", "training.parquet", "contrain.parquet"),
+        ((None, "train"), (None, "validation")),
+    ),
+    "all": (files("b.parquet", "sub/a.parquet", "c.parquet", ".hidden/x.parquet", "__special__/y.parquet", "n.json"),
+            ((None, "train"),)),
+    "card": (
+        files("en/one.parquet", "en/two.parquet", "de/one.parquet", "de/test/x.parquet", "fr/a.parquet", "fr/b.parquet")
+        | {
+            "README.md": card(
+                {"config_name": "en", "data_files": "en/*", "default": True},
+                {"config_name": "de", "data_files": [
+                    {"split": "train", "path": ["de/one.parquet", "en/t*.parquet"]},
+                    {"split": "test", "path": "de/test/**"},
+                ]},
+                {"config_name": "fr.1", "data_files": ["fr/b.parquet", "fr/a.parquet"]},
+                {"config_name": "folder", "data_dir": "de"},
+                {"config_name": "both", "data_dir": "de", "data_files": "*.parquet"},
+            )
+        },
+        ((None, "train"), ("en", "train"), ("de", "train"), ("de", "test"), ("fr.1", "train"), ("folder", "test"),
+         ("both", "train")),
+    ),
+    "lines": (files("train.jsonl", "test.jsonl"), ((None, "train"), (None, "test"))),
+    "text": (files("corpus/a.txt", "corpus/b.txt"), ((None, "train"),)),
+}  # fmt: skip
+
+#: Asks `datasets` for the files of splits, as whoever loads a dataset does.
+ORACLE = """
+import json, sys, datasets
+asked, found = json.load(sys.stdin), []
+for repo, config, split in asked:
+    builder = datasets.load_dataset_builder(repo, config)
+    found.append([str(path).partition("@")[2].partition("/")[2] for path in builder.config.data_files[split]])
+print(json.dumps(found))
+"""
+
+
+def test_a_split_has_the_files_that_datasets_reads_in_its_order(hub: StandInHub, tmp_path: Path) -> None:
+    for name, (content, _) in LAYOUTS.items():
+        hub.repo(f"org/{name}").commit(content)
+    asked = [(f"org/{name}", config, split) for name, (_, splits) in LAYOUTS.items() for config, split in splits]
+    oracle = subprocess.run(
+        [sys.executable, "-c", ORACLE],
+        input=json.dumps(asked),
+        env={"PATH": "", **hub.environment(tmp_path / "oracle")},
+        capture_output=True,
+        text=True,
+    )
+    assert oracle.returncode == 0, oracle.stderr[-3000:]
+    theirs = json.loads(oracle.stdout)
+
+    ours = [paths(f"hf:{repo}{'/' + config if config else ''}:{split}:text") for repo, config, split in asked]
+
+    assert [(*one, found) for one, found in zip(asked, ours, strict=True)] == [
+        (*one, found) for one, found in zip(asked, theirs, strict=True)
+    ]
+    assert all(theirs)
+
+
+def test_a_file_is_named_by_its_commit_and_told_apart_by_its_content(hub: StandInHub) -> None:
+    commit = hub.repo("org/name").commit({"train/a.parquet": b"large", "README.md": b"", "train/b.jsonl": b"{}"})
+
+    resolved = HubResolver().shards(Spec.parse("hf:org/name:train:text"))
+
+    assert [(one.path, one.size, one.fingerprint) for one in resolved] == [
+        (f"hf://datasets/org/name@{commit}/train/a.parquet", 5, f"sha256:{hash_of(b'large')}")
+    ]
+    hub.repo("org/lines").commit({"train.txt": b"small"})
+    (only,) = HubResolver().shards(Spec.parse("hf:org/lines:train:text"))
+    assert only.fingerprint == f"blob:{blob_id(b'small')}"
+
+
+def test_sources_of_one_repository_have_one_commit_and_few_requests(hub: StandInHub) -> None:
+    repo = hub.repo("org/name")
+    configs = [{"config_name": f"c{i}", "data_files": f"c{i}/*.parquet"} for i in range(20)]
+    before = repo.commit({"README.md": card(*configs)} | files(*(f"c{i}/0.parquet" for i in range(20))))
+    resolver = HubResolver()
+    first = resolver.shards(Spec.parse("hf:org/name/c0:train:text"))[0].path
+    repo.commit({})
+    last = resolver.shards(Spec.parse("hf:org/name/c19:train:text"))[0].path
+
+    assert f"@{before}/" in first
+    assert f"@{before}/" in last
+    assert len(hub.asked("api/datasets/org/name$")) == 1
+    # Each folder once.
+    assert len(hub.asked("/tree/")) == 2
+
+
+def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
+    names = [f"data/train-{i:05}-of-00010.parquet" for i in range(10)]
+    hub.repo("org/name").commit(files(*names))
+    assert paths("hf:org/name:train:text") == names
+    assert len(hub.asked("/tree/")) == 4
+
+
+@pytest.mark.parametrize("revision", ["v1", "refs/pr/2", "COMMIT"])
+def test_a_revision_may_be_a_tag_a_reference_or_a_commit(hub: StandInHub, revision: str) -> None:
+    repo = hub.repo("org/name")
+    commit = repo.commit(files("train/old.parquet"), ref="refs/pr/2")
+    repo.refs["refs/tags/v1"] = commit
+    repo.commit(files("train/new.parquet"))
+    assert paths(f"hf:org/name@{revision.replace('COMMIT', commit)}:train:text") == ["train/old.parquet"]
+    assert paths("hf:org/name:train:text") == ["train/new.parquet"]
+
+
+def test_a_repository_goes_by_its_present_name_whatever_the_spec_calls_it(hub: StandInHub) -> None:
+    hub.repo("rajpurkar/squad", old_names=["squad"]).commit(files("train/a.parquet"))
+    (only,) = HubResolver().shards(Spec.parse("hf:squad:train:text"))
+    assert only.path.startswith("hf://datasets/rajpurkar/squad@")
+
+
+# --- the Hub's conversion -------------------------------------------------------------------------------
+
+
+def with_conversion(hub: StandInHub, own: dict[str, bytes], *converted: str) -> Repo:
+    repo = hub.repo("org/name")
+    repo.commit(own)
+    repo.commit(files(*converted), CONVERSION)
+    return repo
+
+
+def test_what_is_no_parquet_is_read_as_the_hub_converted_it(hub: StandInHub, caplog: pytest.LogCaptureFixture) -> None:
+    with_conversion(
+        hub, files("train.csv"), "default/train/0001.parquet", "default/train/0000.parquet", "default/test/0000.parquet"
+    )
+    assert paths("hf:org/name:train:text") == ["default/train/0000.parquet", "default/train/0001.parquet"]
+    assert "no Parquet files of its own" in caplog.text
+    # And a loading script, whose configs only the conversion knows.
+    hub.repos["org/name"].commit({"name.py": b"import this"})
+    hub.repos["org/name"].commit(files("en/train/0000.parquet", "de/train/0000.parquet"), CONVERSION)
+    assert paths("hf:org/name/de:train:text") == ["de/train/0000.parquet"]
+    assert "its configs: 'default'" in message("hf:org/name/fr:train:text")
+
+
+def test_a_revision_that_is_given_is_never_read_as_converted(hub: StandInHub) -> None:
+    with_conversion(hub, files("train.csv", "test.jsonl"), "default/train/0000.parquet", "default/test/0000.parquet")
+    assert "cannot be read (the first is 'train.csv', .csv)" in message("hf:org/name@main:train:text")
+    assert paths("hf:org/name@main:test:text") == ["test.jsonl"]
+    assert paths(f"hf:org/name@{CONVERSION}:train:text") == ["default/train/0000.parquet"]
+
+
+def test_own_parquet_files_come_before_a_conversion(hub: StandInHub) -> None:
+    with_conversion(hub, files("train.parquet"), "default/train/0000.parquet")
+    assert paths("hf:org/name:train:text") == ["train.parquet"]
+
+
+def test_a_conversion_of_the_first_gigabytes_is_not_taken_for_all(hub: StandInHub) -> None:
+    with_conversion(hub, files("train.csv"), "default/partial-train/0000.parquet")
+    assert "no Parquet conversion" in message("hf:org/name:train:text")
+    assert "converted in part only" in message(f"hf:org/name@{CONVERSION}:train:text")
+    assert paths(f"hf:org/name@{CONVERSION}:partial-train:text") == ["default/partial-train/0000.parquet"]
+
+
+# --- what is not there ----------------------------------------------------------------------------------
+
+
+def test_an_unknown_repository_config_split_or_revision_is_told_with_what_there_is(hub: StandInHub) -> None:
+    repo = hub.repo("org/name")
+    repo.commit(
+        files("en/a.parquet", "de/a.parquet")
+        | {"README.md": card({"config_name": "en", "data_files": "en/*"}, {"config_name": "de", "data_files": "de/*"})}
+    )
+    repo.commit(files("train/a.parquet"), ref="next")
+    repo.refs["refs/tags/v1.0"] = repo.refs["next"]
+
+    told = message("hf:org/nmae:train:text")
+    assert told.startswith("source 'hf:org/nmae:train:text': the dataset 'org/nmae' is not on http://127.0.0.1:")
+    assert told.endswith("no token was sent: HF_TOKEN is not set; datasets of 'org': 'org/name'")
+    assert message("hf:org/name@v2:train:text").endswith(
+        "has no such revision 'v2'; branches and tags: 'main', 'next', 'v1.0'"
+    )
+    assert "has no default config; name one of its configs: 'en', 'de'" in message("hf:org/name:train:text")
+    assert "has no config 'fr'; its configs: 'en', 'de'" in message("hf:org/name/fr:train:text")
+    assert "has no split 'test' in its config 'en'; its splits: 'train'" in message("hf:org/name/en:test:text")
+    assert "has no split 'dev'; its splits: 'train'" in message("hf:org/name@next:dev:text")
+
+
+def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
+    hub.repo("org/name").commit({"README.md": b"# nothing yet"})
+    assert "has no split 'train'; its splits: none" in message("hf:org/name:train:text")
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("configs: 3", "its card's configs are int, expected a list"),
+        ("configs: [{data_files: x}]", "without config_name"),
+        ("configs: [{config_name: a, data_files: 3}]", "data_files that are no patterns by split: 3"),
+        ("configs: [{config_name: a, data_files: [{split: train}]}]", "no patterns by split"),
+        ("configs: [{config_name: a, data_files: [{split: t, path: x}, {split: t, path: y}]}]", "the split 't' twice"),
+        ("configs: [{config_name: a, data_files: 'https://example.org/x.parquet'}]", "names files elsewhere"),
+        ("configs: [{config_name: a, data_files: 'data/**.parquet'}]", "the pattern 'data/**.parquet', which is none"),
+        ("configs: [", "is no YAML"),
+    ],
+)
+def test_a_card_that_says_something_else_is_told(hub: StandInHub, header: str, told: str) -> None:
+    hub.repo("org/name").commit(files("train.parquet") | {"README.md": f"---\n{header}\n---\n".encode()})
+    assert told in message("hf:org/name:train:text")
+
+
+# --- whom it lets in ------------------------------------------------------------------------------------
+
+
+def test_private_and_gated_datasets_say_so_and_open_with_a_token(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.tokens.add("hf_good")
+    hub.repo("org/private", private=True).commit(files("train.parquet"))
+    hub.repo("org/gated", gated=True).commit(files("train.parquet"))
+
+    assert "or is private, and no token was sent: HF_TOKEN is not set" in message("hf:org/private:train:text")
+    told = message("hf:org/gated:train:text")
+    assert "is gated, and no token was sent: HF_TOKEN is not set; accept its terms on http://127.0.0.1:" in told
+    monkeypatch.setenv("HF_TOKEN", "hf_stale")
+    told = message("hf:org/gated:train:text")
+    assert "the Hub does not know the token in HF_TOKEN" in told
+    assert "hf_stale" not in told
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert paths("hf:org/private:train:text") == paths("hf:org/gated:train:text") == ["train.parquet"]
+
+
+def test_an_answer_that_repeats_the_token_is_not_repeated(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.tokens.add("hf_secret")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.repo("org/name").commit({})
+    hub.fail("org/name", status=418, headers={"X-Error-Message": "no tea for hf_secret"})
+    caplog.set_level("DEBUG")
+    assert "answered 418 (no tea for …)" in message("hf:org/name:train:text")
+    assert "hf_secret" not in caplog.text
+
+
+# --- a Hub that is busy ---------------------------------------------------------------------------------
+
+
+def test_a_busy_hub_is_asked_again_when_it_says_or_soon(hub: StandInHub, slept: list[float]) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    hub.fail("org/name$", status=429, headers={"Retry-After": "7"})
+    hub.fail("/tree/", status=503)
+    hub.fail(r"/tree/\w+\?", cut=10)
+    hub.fail(r"/tree/\w+\?", status=429, headers={"RateLimit": '"api";r=0;t=55'})
+    assert paths("hf:org/name:train:text") == ["train.parquet"]
+    assert slept == [7, 0.5, 0.5, 55]
+
+
+def test_a_hub_that_stays_busy_is_given_up(hub: StandInHub, slept: list[float]) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    hub.fail("org/name", status=502, times=1000)
+    assert "cannot be looked up now: http://127.0.0.1 answered 502" in message("hf:org/name:train:text")
+    assert slept == [0.5, 1, 2, 4, 8]
+    assert len(hub.requests) == 6
+
+
+def test_a_hub_that_asks_for_too_long_a_pause_is_given_up_at_once(hub: StandInHub, slept: list[float]) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    hub.fail("org/name", status=429, headers={"Retry-After": "3600"}, times=1000)
+    assert "answered 429 and asks to wait for 3600 s" in message("hf:org/name:train:text")
+    assert slept == []
+
+
+def test_an_address_where_nobody_is_says_so(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be looked up now: http://127.0.0.1: " in message("hf:org/name:train:text")
+    assert len(slept) == 5
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between tries, which are not made."""
+    from tokenloom_server.hub import client
+
+    pauses: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", pauses.append)
+    return pauses
