@@ -20,6 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
@@ -33,14 +35,14 @@ from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
-from tokenloom_server.packing.best_fit import BestFitPacker, Window
+from tokenloom_server.packing.best_fit import BestFitPacker, Window, windowed_samples
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.packing.unpacked import UnpackedPacker
+from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import ReadAhead
 from tokenloom_server.sources.base import Content, Source
@@ -380,6 +382,24 @@ class Order:
             return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
 
         return packer
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row makes samples of its own."""
+        return self.config.packing == "none"
+
+    def given(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
+        config = self.config
+        match config.packing:
+            case "concat":
+                return int(lengths.sum())
+            case "best_fit":
+                window = Window(config.pack_window_rows, config.pack_window_tokens)
+                return config.sequence_length * windowed_samples(lengths, self.form, window)
+            case "none":
+                splits = config.long_rows == "split"
+                return config.sequence_length * unpacked_samples(lengths, self.form, splits=splits)
 
     def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[Part]]:
         """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""

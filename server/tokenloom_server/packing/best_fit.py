@@ -219,6 +219,18 @@ class BestFitPacker:
         )
 
 
+def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int:
+    """How many samples consecutive rows make, of which these are the lengths in tokens."""
+    ends, first, found = np.cumsum(lengths), 0, 0
+    while first < len(lengths):
+        before = int(ends[first - 1]) if first else 0
+        behind = min(first + window.rows, int(np.searchsorted(ends, before + window.tokens)) + 1)
+        full, rest = np.divmod(lengths[first:behind], form.width)
+        found += int(full.sum()) + best_fit(rest[rest > 0], form.width)[1]
+        first = behind
+    return found
+
+
 class _Rows(NamedTuple):
     """A window: ``ids`` [tokens], ``ends`` [rows] in them; of its first and last row the ``places`` [2, 2], as a cursor
     names them; of each row the ``origins`` [2, rows] (file, row there)."""

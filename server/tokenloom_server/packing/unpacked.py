@@ -122,6 +122,11 @@ class UnpackedPacker:
         )
 
 
+def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> int:
+    """How many samples rows make, of which these are the lengths in tokens."""
+    return int((-(-lengths // form.width)).sum()) if splits else int(np.count_nonzero(lengths))
+
+
 class _Chunks(NamedTuple):
     """What of a piece becomes a sample each: of its row ``row[i]`` the tokens ``begins[i]`` to ``ends[i]`` of the
     piece's, with how many are lost behind them, whether a document begins there that is cut, and whether the row is at

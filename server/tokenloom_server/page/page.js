@@ -193,6 +193,11 @@ class RunView extends View {
         row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
       }
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
+      if (source.padding_tokens || source.cut_documents) {
+        const cut = source.cut_rate === null ? "" : `, ${percent(source.cut_rate)} of the rows cut`;
+        const lost = source.lost_tokens ? ` (${grouped(source.lost_tokens)} tokens lost)` : "";
+        row.text("tokens", compact(source.tokens), `${grouped(source.tokens)}; ${percent(source.fill_rate)} filled${cut}${lost}`);
+      }
       if (source.excluded_rows) {
         row.text("rows", compact(source.rows), `${grouped(source.rows)}; ${grouped(source.excluded_rows)} of each epoch are left out`);
       }
