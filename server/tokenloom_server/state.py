@@ -37,10 +37,11 @@ class Cursor:
 
     ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
     shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
-    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row.
+    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row. So (0, 0, 0) is
+    nothing but the beginning of an epoch. Of shuffled rows, ``shard`` is a window and ``row`` a place in it.
 
-    With best-fit packing a cursor within a window of rows stands at the first of them, and ``offset`` counts the
-    samples that the window has given.
+    With best-fit packing a cursor among rows that are packed together stands at the first of them, and ``offset``
+    counts the samples that these have given.
     """
 
     epoch: int = 0

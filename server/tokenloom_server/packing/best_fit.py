@@ -12,7 +12,7 @@ and then left out, so that it stays true when a revision excludes more while the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ import numpy as np
 from tokenloom_server.errors import SourceError
 from tokenloom_server.hashing import Purpose, draw, draws
 from tokenloom_server.packing.base import Block, Places
-from tokenloom_server.packing.documents import Documents, Piece
+from tokenloom_server.packing.documents import BAD, FILTERED, Documents, Piece
 from tokenloom_server.packing.fit import best_fit
-from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.origins import Part, part_of
 from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask, SampleFormat, hashed
-from tokenloom_server.state import PACKED_AGAIN, SourceState
+from tokenloom_server.state import PACKED_AGAIN, Cursor, SourceState
 
 
 class Window(NamedTuple):
@@ -70,9 +70,13 @@ class BestFitPacker:
             passed = window.rows * np.arange(every + 1) // max(1, every)
             here = packed.rank >= emitted
             count = int(here.sum())
+            tallies = tally + np.cumsum(packed.tallies(self.form)[here], axis=0)
+            # Bad and filtered rows count with the window's last sample: a state within it is one before all its rows.
+            tally = (tallies[-1] if count else tally) + window.fates
             if count:
-                yield self._block(window, packed, here, number, rows + passed - passed[emitted], tally)
-                tally = tally + packed.tallies(self.form)[here].sum(axis=0)
+                if here[-1]:
+                    tallies[-1] = tally
+                yield self._block(window, packed, here, number, rows + passed - passed[emitted], tallies)
             number += count
             rows += int(passed[-1] - passed[emitted]) if every else window.rows
 
@@ -80,28 +84,17 @@ class BestFitPacker:
         """What each of the next ``count`` samples is made of."""
         for window, packed, emitted in self._windows():
             first = np.cumsum(packed.counts) - packed.counts
-            lengths = np.diff(window.ends, prepend=0)
             for at in np.flatnonzero(packed.rank >= emitted).tolist():
                 if not count:
                     return
                 count -= 1
-                parts = []
-                for i in packed.order[first[at] : first[at] + packed.counts[at]].tolist():
-                    row, begin, end = int(packed.row[i]), int(packed.begins[i]), int(packed.ends[i])
-                    row_begin = int(window.ends[row] - lengths[row])
-                    shard, within = window.origins[:, row].tolist()
-                    parts.append(
-                        Part(
-                            window.epoch,
-                            shard,
-                            within,
-                            begin - row_begin,
-                            end - row_begin,
-                            int(lengths[row]),
-                            window.ids[begin:end],
-                        )
+                own = packed.order[first[at] : first[at] + packed.counts[at]]
+                yield [
+                    window.part(*stretch)
+                    for stretch in zip(
+                        packed.row[own].tolist(), packed.begins[own].tolist(), packed.ends[own].tolist(), strict=True
                     )
-                yield parts
+                ]
             if not count:
                 return
 
@@ -111,7 +104,7 @@ class BestFitPacker:
         for window in self._rows():
             packed = self._packed(window)
             if emitted >= max(1, packed.bins):
-                shard, row = window.origins[:, 0].tolist()
+                shard, row = window.pieces[0].origin(0)
                 raise SourceError(
                     f"{self._documents.name}: the state stands behind {emitted} samples of the window that begins "
                     f"with row {row} of {self._documents.path(shard)}, but that has {packed.bins}: the files or the "
@@ -134,7 +127,7 @@ class BestFitPacker:
                 before = int(piece.ends[at - 1]) if at else 0
                 reach = int(np.searchsorted(piece.ends, before + self._window.tokens - tokens)) + 1
                 end = min(len(piece.ends), at + self._window.rows - rows, reach)
-                held.append(_cut(piece, at, end))
+                held.append(piece.cut(end, at))
                 rows += end - at
                 tokens += int(piece.ends[end - 1]) - before
                 at = end
@@ -158,8 +151,9 @@ class BestFitPacker:
         ends = np.minimum(begins + width, window.ends[row])
         placed, bins = best_fit(ends - begins, width)
         # By the window's own name: which its samples are depends on nothing else.
-        key = draw(self._seed, Purpose.PACK, self._source_id, window.epoch)
-        key = draw(key, Purpose.PACK, *window.places[:, 0].tolist())
+        begin = window.begin
+        key = draw(self._seed, Purpose.PACK, self._source_id, begin.epoch)
+        key = draw(key, Purpose.PACK, begin.shard, begin.row)
         drawn = np.array(draws(key, Purpose.PACK, np.zeros(bins, np.uint64), np.arange(bins, dtype=np.uint64)))
         rank = np.empty(bins, np.int64)
         rank[np.argsort(drawn, kind="stable")] = np.arange(bins)
@@ -180,7 +174,9 @@ class BestFitPacker:
             cut=(nth == 0) & (chunks[row] > 1),
         )
 
-    def _block(self, window: _Rows, packed: _Packed, here: Flags, number: int, passed: Int64s, tally: Int64s) -> Block:
+    def _block(
+        self, window: _Rows, packed: _Packed, here: Flags, number: int, passed: Int64s, tallies: Int64s
+    ) -> Block:
         """``here``: which samples of the window; ``passed`` [bins + 1]: the rows counter before each."""
         form = self.form
         first = int(packed.counts[~here].sum())
@@ -197,14 +193,13 @@ class BestFitPacker:
         if form.padding == "left":
             starts += (form.width - filled)[sample_of]
         cursors = np.empty((len(counts), 5), np.int64)
-        cursors[:, 0] = window.epoch
-        cursors[:, 1:3] = window.places[:, 0]
+        begin, end = window.begin, window.end
+        cursors[:, :3] = begin.epoch, begin.shard, begin.row
         cursors[:, 3] = rank + 1
         cursors[:, 4] = passed[rank + 1]
         # Behind the window's last sample stands its last row, at its end.
         if here[-1]:
-            shard, row = window.places[:, -1].tolist()
-            cursors[-1] = window.epoch, shard, row + 1, 0, passed[-1]
+            cursors[-1] = end.epoch, end.shard, end.row, 0, passed[-1]
         return Block(
             samples,
             hashed(samples, self._source_id),
@@ -214,7 +209,7 @@ class BestFitPacker:
                 cursors=cursors,
                 starts=starts.astype(np.uint32),
                 bounds=bounds,
-                tallies=tally + np.cumsum(packed.tallies(form)[here], axis=0),
+                tallies=tallies,
             ),
         )
 
@@ -232,20 +227,46 @@ def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int
 
 
 class _Rows(NamedTuple):
-    """A window: ``ids`` [tokens], ``ends`` [rows] in them; of its first and last row the ``places`` [2, 2], as a cursor
-    names them; of each row the ``origins`` [2, rows] (file, row there)."""
+    """A window: ``ids`` [tokens], ``ends`` [rows] in them, and the ``pieces`` that they are of."""
 
-    epoch: int
     ids: Ids
     ends: Int64s
-    places: Int64s
-    origins: Int64s
     mask: Mask | None
     out: Flags | None
+    pieces: Sequence[Piece]
 
     @property
     def rows(self) -> int:
         return len(self.ends)
+
+    @property
+    def begin(self) -> Cursor:
+        """Its first row, as a cursor names it."""
+        first = self.pieces[0]
+        return Cursor(first.epoch, first.shard, first.first_row)
+
+    @property
+    def end(self) -> Cursor:
+        """Behind its last row."""
+        last = self.pieces[-1]
+        return Cursor(last.epoch, last.shard, last.first_row + len(last.ends))
+
+    @property
+    def fates(self) -> Int64s:
+        """[5]: its bad and its filtered rows, as a ``Tally`` counts them."""
+        found = np.zeros(5, np.int64)
+        for piece in self.pieces:
+            if piece.fates is not None:
+                found[:2] += [np.count_nonzero(piece.fates == fate) for fate in (BAD, FILTERED)]
+        return found
+
+    def part(self, row: int, begin: int, end: int) -> Part:
+        """Tokens ``begin`` to ``end`` of the window's, which are of its row."""
+        for piece in self.pieces:
+            if row < len(piece.ends):
+                return part_of(piece, row, begin, end)
+            row, begin, end = row - len(piece.ends), begin - len(piece.ids), end - len(piece.ids)
+        raise AssertionError("unreachable: the row is one of the window's")
 
 
 class _Packed(NamedTuple):
@@ -275,42 +296,19 @@ class _Packed(NamedTuple):
         return found
 
 
-def _cut(piece: Piece, first: int, behind: int) -> Piece:
-    """Some rows of a piece."""
-    begin, end = int(piece.ends[first - 1]) if first else 0, int(piece.ends[behind - 1])
-    return piece._replace(
-        first_row=piece.first_row + first,
-        ids=piece.ids[begin:end],
-        ends=piece.ends[first:behind] - begin,
-        origins=piece.origins[:, first:behind] if piece.origins is not None else None,
-        mask=piece.mask[begin:end] if piece.mask is not None else None,
-        out=piece.out[first:behind] if piece.out is not None else None,
-    )
-
-
 def _joined(pieces: list[Piece]) -> _Rows:
     before = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
-    first, last = pieces[0], pieces[-1]
     out = mask = None
     if any(piece.out is not None for piece in pieces):
         out = np.concatenate(
             [piece.out if piece.out is not None else np.zeros(len(piece.ends), np.bool_) for piece in pieces]
         )
-    if first.mask is not None:
+    if pieces[0].mask is not None:
         mask = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
     return _Rows(
-        epoch=first.epoch,
         ids=np.concatenate([piece.ids for piece in pieces]),
         ends=np.concatenate([piece.ends + begin for piece, begin in zip(pieces, before, strict=False)]),
-        places=np.array([[first.shard, last.shard], [first.first_row, last.first_row + len(last.ends) - 1]]),
-        origins=np.concatenate([_origins(piece) for piece in pieces], axis=1),
         mask=mask,
         out=out,
+        pieces=pieces,
     )
-
-
-def _origins(piece: Piece) -> Int64s:
-    if piece.origins is not None:
-        return piece.origins
-    count = len(piece.ends)
-    return np.stack((np.full(count, piece.shard), np.arange(piece.first_row, piece.first_row + count)))

@@ -16,6 +16,7 @@ from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.packing.origins import Part, parts_behind
 from tokenloom_server.packing.samples import Ids, Int64s, SampleFormat, hashed, wire
+from tokenloom_server.packing.tallies import RowTallies
 from tokenloom_server.state import SourceState
 
 
@@ -43,7 +44,7 @@ class ConcatPacker:
         self._overlaps = label_starts and form.width > form.length
         self._length = form.length
         self._width = form.width
-        self._tally = np.array([state.tally], np.int64)
+        self._tallies = RowTallies(state.tally)
         self.dropped_tokens = 0
 
     def blocks(self) -> Iterator[Block]:
@@ -56,6 +57,7 @@ class ConcatPacker:
         kept = 0
         skip = cursor.offset
         for piece in self._documents.read(cursor):
+            self._tallies.add(piece, held.rows)
             held.add(piece)
             ids = piece.ids
             if skip:
@@ -100,26 +102,30 @@ class ConcatPacker:
         edges = np.arange(count + 1, dtype=np.int64) * self._length
         starts = held.starts(position, int(edges[-1]) + self._overlaps)
         bounds = np.searchsorted(starts, edges)
-        return self._block(samples, position, held.cursors(edges[1:] + position), self._tally, starts, bounds)
+        return self._block(samples, position, held.cursors(edges[1:] + position), starts, bounds)
 
     def _padded(self, ids: Ids, position: int, held: _Held) -> Block:
         """The tail as a sample of its own."""
         count = np.array([len(ids)])
         sample = self.form.assemble(ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64))
-        tally = self._tally + np.array([0, 0, self._width - len(ids), 0, 0])
         starts = held.starts(position, len(ids)) + self.form.begin(len(ids))
         bounds = np.array([0, len(starts)])
-        return self._block([sample], position, held.cursors(count + position), tally, starts, bounds)
+        padding = self._width - len(ids)
+        return self._block([sample], position, held.cursors(count + position), starts, bounds, padding)
 
     def _block(
         self,
         samples: list[memoryview],
         position: int,
         cursors: Int64s,
-        tallies: Int64s,
         starts: Int64s,
         bounds: Int64s,
+        padding: int = 0,
     ) -> Block:
+        tallies = self._tallies.behind(cursors[:, 4])
+        if padding:
+            tallies = tallies + np.array([0, 0, padding, 0, 0])
+        self._tallies.forget(int(cursors[-1, 4]))
         return Block(
             samples,
             hashed(samples, self._source_id),
@@ -163,7 +169,8 @@ class _Held:
     def __init__(self, position: int, rows: int) -> None:
         """``position`` is where the next row begins, ``rows`` its number since the run began."""
         self._position = position
-        self._rows = rows
+        #: The number of the next row.
+        self.rows = rows
         # One column a row: first position, end position, epoch, shard, row in shard, number.
         self._tables: list[Int64s] = []
 
@@ -176,10 +183,10 @@ class _Held:
         table[2] = piece.epoch
         table[3] = piece.shard
         table[4] = np.arange(piece.first_row, piece.first_row + count)
-        table[5] = np.arange(self._rows, self._rows + count)
+        table[5] = np.arange(self.rows, self.rows + count)
         self._tables.append(table)
         self._position += len(piece.ids)
-        self._rows += count
+        self.rows += count
 
     def cursors(self, positions: Int64s) -> Int64s:
         """[n, 5]: epoch, shard, row, offset, rows counter behind the token before each position."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing import fim
+from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.state import Cursor
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of one row: those from ``begin`` to ``end`` of the ``row_tokens`` that it has."""
+    """Consecutive tokens of one row: those from ``begin`` to ``end`` of the ``row_tokens`` that it has.
+
+    ``middle``: where the row was rearranged to fill in its middle, in which order (``psm`` or ``spm``); tokens are
+    counted as they are then.
+    """
 
     epoch: int
     shard: int
@@ -22,10 +27,19 @@ class Part(NamedTuple):
     end: int
     row_tokens: int
     ids: npt.NDArray[np.unsignedinteger]
+    middle: Literal["psm", "spm"] | None = None
 
     def cut(self, begin: int, end: int) -> Part:
         """Those of them from ``begin`` to ``end``, counted from the first."""
         return self._replace(begin=self.begin + begin, end=self.begin + end, ids=self.ids[begin:end])
+
+
+def part_of(piece: Piece, row: int, begin: int, end: int) -> Part:
+    """Tokens of one row of a piece: those from ``begin`` to ``end`` of the piece's."""
+    first = int(piece.ends[row - 1]) if row else 0
+    tokens = int(piece.ends[row]) - first
+    middle = None if piece.middles is None else fim.NAMES.get(int(piece.middles[row]))
+    return Part(piece.epoch, *piece.origin(row), begin - first, end - first, tokens, piece.ids[begin:end], middle)
 
 
 def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[Part]:
@@ -41,8 +55,7 @@ def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[
             taken = min(end - first - skip, tokens)
             if taken <= 0:
                 continue
-            ids = piece.ids[first + skip : first + skip + taken]
-            yield Part(piece.epoch, *piece.origin(at), skip, skip + taken, end - first, ids)
+            yield part_of(piece, at, first + skip, first + skip + taken)
             tokens -= taken
             skip = 0
             if not tokens:

@@ -9,8 +9,9 @@ import numpy as np
 
 from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import Documents, Piece
-from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.origins import Part, part_of
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat, hashed
+from tokenloom_server.packing.tallies import RowTallies
 from tokenloom_server.state import SourceState
 
 #: Samples of a piece are made in blocks of so many bytes: short rows in long samples would take some times as much.
@@ -36,15 +37,20 @@ class UnpackedPacker:
 
     def blocks(self) -> Iterator[Block]:
         number, rows = self._state.samples, self._state.rows
-        tally = np.array(self._state.tally, np.int64)
+        given = np.zeros(5, np.int64)
+        rows_tallied = RowTallies(self._state.tally)
         most = max(1, BLOCK_BYTES // self.form.sample_bytes)
         for piece, chunks in self._chunks():
+            rows_tallied.add(piece, rows)
             for first in range(0, len(chunks.row), most):
                 some = chunks.some(first, first + most)
-                block = self._block(piece, some, number, rows, tally)
-                yield block
-                number += len(block.ids)
-                tally = block.places.tallies[-1]
+                cursors = self._cursors(piece, some, rows)
+                tallies = given + np.cumsum(self._tallied(some), axis=0)
+                given = tallies[-1]
+                tallies = tallies + rows_tallied.behind(cursors[:, 4])
+                rows_tallied.forget(int(cursors[-1, 4]))
+                yield self._block(piece, some, number, cursors, tallies)
+                number += len(some.row)
             rows += len(piece.ends)
 
     def parts(self, count: int) -> Iterator[list[Part]]:
@@ -53,11 +59,7 @@ class UnpackedPacker:
                 if not count:
                     return
                 count -= 1
-                row, begin, end = int(chunks.row[i]), int(chunks.begins[i]), int(chunks.ends[i])
-                first = int(piece.ends[row - 1]) if row else 0
-                tokens = int(piece.ends[row]) - first
-                ids = piece.ids[begin:end]
-                yield [Part(piece.epoch, *piece.origin(row), begin - first, end - first, tokens, ids)]
+                yield [part_of(piece, int(chunks.row[i]), int(chunks.begins[i]), int(chunks.ends[i]))]
             if not count:
                 return
 
@@ -86,8 +88,27 @@ class UnpackedPacker:
                 yield piece, _Chunks(row, begin, end, np.zeros_like(begin), over, end == piece.ends[row])
             skip = 0
 
-    def _block(self, piece: Piece, chunks: _Chunks, number: int, rows: int, tally: Int64s) -> Block:
-        """``number`` and ``rows``: of the first sample, and of the piece's first row, since the run began."""
+    def _cursors(self, piece: Piece, chunks: _Chunks, rows: int) -> Int64s:
+        """[n, 5], as ``Places`` has them; ``rows``: the number of the piece's first row."""
+        cursors = np.empty((len(chunks.row), 5), np.int64)
+        cursors[:, 0] = piece.epoch
+        cursors[:, 1] = piece.shard
+        cursors[:, 2] = piece.first_row + chunks.row + chunks.whole
+        first = np.concatenate(([0], piece.ends[:-1]))
+        cursors[:, 3] = np.where(chunks.whole, 0, chunks.ends - first[chunks.row])
+        cursors[:, 4] = rows + chunks.row + chunks.whole
+        return cursors
+
+    def _tallied(self, chunks: _Chunks) -> Int64s:
+        """[n, 5]: what each sample adds to the source's ``Tally``."""
+        tallies = np.zeros((len(chunks.row), 5), np.int64)
+        tallies[:, 2] = self.form.width - (chunks.ends - chunks.begins)
+        tallies[:, 3] = chunks.cut
+        tallies[:, 4] = chunks.lost
+        return tallies
+
+    def _block(self, piece: Piece, chunks: _Chunks, number: int, cursors: Int64s, tallies: Int64s) -> Block:
+        """``number``: of the first sample since the run began."""
         form, count = self.form, len(chunks.row)
         base, end = int(chunks.begins[0]), int(chunks.ends[-1])
         mask = piece.mask[base:end] if piece.mask is not None else None
@@ -96,17 +117,6 @@ class UnpackedPacker:
         size = form.sample_bytes
         samples = [whole[at : at + size] for at in range(0, count * size, size)]
         filled = chunks.ends - chunks.begins
-        cursors = np.empty((count, 5), np.int64)
-        cursors[:, 0] = piece.epoch
-        cursors[:, 1] = piece.shard
-        cursors[:, 2] = piece.first_row + chunks.row + chunks.whole
-        first = np.concatenate(([0], piece.ends[:-1]))
-        cursors[:, 3] = np.where(chunks.whole, 0, chunks.ends - first[chunks.row])
-        cursors[:, 4] = rows + chunks.row + chunks.whole
-        tallies = np.zeros((count, 5), np.int64)
-        tallies[:, 2] = form.width - filled
-        tallies[:, 3] = chunks.cut
-        tallies[:, 4] = chunks.lost
         starts = every * form.length + (form.width - filled if form.padding == "left" else 0)
         return Block(
             samples,
@@ -117,7 +127,7 @@ class UnpackedPacker:
                 cursors=cursors,
                 starts=starts.astype(np.uint32),
                 bounds=np.arange(count + 1),
-                tallies=tally + np.cumsum(tallies, axis=0),
+                tallies=tallies,
             ),
         )
 
