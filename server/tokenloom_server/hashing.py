@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     ROWS = 18
     #: Whether and how a row is rearranged to fill in its middle.
     FIM = 24
+    #: Of a window of best-fit packing: in which order its samples come.
+    PACK = 32
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:

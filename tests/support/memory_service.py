@@ -45,6 +45,8 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "dropped_tokens": 0,
             "excluded_rows": 0,
             **Tally()._asdict(),
+            "fill_rate": 1.0,
+            "cut_rate": 0.0,
             "skipped_samples": 0,
             "skipped_rows": 0,
             "skipped_tokens": 0,
