@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files
-from tokenloom_server.sources.base import Content, Shard
+from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.remote import RemoteFile
@@ -24,14 +26,22 @@ class _Kept(NamedTuple):
     since: float
 
 
-class ShardedSource:
+class ShardedSource(ABC):
     """The part of ``Source`` that does not depend on the format. ``_content`` is the subclass's to set."""
 
     _content: Content
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        traffic: Traffic | None = None,
+        rules: RowRules = PLAIN,
+    ) -> None:
         """``traffic`` is shared by all readers of a run, so that it shows what they wait for."""
         self._spec = spec
+        self._rules = rules
         self._shards = shards
         self._base_dir = base_dir
         self._traffic = traffic or Traffic()
@@ -44,6 +54,20 @@ class ShardedSource:
     @property
     def shards(self) -> tuple[Shard, ...]:
         return self._shards
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        """See ``Source``."""
+        for rows in self._read(shard, row):
+            if rows.bad and not self._rules.skip_bad:
+                first = rows.bad[0]
+                if first.at:
+                    yield rows.cut(0, first.at)
+                raise SourceError(first.reason)
+            yield rows
+
+    @abstractmethod
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
+        """As ``read``, with all bad rows told."""
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
