@@ -30,7 +30,7 @@ from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 #: The option that all this is about; begins every error.
 OPTION = "--dataset-mix"
 #: Schemes by the ends of file names. Arrow files are read by folder.
-ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt"}
+ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".npy": "npy"}
 #: A column of one of these names is meant where a file has one of them only.
 COLUMNS = ("text", "input_ids", "ids", "tokens")
 _ANYWHERE = DataRoots()
@@ -271,7 +271,7 @@ def _names(spec: Spec) -> list[str]:
         parts = (*spec.hub.repo.split("/"), spec.hub.config, spec.hub.split)
         return [part for part in parts if part and part != "train"]
     path = Path(spec.location.partition("://")[2] or spec.location)
-    last = path.name if spec.scheme == "arrow" else path.name.removesuffix(path.suffix)
+    last = path.name if spec.scheme in ("arrow", "megatron") else path.name.removesuffix(path.suffix)
     names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]
     plain = [re.sub(r"\[[^]]*\]|[*?]", "", name).strip("-_. ") for name in names]
     return [name for name in plain if name] or [str(spec)]

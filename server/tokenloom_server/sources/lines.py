@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files, line_index
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
@@ -58,7 +59,7 @@ class Block(NamedTuple):
         return Block(self.first_row + start, data, self.ends[start:stop] - first)
 
 
-#: Turns a block into rows; the string begins an error and names source and file.
+#: Turns a block into rows, bad ones told; the string begins an error and names source and file.
 Decoder = Callable[[Block, str], Iterator[Rows]]
 
 
@@ -74,8 +75,9 @@ class LinesSource(ShardedSource):
         content: Content,
         decode: Decoder,
         traffic: Traffic | None = None,
+        rules: RowRules = PLAIN,
     ) -> None:
-        super().__init__(spec, shards, base_dir, traffic)
+        super().__init__(spec, shards, base_dir, traffic, rules)
         self._index_dir = index_dir
         self._content = content
         self._decode = decode
@@ -90,7 +92,7 @@ class LinesSource(ShardedSource):
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         return self._index(shard).entries[:, 0]
 
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
         where = self._where(entry)
         position = None
@@ -184,22 +186,16 @@ def is_utf8(data: bytes) -> bool:
     return True
 
 
-def bad_utf8_line(block: Block) -> int | None:
-    """The first line of a block that is not UTF-8, or ``None``."""
+def not_utf8(block: Block, where: str) -> tuple[BadRow, ...]:
+    """The lines of a block that are not UTF-8; of each, where the bad byte is, counted from 1."""
     if is_utf8(block.data):
-        return None
-    try:
-        block.data.decode()
-    except UnicodeDecodeError as error:
-        return int(np.searchsorted(block.ends, error.start))
-    return None
-
-
-def utf8_error(block: Block, i: int, where: str) -> SourceError:
-    """What to raise for a line that is not UTF-8; where the bad byte is, counted from 1."""
-    try:
-        block.line(i).decode()
-        reason = "an incomplete character"
-    except UnicodeDecodeError as error:
-        reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
-    return SourceError(f"{where}: line {block.first_row + i + 1} is not UTF-8 ({reason}); convert the file to UTF-8")
+        return ()
+    found = []
+    for i in range(len(block.ends)):
+        try:
+            block.line(i).decode()
+        except UnicodeDecodeError as error:
+            reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
+            line = f"{where}: line {block.first_row + i + 1} is not UTF-8 ({reason}); convert the file to UTF-8"
+            found.append(BadRow(i, line))
+    return tuple(found)

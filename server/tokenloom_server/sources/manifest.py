@@ -100,7 +100,8 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     """
     specs = list(specs)
     hub = HubResolver()
-    found = files.in_threads(lambda spec: locations.shards(spec, base_dir, hub), specs)
+    remote = any(is_remote(spec.location) or spec.scheme == "hf" for spec in specs)
+    found = files.in_threads(lambda spec: locations.shards(spec, base_dir, hub), specs, remote=remote)
     return Manifest(tuple(SourceFiles(str(spec), shards) for spec, shards in zip(specs, found, strict=True)))
 
 
@@ -131,7 +132,7 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
     """
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
     if listings is not None:
-        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_listed(source)])
+        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_listed(source)], remote=True)
 
     def difference(item: tuple[str, Shard]) -> str | None:
         spec, shard = item
@@ -139,7 +140,8 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
         listed = listings.of(spec).get(shard.path) if listings is not None and is_listed else None
         return files.difference(shard, base_dir, listed)
 
-    differences = files.in_threads(difference, shards)
+    remote = any(is_remote(shard.path) for _, shard in shards)
+    differences = files.in_threads(difference, shards, remote=remote)
     found = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
     if found:
         spec, text = found[0]
