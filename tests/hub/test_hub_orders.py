@@ -132,7 +132,7 @@ def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_pa
 
     assert hub.asked("") == [], "loading a run asks the Hub for nothing"
     assert again.record() == order.record() != create(tmp_path).record()
-    assert again.manifest.commits == {SPEC: f"org/name@{commit}"}
+    assert again.manifest.commits == {SPEC: (f"org/name@{commit}",)}
     assert rows_of_order(again) == ROWS[0]
 
 
