@@ -33,6 +33,7 @@ from tokenloom_server.receipt import (
     Tokenizer,
 )
 from tokenloom_server.revision import as_file
+from tokenloom_server.sources.manifest import commits_of
 from tokenloom_server.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.stats import SourceStats
 
@@ -168,6 +169,7 @@ def _source(course: Course, index: int, figure: SourceStats, state: SourceState)
         files=len(shards),
         bytes=sum(shard.size for shard in shards),
         files_digest=hashlib.sha256(canonical(listed).encode()).hexdigest(),
+        commits=list(commits_of(shards)),
         samples=figure.samples,
         rows=figure.rows,
         tokens=figure.tokens,

@@ -171,6 +171,7 @@ def run_report(stats: RunStats, **fields: Any) -> RunReport:
             files=3,
             bytes=12_345_678,
             files_digest="0a" * 32,
+            commits=[],
             samples=source.samples,
             rows=source.rows,
             tokens=source.tokens,
