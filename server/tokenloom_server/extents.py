@@ -7,6 +7,7 @@ same numbers on any machine, whatever is cached: policies decide by them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -129,8 +130,9 @@ def _of_many_lines(reader: LinesSource, encoder: Encoder) -> Extent:
     chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
     budget = _Budget.of(total, len(chosen))
     for shard in chosen:
-        # No file has more lines than bytes.
-        found = _sample(reader, encoder, _Stratum(shard, 0, reader.shards[shard].size), budget)
+        found = _sample(reader, encoder, _Stratum(shard, 0, sys.maxsize), budget)
+        if not found.rows:
+            continue  # a compressed file may hold nothing
         rows += found.rows
         tokens += found.all_tokens
         size += reader.head_bytes(shard, found.rows)

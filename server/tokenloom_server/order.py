@@ -417,10 +417,10 @@ class Order:
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
-        return self._documents(source_id, self.open(source_id), self._load_engine(), 0)
+        return self._documents(source_id, self.open(source_id), self._load_engine())
 
     def _documents(
-        self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int, lane: tuple[int, int] = (0, 1)
+        self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
         most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows

@@ -312,11 +312,8 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
     for field in ("add_bos", "add_eot", "filter", "template", "fim", "shuffle", "shuffle_window_rows", "lanes"):
         if getattr(known, field) != getattr(found, field):
-            makes = (
-                "another order of its rows"
-                if field in ("shuffle", "shuffle_window_rows", "lanes")
-                else "other documents"
-            )
+            orders = field in ("shuffle", "shuffle_window_rows", "lanes")
+            makes = "another order of its rows" if orders else "other documents of the same rows"
             raise ConfigError(
                 f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
                 f"{_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "

@@ -31,7 +31,7 @@ from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 #: The server may have to go forward to the first sample, for as long as a client's Join waits, seconds.
 _DEADLINE_S = 300.0
 #: For so long whoever follows a run looks for a server that answers, seconds, with a pause between two attempts.
-_PATIENCE_S, _PAUSE_S = 60.0, 0.5
+PATIENCE_S, _PAUSE_S = 60.0, 0.5
 #: As many samples as one stream is asked for.
 _MANY = 2**31 - 1
 _Metadata = tuple[tuple[str, str], ...]
@@ -187,7 +187,7 @@ class Following:
         return self._start
 
     def samples(self) -> Iterator[Seen]:
-        """Goes on where it was when a server goes away, for ``_PATIENCE_S``.
+        """Goes on where it was when a server goes away, for ``PATIENCE_S``.
 
         Raises ``ServerUnreachable``, ``BeyondHorizon`` where the data end before, and what the server answers.
         """
@@ -200,7 +200,7 @@ class Following:
                     reason = yield from self._from(DataLoaderStub(channel))
             except grpc.RpcError as error:
                 heard = self._clock() if self.index > before else heard
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - heard > _PATIENCE_S:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - heard > PATIENCE_S:
                     raise _failure(self._servers.url, error) from None
                 time.sleep(_PAUSE_S)
                 continue
