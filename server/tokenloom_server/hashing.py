@@ -7,7 +7,7 @@ gets a new number, a changed one a new ``ORDER_VERSION``.
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import xxhash
 _WORDS = struct.Struct("<5Q")
 
 
+@unique
 class Purpose(IntEnum):
     """What a draw decides."""
 
