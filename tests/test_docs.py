@@ -194,7 +194,8 @@ def test_every_setting_of_the_entry_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md", "docs/reference.md"]
+    "name",
+    ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md", "docs/reference.md", "docs/shuffling.md"],
 )
 def test_links_between_the_documents_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import count, pairwise
@@ -32,6 +33,9 @@ from tokenloom_server.spec import Spec
 
 BYTES_TOKENIZER = "bytes"
 
+#: Schemes of ids whose documents as a rule carry their end-of-text id.
+ENDED_SCHEMES = ("megatron", "npy")
+
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
 OUTSIDE_THE_ORDER = (
     *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline"),
@@ -40,7 +44,7 @@ OUTSIDE_THE_ORDER = (
 )
 
 #: The same of a source.
-SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows")
+SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "commit")
 
 
 class _Model(BaseModel):
@@ -177,12 +181,18 @@ class SourceConfig(_Model):
     add_bos: bool | None = None
     """Overrides the run's ``add_bos``."""
     add_eot: Literal[True, False, "auto"] | None = None
-    """Overrides the run's ``add_eot``."""
+    """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
+    ``auto`` where the run says true."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
+    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
     shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(_whole)] = 2**16
     """Rows of a window of ``shuffle: rows``."""
+    lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(_whole)] = 1
+    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
     filter: Annotated[list[str], BeforeValidator(_comparisons), Field(min_length=1)] | None = None
     """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
     template: Annotated[str, AfterValidator(_parsed_template)] | None = None
@@ -227,9 +237,6 @@ class SourceConfig(_Model):
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
-    lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(_whole)] = 1
-    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
-
     @model_validator(mode="after")
     def _a_window_is_of_rows(self) -> Self:
         default = type(self).model_fields["shuffle_window_rows"].default
@@ -240,6 +247,14 @@ class SourceConfig(_Model):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_commit_is_on_the_hub(self) -> Self:
+        if self.commit is not None and not self.source.startswith("hf:"):
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
+        return self
+
     @property
     def in_file_order(self) -> bool:
         """Whether all that lies before a row in its files comes before it."""
@@ -247,7 +262,8 @@ class SourceConfig(_Model):
 
     @property
     def spec(self) -> Spec:
-        return Spec.parse(self.source)
+        spec = Spec.parse(self.source)
+        return spec if self.commit is None else replace(spec, commit=self.commit)
 
     @property
     def name(self) -> str:
@@ -454,6 +470,16 @@ class RunConfig(_Model):
                 raise ValueError(f"{at}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
         return self
 
+    def adds_bos(self, source: SourceConfig) -> bool:
+        """Whether each document of a source gets the begin-of-text id."""
+        return self.add_bos if source.add_bos is None else source.add_bos
+
+    def adds_eot(self, source: SourceConfig) -> Literal[True, False, "auto"]:
+        """Whether each document of a source gets the end-of-text id."""
+        if source.add_eot is not None:
+            return source.add_eot
+        return "auto" if self.add_eot is True and source.spec.scheme in ENDED_SCHEMES else self.add_eot
+
     def skips_bad_rows(self, source: SourceConfig) -> bool:
         """What the source says of bad rows, or the run."""
         return (source.on_bad_row or self.on_bad_row) == "skip"
@@ -626,7 +652,7 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
-    """A child's order-affecting fields: no alias, and no override that says what the run says."""
+    """A child's order-affecting fields: no name, no commit, and no override that says what the run says."""
     fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
@@ -635,7 +661,9 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
         mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", *SOURCE_OUTSIDE_THE_ORDER}
     )
     # What overrides the run's own setting with the same is nothing.
-    return fields | {key: value for key, value in given.items() if value != getattr(run, key, None)}
+    plain = child.model_copy(update={"add_bos": None, "add_eot": None})
+    same = {"add_bos": run.adds_bos(plain), "add_eot": run.adds_eot(plain)}
+    return fields | {key: value for key, value in given.items() if value != same.get(key, getattr(run, key, None))}
 
 
 def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import yaml
 
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.compressed import ending_of
 from tokenloom_server.sources.glimpse import columns_of
@@ -44,6 +45,7 @@ ENDINGS = {
     ".txt": "txt",
     ".txt.gz": "txt",
     ".txt.zst": "txt",
+    ".npy": "npy",
 }
 #: A column of one of these names is meant where a file has one of them only.
 COLUMNS = ("text", "input_ids", "ids", "tokens")
@@ -111,7 +113,7 @@ class _Reader:
 
     def _read(self) -> _Item:
         head, weight = self._weight()
-        if head.partition(":")[0] in SCHEMES and ":" in head:
+        if head.partition(":")[0] in SCHEMES and ":" in head and not is_hub(head):
             return self._item(Spec.parse(head), weight)
         path, column = head, ""
         if not self._matches(path):
@@ -285,7 +287,7 @@ def _names(spec: Spec) -> list[str]:
         parts = (*spec.hub.repo.split("/"), spec.hub.config, spec.hub.split)
         return [part for part in parts if part and part != "train"]
     path = Path(spec.location.partition("://")[2] or spec.location)
-    last = path.name if spec.scheme == "arrow" else path.name.removesuffix(ending_of(path.name))
+    last = path.name if spec.scheme in ("arrow", "megatron") else path.name.removesuffix(ending_of(path.name))
     names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]
     plain = [re.sub(r"\[[^]]*\]|[*?]", "", name).strip("-_. ") for name in names]
     return [name for name in plain if name] or [str(spec)]

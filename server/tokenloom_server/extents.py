@@ -54,6 +54,8 @@ class Readable(Protocol):
 
     def encoder(self, source_id: int, reader: Source) -> Encoder: ...
 
+    def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
+
 
 class _Stratum(NamedTuple):
     """Consecutive rows of a shard, of which the first are read and stand for the others."""
@@ -106,7 +108,7 @@ def measure(order: Readable, source_id: int) -> Extent:
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
         return _of_many_lines(reader, encoder)
-    counts = [reader.row_count(shard) for shard in range(len(reader.shards))]
+    counts = order.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
     strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))

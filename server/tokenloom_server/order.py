@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -45,8 +46,9 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
-from tokenloom_server.readahead import ReadAhead
+from tokenloom_server.readahead import Late, Pools, ReadAhead
 from tokenloom_server.rules import RowRules
+from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
@@ -54,6 +56,7 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -91,9 +94,13 @@ class Order:
         excluded: Exclusions = NOTHING_EXCLUDED,
         first: Order | None = None,
         roots: DataRoots = _ANYWHERE,
+        engines: int = 0,
     ) -> None:
         """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
-        another one. See ``create``, ``load`` and ``under``."""
+        another one. ``engines``: how many threads may encode at once, if not as many as read ahead. See ``create``,
+        ``load`` and ``under``."""
+        # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
+        self._engines = engines or readahead.threads() + 1
         self.config = config
         self.excluded = excluded
         self._first = first
@@ -131,17 +138,26 @@ class Order:
         self.width = config.sequence_length + (config.labels == "shifted")
         #: Bytes of a sample as it travels.
         self.sample_bytes = self.width * self.dtype.itemsize
-        adds_eot = any(_adds_eot(config, source) for source in config.sources)
-        adds_bos = any(_adds_bos(config, source) for source in config.sources)
-        self._eot_id = end_of_text_id(definition, config.end_of_text_id, needed=adds_eot)
-        self._bos_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        adds_bos = any(config.adds_bos(source) for source in config.sources)
+        #: Ends each document; None where there is none.
+        self.end_of_text_id = _end_of_text_id(config, definition)
+        #: Begins each document where the config says so; None where there is none.
+        self.begin_of_text_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
         for source in config.sources:
             _check_fim(source, self.vocab_size)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
 
     @classmethod
-    def create(cls, config: RunConfig, base_dir: Path, index_dir: Path | None, roots: DataRoots = _ANYWHERE) -> Order:
+    def create(
+        cls,
+        config: RunConfig,
+        base_dir: Path,
+        index_dir: Path | None,
+        roots: DataRoots = _ANYWHERE,
+        *,
+        engines: int = 0,
+    ) -> Order:
         """The order of a new run: freezes the files, reads the tokeniser, chooses its engine.
 
         Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
@@ -151,11 +167,18 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        eot_id = _end_of_text_id(config, definition)
         opened = in_threads(
             lambda source: open_source(
-                source.spec, base_dir, manifest.shards(source.source), index_dir, rules=_rules(config, source)
+                source.spec,
+                base_dir,
+                manifest.shards(source.source),
+                index_dir,
+                rules=_rules(config, source),
+                end_of_text_id=eot_id,
             ),
             named,
+            remote=any(map(_is_remote, named)),
         )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
@@ -170,12 +193,15 @@ class Order:
         choice = choose_engine(
             definition,
             config.special_tokens_in_text,
-            [_first_rows(reader) for _, reader in texts],
+            in_threads(
+                lambda text: _first_rows(text[1]), texts, remote=any(map(_is_remote, (one for one, _ in texts)))
+            ),
             cpu_clock_s=time.thread_time,
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
         _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-        return cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots)._measured()
+        order = cls(config, base_dir, index_dir, manifest, definition, choice.record, roots=roots, engines=engines)
+        return order._measured()
 
     @classmethod
     def load(
@@ -344,14 +370,25 @@ class Order:
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
         engine = self._load_engine()
-        # One for each pipeline, and gone with it.
-        pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
+        remote = [any(is_remote(shard.path) for shard in shards) for shards in self.shards]
+        # Those of one pipeline, and gone with it.
+        pools = None
+        if ahead and (engine is not None or any(remote)):
+            pools = Pools(
+                ThreadPoolExecutor(readahead.OPENING_THREADS, f"{self.name}-open"),
+                ThreadPoolExecutor(readahead.threads(remote=any(remote)), f"{self.name}-ahead"),
+            )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
+            if remote[source_id]:
+                return Late(partial(opened, source_id, source_state), pools)
             reader = self.open(source_id)
             packed = self._packer(source_id, source_state, reader, engine)
-            # Ids are read so fast that a second thread would only cost memory.
-            return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
+            # Ids of local files are read so fast that a second thread would only cost memory.
+            return ReadAhead(packed, pools.blocks) if pools and reader.content is Content.TEXT else packed
+
+        def opened(source_id: int, source_state: SourceState) -> Packer:
+            return self._packer(source_id, source_state, self.open(source_id), engine)
 
         return packer
 
@@ -391,14 +428,12 @@ class Order:
         lane: tuple[int, int] = (0, 1),
     ) -> Documents:
         source = self.config.sources[source_id]
-        encoder = self._encoder(source_id, reader, engine)
-        epochs = self.config.epochs[source_id]
         most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
         return Documents(
             source.source,
             Watched(reader, self.traffic, source.spec),
-            encoder,
-            epochs,
+            self._encoder(source_id, reader, engine),
+            self.config.epochs[source_id],
             self.excluded.of(source.source),
             self.reading(source_id, reader),
             lane,
@@ -419,21 +454,30 @@ class Order:
             suffix_id=ids.suffix,
             seed=self.config.seed,
             source_id=source.id,
-            bos_id=self._bos_id,
-            eot_id=self._eot_id,
+            bos_id=self.begin_of_text_id,
+            eot_id=self.end_of_text_id,
         )
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
         index, and one cannot be read."""
         source = self.config.sources[source_id]
-        # Lanes need to know where each begins; else a file is opened when its turn comes.
-        counts = self._layout(source_id, reader).counts(len(self.shards[source_id])) if source.lanes > 1 else None
+        epochs = self.config.epochs[source_id]
+        # Lanes, and parts of an epoch, need to know how many rows there are; else a file is opened when its turn comes.
+        is_counted = source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
+        counts = self.row_counts(source_id, reader) if is_counted else None
         if source.shuffle == "none":
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
-        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+        layout = self._layout(source_id, reader)
+        # All lanes together hold a window's rows, and none has less than a window of its own.
+        rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
+        return Windows(layout, self.config.seed, source_id, rows)
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]:
+        """Rows of each of a source's files. Raises ``SourceError``."""
+        return self._layout(source_id, reader).counts(len(self.shards[source_id]))
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
         """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
@@ -454,8 +498,8 @@ class Order:
         if self._shares_layout(source_id):
             assert self._first is not None
             return self._first.known_rows(source_id)
-        with self._layout_lock:
-            layout = self._layouts.get(source_id)
+        # Without the lock: figures must not wait for an index that is made.
+        layout = self._layouts.get(source_id)
         return int(layout.rows.sum()) if layout is not None else None
 
     def _layout(self, source_id: int, reader: Source) -> Layout:
@@ -465,7 +509,10 @@ class Order:
             return self._first._layout(source_id, reader)
         with self._layout_lock:
             if source_id not in self._layouts:
-                self._layouts[source_id] = Layout.of(reader)
+                spec = self.config.sources[source_id].spec
+                with self.traffic.waiting(f"the index of source {str(spec)!r}", at_once=True):
+                    blocks = block_index.load_or_build(spec, reader, self.base_dir, self.index_dir)
+                self._layouts[source_id] = Layout.of(blocks)
             return self._layouts[source_id]
 
     def _shares_layout(self, source_id: int) -> bool:
@@ -484,10 +531,10 @@ class Order:
             return DocumentEncoder(
                 engine,
                 vocab_size=self.vocab_size,
-                bos_id=self._bos_id,
-                eot_id=self._eot_id,
-                add_bos=_adds_bos(self.config, source),
-                add_eot=_adds_eot(self.config, source),
+                bos_id=self.begin_of_text_id,
+                eot_id=self.end_of_text_id,
+                add_bos=self.config.adds_bos(source),
+                add_eot=self.config.adds_eot(source),
                 skip_bad=self.config.skips_bad_rows(source),
             )
 
@@ -521,8 +568,15 @@ class Order:
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
         source = self.config.sources[source_id]
-        rules = _rules(self.config, source)
-        return open_source(source.spec, self.base_dir, self.shards[source_id], self.index_dir, self.traffic, rules)
+        return open_source(
+            source.spec,
+            self.base_dir,
+            self.shards[source_id],
+            self.index_dir,
+            self.traffic,
+            rules=_rules(self.config, source),
+            end_of_text_id=self.end_of_text_id,
+        )
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -533,8 +587,7 @@ class Order:
         with self._engine_lock:
             if self._loaded is None:
                 load = partial(load_engine, self.tokenizer, self.engine, self.config.special_tokens_in_text)
-                # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
-                self._loaded = _Engines(load, readahead.threads() + 1)
+                self._loaded = _Engines(load, self._engines)
             return self._loaded
 
     def _load_suspects(self) -> Suspects | None:
@@ -626,6 +679,11 @@ def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> in
     return config.vocab_size or definition.vocab_size
 
 
+def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:
+    needed = any(config.adds_eot(source) for source in config.sources)
+    return end_of_text_id(definition, config.end_of_text_id, needed=needed)
+
+
 def _rules(config: RunConfig, source: SourceConfig) -> RowRules:
     return replace(source.rules, skip_bad=config.skips_bad_rows(source))
 
@@ -639,12 +697,8 @@ def _check_fim(source: SourceConfig, vocab_size: int) -> None:
             )
 
 
-def _adds_eot(config: RunConfig, source: SourceConfig) -> Any:
-    return config.add_eot if source.add_eot is None else source.add_eot
-
-
-def _adds_bos(config: RunConfig, source: SourceConfig) -> bool:
-    return config.add_bos if source.add_bos is None else source.add_bos
+def _is_remote(source: SourceConfig) -> bool:
+    return is_remote(source.spec.location) or source.spec.scheme == "hf"
 
 
 def _first_rows(source: Source) -> pa.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -96,8 +96,8 @@ class Documents:
     ) -> None:
         """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
         as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows.
-        ``bad_rows``: how many there were before the place that is read from; ``max_bad_rows``: how many there may be
-        for each epoch, None for any number."""
+        ``bad_rows``: how many the source, or this lane of it, had before the place that is read from;
+        ``max_bad_rows``: how many it may have for each epoch, None for any number."""
         self._name = name
         self._bad_rows = bad_rows
         self._max_bad_rows = max_bad_rows
@@ -191,8 +191,7 @@ class Documents:
                 if limit is not None and before >= limit:
                     break
             if whole and not found and (epoch < self._whole or not epoch):
-                out_of = f" ({out[0]} of them are bad, and {out[1]} do not pass the filter)" if any(out) else ""
-                raise SourceError(f"{self._without_tokens(epoch)}{out_of}")
+                raise SourceError(self._without_tokens(epoch, out))
             kept = keep
             epoch, first, row = epoch + 1, None, 0
 
@@ -230,7 +229,7 @@ class Documents:
         self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
     ) -> Iterator[Piece]:
         first = 0
-        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard))):
+        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
             count = sum(len(each.rows.column) for each in held)
             skipped = max(0, at.row - first)
             if skipped < count:
@@ -294,16 +293,18 @@ class Documents:
             piece = piece._replace(fates=piece.fates * keep)  # nobody asks what became of a row that is left out
         return piece._replace(ids=piece.ids[np.repeat(keep, lengths)], ends=np.cumsum(lengths * keep))
 
-    def _without_tokens(self, epoch: int) -> str:
+    def _without_tokens(self, epoch: int, out: Sequence[int]) -> str:
+        """``out``: how many rows were bad, and how many filtered."""
+        why = f" ({out[0]} of them are bad, and {out[1]} do not pass the filter)" if any(out) else ""
         lane, lanes = self._lane
         if lanes > 1:
             return (
                 f"{self._name}: lane {lane} of {lanes} has no token in any of its rows of epoch {epoch}; read the "
-                "source in fewer lanes"
+                f"source in fewer lanes{why}"
             )
         return (
             f"{self._name}: epoch {epoch} has no token in any of its rows; "
-            "check that the column is the right one and is not empty"
+            f"check that the column is the right one and is not empty{why}"
         )
 
     def _rows_read(self, epoch: int) -> tuple[int, int | None]:
@@ -313,7 +314,10 @@ class Documents:
         if lanes == 1 or limit == 0:
             return 0, limit
         rows = self._reading.rows if limit is None else limit
-        return rows * lane // lanes, rows * (lane + 1) // lanes
+        begin, end = rows * lane // lanes, rows * (lane + 1) // lanes
+        if limit is None:
+            begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
+        return begin, end
 
     def _place(self, epoch: int, rows: int) -> tuple[int, int]:
         """The part, and the row there, before which so many rows of an epoch lie."""

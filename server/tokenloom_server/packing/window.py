@@ -21,8 +21,8 @@ from tokenloom_server.packing.reading import Passage
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import Rows, Source
 
-#: Bytes of text or ids that are held of a window, and the row that reaches them. In tokens that is up to twice as much
-#: (of bytes as ids), and up to twice that while they are joined.
+#: Bytes of text or ids that are held of a window (of all lanes together), and the row that reaches them. In tokens that
+#: is up to twice as much (of bytes as ids), and up to twice that while they are joined.
 WINDOW_BYTES = 1 << 25
 
 #: Tokens and rows of a piece.
@@ -71,10 +71,10 @@ class Held(NamedTuple):
     rows: Rows
 
 
-def stretches(reader: Reader, passages: Iterable[Passage]) -> Iterator[deque[Held]]:
-    """A window's rows in its stretches. Raises ``SourceError``."""
+def stretches(reader: Reader, passages: Iterable[Passage], lanes: int) -> Iterator[deque[Held]]:
+    """A window's rows in its stretches; ``lanes``: so many windows are held at once. Raises ``SourceError``."""
     held: deque[Held] = deque()
-    room = WINDOW_BYTES
+    room = most = max(1, WINDOW_BYTES // lanes)
     for passage in passages:
         for rows in reader.read(passage):
             begin = 0
@@ -85,7 +85,7 @@ def stretches(reader: Reader, passages: Iterable[Passage]) -> Iterator[deque[Hel
                 room -= reach.bytes
                 if room <= 0:
                     yield held
-                    held, room = deque(), WINDOW_BYTES
+                    held, room = deque(), most
     if held:
         yield held
 

@@ -50,13 +50,13 @@ class ArrowSource(ShardedSource):
         super().__init__(spec, shards, base_dir, traffic, rules)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
-        schema = self._open_arrow(0).schema
+        schema = self._open_arrow(0, again=True).schema
         self._content = columns.check_schema(schema, spec, shards[0].path)
         self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
-            self._check(shard, self._open_arrow(shard).schema)
+            self._check(shard, self._open_arrow(shard, again=True).schema)
             self._scan(shard)
         return int(self._batches[shard].ends[-1])
 
@@ -130,7 +130,7 @@ class ArrowSource(ShardedSource):
 
     def _has_rows(self, shard: int) -> bool:
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
-        file, stream, schema = self._open_arrow(shard)
+        file, stream, schema = self._open_arrow(shard, again=True)
         self._check(shard, schema)
         try:
             column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
@@ -164,9 +164,9 @@ class ArrowSource(ShardedSource):
         except (ValueError, OSError) as error:
             raise self._damaged(shard, error) from None
 
-    def _open_arrow(self, shard: int) -> _Opened:
-        """The mapped or remote file and its schema."""
-        file = self._open(self._shards[shard])
+    def _open_arrow(self, shard: int, *, again: bool = False) -> _Opened:
+        """The mapped or remote file and its schema; ``again``: see ``_open``."""
+        file = self._open(self._shards[shard], again=again)
         try:
             if isinstance(file, LocalFile):
                 file.close()

@@ -38,6 +38,8 @@ def columns_of(scheme: str, path: str, base_dir: Path) -> Mapping[str, Content |
     try:
         if scheme == "txt":
             return {"text": Content.TEXT}
+        if scheme in ("megatron", "npy"):
+            return {"ids": Content.IDS}
         with open_file(path, base_dir) as file:
             if scheme == "jsonl":
                 return _keys(file, codec_of(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.rules import PLAIN, RowRules
@@ -12,7 +13,17 @@ from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.remote import RemoteFile
 from tokenloom_server.storage.traffic import Traffic
+
+#: How long a remote file that was just opened counts as that, seconds.
+KEPT_S = 60.0
+
+
+class _Kept(NamedTuple):
+    shard: Shard
+    file: RemoteFile
+    since: float
 
 
 class ShardedSource(ABC):
@@ -34,6 +45,7 @@ class ShardedSource(ABC):
         self._shards = shards
         self._base_dir = base_dir
         self._traffic = traffic or Traffic()
+        self._kept: _Kept | None = None
 
     @property
     def content(self) -> Content:
@@ -60,9 +72,19 @@ class ShardedSource(ABC):
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
 
-    def _open(self, shard: Shard) -> File:
-        """Raises ``SourceChanged`` where it is missing or another file."""
-        return files.open_shard(self._spec, shard, self._base_dir, self._traffic)
+    def _open(self, shard: Shard, *, again: bool = False) -> File:
+        """``again``: it will be opened once more, soon; what is known of a remote one by then is kept for that.
+
+        Raises ``SourceChanged`` where it is missing or another file.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.shard is shard and self._traffic.clock() - kept.since < KEPT_S:
+            self._kept = kept if again else None
+            return kept.file.again()
+        file = files.open_shard(self._spec, shard, self._base_dir, self._traffic)
+        if again and isinstance(file, RemoteFile):
+            self._kept = _Kept(shard, file, self._traffic.clock())
+        return file
 
     def _refuse_empty_files(self, kind: str) -> None:
         for shard in self._shards:

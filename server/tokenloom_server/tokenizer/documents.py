@@ -143,8 +143,9 @@ class DocumentEncoder:
             if self._keep_eot:
                 ended = filled.copy()
                 ended[filled] = values[ends[filled] - 1] != self._eot_id
-            values = _with_id(values, ends[ended], self._eot)
-            ends = ends + ended.cumsum()
+            if not self._keep_eot or ended.any():
+                values = _with_id(values, ends[ended], self._eot)
+                ends = ends + ended.cumsum()
         if self._bos is not None:
             begins = np.append(np.int64(0), ends[:-1])
             values = _with_id(values, begins[filled], self._bos)
