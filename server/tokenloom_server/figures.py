@@ -183,6 +183,9 @@ class Figures:
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        if order.config.batching is not None:
+            given = order.stands_in(source, state.cursor)[1]
+            return given or None, min(1.0, state.cursor.row / given) if given else 0.0
         shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
         if config.lanes > 1:
@@ -207,10 +210,8 @@ class Figures:
             if key not in self._rows:
                 self._rows[key] = None
                 reader = reader_of(order.config.sources[source].spec, order.shards[source])
-                if (
-                    reader in ("parquet", "arrow", "megatron")
-                    or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES
-                ):
+                is_counted = reader in ("parquet", "arrow", "megatron")
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:

@@ -96,6 +96,24 @@ class Spec:
                 raise ConfigError(f"source {text!r}: {error}; a source on the Hub is {SCHEMES[scheme]}") from None
         return cls(scheme, location, column)
 
+    @classmethod
+    def _of_ids(cls, scheme: str, rest: str) -> Spec:
+        location, column = rest, IDS
+        known = (IDS, *RAW_TYPES) if scheme == "npy" else (IDS,)
+        before, colon, last = rest.rpartition(":")
+        if colon and last in known:
+            location, column = before, last
+        text = redacted(f"{scheme}:{rest}")
+        if not location:
+            raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
+        if scheme == "megatron" and location.endswith((".bin", ".idx")):
+            raise ConfigError(
+                f"source {text!r}: expected the prefix that both files share; leave {location[-4:]!r} out"
+            )
+        if is_remote(location):
+            refuse_unsafe(f"source {text!r}", location)
+        return cls(scheme, location, column)
+
     @property
     def hub(self) -> HubLocation:
         """What the location of an ``hf:`` spec names."""
@@ -105,22 +123,6 @@ class Spec:
     def place(self) -> str:
         """Where the files lie: a path or pattern, or for ``hf:`` the repository's URL."""
         return f"hf://datasets/{self.hub.repo}/" if self.scheme == "hf" else self.location
-
-    @classmethod
-    def _of_ids(cls, scheme: str, rest: str) -> Spec:
-        location, column = rest, IDS
-        known = (IDS, *RAW_TYPES) if scheme == "npy" else (IDS,)
-        before, colon, last = rest.rpartition(":")
-        if colon and last in known:
-            location, column = before, last
-        text = f"{scheme}:{rest}"
-        if not location:
-            raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
-        if scheme == "megatron" and location.endswith((".bin", ".idx")):
-            raise ConfigError(
-                f"source {text!r}: expected the prefix that both files share; leave {location[-4:]!r} out"
-            )
-        return cls(scheme, location, column)
 
     def __str__(self) -> str:
         is_implied = self.scheme in ("megatron", "npy") and self.column == IDS

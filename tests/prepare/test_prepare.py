@@ -23,15 +23,30 @@ from tokenloom_server.prepare.job import Job, ShardFormat
 from tokenloom_server.prepare.journal import Journal, checksum
 from tokenloom_server.prepare.preparer import Done, Tell, prepare
 from tokenloom_server.prepare.shards import ShardWriter
+from tokenloom_server.sources import line_index
 from tokenloom_server.state import State
 
 
 def job_of(
-    folder: Path, document: dict[str, Any], *, form: ShardFormat = "arrow", shard_bytes: int = 100, ids: bool = False
+    folder: Path,
+    document: dict[str, Any],
+    *,
+    form: ShardFormat = "arrow",
+    shard_bytes: int = 100,
+    ids: bool = False,
+    shuffled: bool = False,
 ) -> Job:
     parsed = config.parse(document, where="test")
     return Job.create(
-        parsed, folder, folder / "index", DataRoots(), form=form, shard_bytes=shard_bytes, ids_too=ids, threads=2
+        parsed,
+        folder,
+        folder / "index",
+        DataRoots(),
+        form=form,
+        shard_bytes=shard_bytes,
+        ids_too=ids,
+        shuffled=shuffled,
+        threads=2,
     )
 
 
@@ -59,7 +74,9 @@ def files_of(out: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus whose files of lines have several blocks each."""
+    monkeypatch.setattr(line_index, "STRIDE_BYTES", 32)
     return write_corpus(tmp_path / "data folder")
 
 
@@ -85,6 +102,26 @@ def test_what_is_served_is_the_same_to_the_digest(
 
 def job_order(folder: Path, document: dict[str, Any]) -> Order:
     return Order.create(config.parse(document, where="test"), folder, None)
+
+
+@pytest.mark.parametrize("shuffle", [{"shuffle": "shards"}, {"shuffle": "rows", "shuffle_window_rows": 4}])
+def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
+    folder: Path, tmp_path: Path, shuffle: dict[str, Any]
+) -> None:
+    document = mixture()
+    for child in (document["mixture"]["children"][1], document["mixture"]["children"][2]["children"][0]):
+        child.update(shuffle, epochs=1)
+    for shuffled in (True, False):
+        job = job_of(folder, document, shuffled=shuffled)
+        done = run(job, folder, tmp_path / f"out-{shuffled}")
+        ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
+        assert (ours.sample_index, ours.total_tokens) == (theirs.sample_index, theirs.total_tokens)
+        assert (ours.digest == theirs.digest) is shuffled
+        options = yaml.safe_load(done.mixture.read_text())["mixture"]["children"][1]
+        assert ("shuffle" in options) is not shuffled
+    document["seed"] = 8
+    with pytest.raises(ConfigError, match="seed: it was 7, it is 8"):
+        run(job_of(folder, document, shuffled=True), folder, tmp_path / "out-True")
 
 
 def test_phases_are_served_from_what_was_prepared(folder: Path, tmp_path: Path) -> None:
@@ -191,7 +228,7 @@ def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytes
     first.write_bytes(first.read_bytes()[:-40] + bytes(40))
     second.write_bytes(second.read_bytes() + b"x")
     third.unlink()
-    (out / "sources/001-docs/.000009-000000.arrow.draft").write_bytes(b"left by a kill")
+    (out / "sources/001-docs/.000009.arrow.draft").write_bytes(b"left by a kill")
     with (out / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"name": "sources/001-docs/00')
     again = run(job_of(folder, mixture()), folder, out)
@@ -252,6 +289,12 @@ def test_nothing_to_prepare_is_told(folder: Path) -> None:
         job_of(folder, flat([CODE]))
 
 
+def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
+        run(job_of(folder, mixture()), folder, tmp_path / "file/out")
+
+
 def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
     write_txt(folder / "data/empty.txt", ["", ""])
     with pytest.raises(SourceError, match=r"'txt:data/empty.txt:text': no row of it has a token"):
@@ -260,12 +303,12 @@ def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> Non
 
 def test_parquet_shards_have_page_checksums_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
     done = run(job_of(folder, mixture(), form="parquet"), folder, tmp_path / "out")
-    path = tmp_path / "out/sources/001-docs/000000-000000.parquet"
+    path = tmp_path / "out/sources/001-docs/000000.parquet"
     offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
     content = bytearray(path.read_bytes())
     content[offset + 40] ^= 1
     path.write_bytes(content)
-    with pytest.raises(TokenloomError, match=r"000000-000000\.parquet"):
+    with pytest.raises(TokenloomError, match=r"000000\.parquet"):
         end_of(served(done.mixture))
 
 

@@ -45,6 +45,13 @@ def prepare(
         bool,
         typer.Option("--ids", help="Also sources that hold ids already, as shards of the narrowest type."),
     ] = False,
+    shuffle: Annotated[
+        bool,
+        typer.Option(
+            "--shuffle",
+            help="Write rows in the shuffled order of the mixture's first epoch; every epoch has it then.",
+        ),
+    ] = False,
     shard_mb: Annotated[
         int, typer.Option(min=1, max=100_000, help="MB of a source's files that become one shard, about.")
     ] = 128,
@@ -91,6 +98,7 @@ def prepare(
                 form=form,
                 shard_bytes=shard_mb * 1_000_000,
                 ids_too=ids,
+                shuffled=shuffle,
                 threads=workers,
             )
         from tokenloom_server.cli.progress import Progress

@@ -86,6 +86,6 @@ class Progress:
         fresh, part, eta = self._done - self._before, "", ""
         if self._total is not None:
             part = f"{min(1.0, self._done / self._total):4.0%}  "
-            if fresh and self._done < self._total:
-                eta = f", {(self._total - self._done) / fresh * (self._said - self._began):,.0f} s left"
+            left = (self._total - self._done) / fresh * (self._said - self._began) if fresh else 0.0
+            eta = f", {left:,.0f} s left" if left >= 1 else ""
         print(f"{part}{self._text()}{eta}", file=sys.stderr, flush=True)

@@ -195,6 +195,10 @@ class Documents:
             kept = keep
             epoch, first, row = epoch + 1, None, 0
 
+    def part(self, at: Cursor, rows: int) -> Iterator[Piece]:
+        """Pieces of so many rows of one part of an epoch, from a place in it on."""
+        yield from self._part(at, rows, None, Reader(self._source))
+
     def check_offset(self, piece: Piece, offset: int) -> None:
         """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
 

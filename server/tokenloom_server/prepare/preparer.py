@@ -16,8 +16,8 @@ import numpy as np
 
 from tokenloom_server import dataset_mix
 from tokenloom_server.config import BYTES_TOKENIZER
-from tokenloom_server.errors import SourceError
-from tokenloom_server.prepare.job import Job, Prepared, Task
+from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
 from tokenloom_server.state import Cursor
@@ -46,9 +46,20 @@ def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell,
     """Makes the shards that are not there yet, then the manifest and the mixture file. ``found`` is told of those that
     are.
 
-    Raises ``ConfigError``, ``SourceError`` and ``TokenizerError``. Whatever ends it, the next call goes on behind the
-    shards that are whole.
+    Raises ``ConfigError``, also where the folder cannot be written, ``SourceError`` and ``TokenizerError``. Whatever
+    ends it, the next call goes on behind the shards that are whole.
     """
+    try:
+        return _prepare(job, base_dir, folder, threads, tell, found)
+    except OSError as error:
+        # What readers raise is told as theirs.
+        raise ConfigError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or give another "
+            "--out, and call it again"
+        ) from None
+
+
+def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, found: Tell) -> Done:
     stop = threading.Event()
     with Journal.open(folder, job) as journal:
         missing = [task for task in job.tasks if not journal.is_done(task)]
@@ -76,15 +87,14 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
     with journal.writing(task) as (draft, finish):
         left = task.rows
         with ShardWriter(draft, job.order.dtype, job.form) as writer:
-            for piece in job.order.documents(task.source).read(Cursor(shard=task.file, row=task.row)):
-                if stop.is_set():
-                    return
-                ends = piece.ends[:left]
-                writer.add(piece.ids[: ends[-1]], ends)
-                left -= len(ends)
-                tell(len(ends), int(ends[-1]), task.bytes * len(ends) // task.rows)
-                if not left:
-                    break
+            documents = job.order.documents(task.source)
+            for part, row, rows in task.passages:
+                for piece in documents.part(Cursor(shard=part, row=row), rows):
+                    if stop.is_set():
+                        return
+                    writer.add(piece.ids, piece.ends)
+                    left -= len(piece.ends)
+                    tell(len(piece.ends), len(piece.ids), task.bytes * len(piece.ends) // task.rows)
         if left:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
         finish(writer.rows, writer.tokens)
@@ -126,8 +136,7 @@ def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Jou
         "shards": [
             {
                 "path": task.name,
-                "of": job.order.shard_paths[task.source][task.file],
-                "first_row": task.row,
+                **_origin(job, task),
                 "rows": shard.rows,
                 "tokens": shard.tokens,
                 "bytes": shard.bytes,
@@ -136,6 +145,17 @@ def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Jou
             for task, shard in shards
         ],
     }
+
+
+def _adds_eot(job: Job, prepared: Prepared) -> bool:
+    return bool(job.order.config.adds_eot(job.order.config.sources[prepared.source]))
+
+
+def _origin(job: Job, task: Task) -> dict[str, Any]:
+    first = task.passages[0]
+    if job.order.config.sources[task.source].shuffle == "rows":
+        return {"windows": [first.part, task.passages[-1].part + 1]}
+    return {"of": job.order.shard_paths[task.source][first.part], "first_row": first.row}
 
 
 def _spec(job: Job, prepared: Prepared) -> str:
@@ -177,15 +197,14 @@ def _mixture(job: Job, base_dir: Path, tokenizer: str | None) -> dict[str, Any]:
             here = rest.startswith("/") or "://" in rest or scheme == "hf"
             return fields if here else fields | {"source": f"{scheme}:{base_dir / rest}"}
         # Under its old name on pages and in logs; begin- and end-of-text ids lie in the shards.
+        served_as_before = FIELDS_OF_SERVING
+        if job.order.config.sources[prepared.source].shuffle == "none":
+            served_as_before |= FIELDS_OF_READING
         named = {"source": _spec(job, prepared), "alias": fields.get("alias", fields["source"])}
-        return (
-            named
-            | {key: value for key, value in fields.items() if key not in named}
-            | {
-                "add_bos": False,
-                "add_eot": False,
-            }
-        )
+        fields = {key: value for key, value in fields.items() if key in served_as_before}
+        # A document that is rearranged keeps its end-of-text id last, if the source says that there is one.
+        ends = {"add_bos": False, "add_eot": "auto" if fields.get("fim") and _adds_eot(job, prepared) else False}
+        return named | {key: value for key, value in fields.items() if key not in named} | ends
 
     document: dict[str, Any] = plain(job.config.model_dump(exclude_defaults=True))
     if tokenizer is not None:
