@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from benchmarks.results import ROOT
@@ -129,7 +131,47 @@ class TextCorpus:
         _learn_tokenizer(learned, folder / "tokenizer.json")
 
 
-Corpus = IdCorpus | TextCorpus
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedCorpus:
+    """An ``IdCorpus`` as people own it already: every document with its end-of-text id.
+
+    Files: ``megatron/<source>/<shard>.bin`` and ``.idx``, ``npy/<source>/<shard>.npy``.
+    """
+
+    name: str
+    ids: IdCorpus
+
+    @property
+    def sources(self) -> tuple[Documents, ...]:
+        return self.ids.sources
+
+    @property
+    def vocabulary(self) -> int:
+        return self.ids.vocabulary
+
+    def make(self, folder: Path) -> None:
+        for path in sorted(folder_of(self.ids).glob("arrow/*/*.arrow")):
+            rows = pa.ipc.open_file(pa.memory_map(str(path))).read_all().column("ids").combine_chunks()
+            offsets = np.asarray(rows.offsets).astype(np.int64)
+            ids = np.insert(np.asarray(rows.values), offsets[1:], END_OF_TEXT)
+            lengths = np.diff(offsets) + 1
+            for form in ("megatron", "npy"):
+                (folder / form / path.parent.name).mkdir(parents=True, exist_ok=True)
+            np.save(folder / "npy" / path.parent.name / f"{path.stem}.npy", ids)
+            write_megatron(folder / "megatron" / path.parent.name / path.stem, ids, lengths)
+
+
+def write_megatron(prefix: Path, ids: npt.NDArray[np.uint16], lengths: npt.NDArray[np.int64]) -> None:
+    """An indexed dataset of Megatron-LM: one sequence for each document."""
+    ids.tofile(prefix.with_suffix(".bin"))
+    with prefix.with_suffix(".idx").open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(((np.cumsum(lengths) - lengths) * ids.itemsize).astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+
+Corpus = IdCorpus | OwnedCorpus | TextCorpus
 
 #: W1: the data of the comparison with other loaders.
 W1 = IdCorpus(
@@ -140,6 +182,7 @@ W1 = IdCorpus(
         Documents(count=5_000, mean=3_000, sigma=0.7, files=4),
     ),
 )
+W1_OWNED = OwnedCorpus(name="owned", ids=W1)
 W1_128K = IdCorpus(
     name="ids-128k",
     sources=tuple(

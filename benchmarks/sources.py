@@ -29,6 +29,8 @@ from tokenloom_server.spec import Spec
 from tokenloom_server.tokenizer import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
 
+from benchmarks.corpora import END_OF_TEXT, write_megatron
+
 VOCAB_SIZE = 32_000
 DOCUMENT_TOKENS = 480
 ROW_GROUP_ROWS = 1000
@@ -64,14 +66,14 @@ def main() -> None:
 
 
 def measure(spec: str, folder: Path, passes: int) -> tuple[str, ...]:
-    source = open_source(Spec.parse(spec), folder)
-    encoder = DocumentEncoder(BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=1)
+    source = open_source(Spec.parse(spec), folder, end_of_text_id=END_OF_TEXT)
+    encoder = DocumentEncoder(BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=END_OF_TEXT, add_eot="auto")
     tokens = run(source, encoder).tokens
     read = min(run(source, None).cpu_ns for _ in range(passes)) / tokens
     both = min((run(source, encoder) for _ in range(passes)), key=lambda cost: cost.cpu_ns)
     last = source.row_count(0) - 1
     begin = time.process_time_ns()
-    next(open_source(Spec.parse(spec), folder).read(0, last))
+    next(open_source(Spec.parse(spec), folder, end_of_text_id=END_OF_TEXT).read(0, last))
     opened_ms = (time.process_time_ns() - begin) / 1e6
     together = both.cpu_ns / tokens
     figures = (read, together - read, together)
@@ -114,6 +116,14 @@ def cases(tokens: int) -> list[Case]:
 
         return write
 
+    owned = np.insert(values.astype(np.uint16), np.asarray(offsets)[1:], END_OF_TEXT)
+
+    def megatron(folder: Path) -> None:
+        write_megatron(folder / "owned", owned, lengths + 1)
+
+    def flat(folder: Path) -> None:
+        np.save(folder / "owned.npy", owned)
+
     def jsonl(folder: Path) -> None:
         (folder / "a.jsonl").write_bytes(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
 
@@ -127,6 +137,8 @@ def cases(tokens: int) -> list[Case]:
         Case("parquet uint16, defaults", "parquet:narrow.parquet:ids", parquet("narrow", narrow)),
         Case("arrow uint16, file", "arrow:file:ids", arrow("file", pa.ipc.new_file)),
         Case("arrow uint16, stream", "arrow:stream:ids", arrow("stream", pa.ipc.new_stream)),
+        Case("megatron uint16, with ends", "megatron:owned", megatron),
+        Case("npy uint16, with ends", "npy:owned.npy", flat),
         Case("parquet text, bytes", "parquet:text.parquet:text", parquet("text", text)),
         Case("jsonl text, bytes", "jsonl:a.jsonl:text", jsonl),
         Case("txt, bytes", "txt:a.txt:text", txt),

@@ -10,22 +10,24 @@ import numpy as np
 import yaml
 
 from benchmarks import corpora
-from benchmarks.corpora import END_OF_TEXT, W1, W1_128K, W1_200, W2, WEIGHTS, Corpus, TextCorpus
+from benchmarks.corpora import END_OF_TEXT, W1, W1_128K, W1_200, W1_OWNED, W2, WEIGHTS, Corpus, TextCorpus
 
 #: As in the comparison with other loaders.
 SEQUENCE_LENGTH, BATCH_SIZE, RANKS = 2_048, 8, 2
 
 Form = Literal["parquet", "arrow"]
+OwnedForm = Literal["megatron", "npy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A run to serve. ``form`` is how ids lie on disk: int32 Parquet, or mapped Arrow of the narrowest type."""
+    """A run to serve. ``form`` is how ids lie on disk: int32 Parquet, mapped Arrow of the narrowest type, or files that
+    people own already."""
 
     name: str
     about: str
     corpus: Corpus
-    form: Form = "parquet"
+    form: Form | OwnedForm = "parquet"
     sequence_length: int = SEQUENCE_LENGTH
     ledger: Literal["sqlite", "redis"] = "sqlite"
 
@@ -45,10 +47,10 @@ class Workload:
             spread = np.exp(np.random.default_rng(3).uniform(0, np.log(20), count)).round(2).tolist()
             weights = list(WEIGHTS) if count == len(WEIGHTS) else spread
             fields = {"vocab_size": self.corpus.vocabulary, "end_of_text_id": END_OF_TEXT}
-        place = f"{folder}/{self.form}/{{}}" + ("/*.parquet" if self.form == "parquet" else "")
+        files = {"parquet": f"/*.parquet:{column}", "arrow": f":{column}", "megatron": "/*", "npy": "/*.npy"}
         children = [
             {
-                "source": f"{self.form}:{place.format(source)}:{column}",
+                "source": f"{self.form}:{folder}/{self.form}/{source}{files[self.form]}",
                 "alias": f"source-{source}",
                 "weight": weight,
                 "epochs": 1 if self.reads_once else float("inf"),
@@ -92,6 +94,8 @@ VARIANTS: tuple[Workload, ...] = (
     Workload(name="text-512", about="W2, sequences of 512", corpus=W2, sequence_length=512),
     *_ids("-200", ", 200 sources", corpus=W1_200),
     *_ids("-128k", ", vocabulary of 128k", corpus=W1_128K),
+    Workload(name="megatron", about="W1, Megatron-LM's indexed datasets", corpus=W1_OWNED, form="megatron"),
+    Workload(name="npy", about="W1, flat .npy files", corpus=W1_OWNED, form="npy"),
     *_ids("-redis", ", ledger in Redis", ledger="redis"),
 )
 WORKLOADS = {workload.name: workload for workload in (*HEADLINES, *VARIANTS)}

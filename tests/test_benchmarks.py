@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +23,13 @@ from tokenloom_server import config
 from tokenloom_server.order import Order
 
 from benchmarks import corpora, document, mixer, pictures, prototype
-from benchmarks.corpora import Documents, IdCorpus, TextCorpus
+from benchmarks.corpora import Corpus, Documents, IdCorpus, OwnedCorpus, TextCorpus
 from benchmarks.peers import loop
 from benchmarks.peers.environments import PACKAGES
 from benchmarks.peers.table import PEERS
 from benchmarks.processes import Board, Processes, cpu_s, memory_mb
 from benchmarks.results import FOLDER, Result, Row, newest
-from benchmarks.workloads import SEQUENCE_LENGTH, WORKLOADS, Workload
+from benchmarks.workloads import SEQUENCE_LENGTH, WORKLOADS, Form, OwnedForm, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = IdCorpus(
@@ -119,19 +120,25 @@ def test_a_corpus_of_text_has_each_text_once_and_a_tokeniser(cache: Path) -> Non
     assert found.vocab_size > 256
 
 
-def _written(corpus: IdCorpus | TextCorpus, folder: Path, form: str = "parquet") -> Path:
-    workload = Workload(name="small", about="", corpus=corpus, form="arrow" if form == "arrow" else "parquet")
-    return workload.write(folder)
+def _written(corpus: Corpus, folder: Path, form: Form | OwnedForm = "parquet") -> Path:
+    return Workload(name="small", about="", corpus=corpus, form=form).write(folder)
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_workload_is_a_mixture_that_the_server_takes(form: str, cache: Path) -> None:
-    order = Order.create(config.load(_written(SMALL, cache, form)), cache, None)
+@pytest.mark.parametrize("form", get_args(Form) + get_args(OwnedForm))
+def test_a_workload_is_a_mixture_that_the_server_takes(form: Form | OwnedForm, cache: Path) -> None:
+    corpus = OwnedCorpus(name="owned", ids=SMALL) if form in get_args(OwnedForm) else SMALL
+    order = Order.create(config.load(_written(corpus, cache, form)), cache, None)
     pipeline = order.pipeline(order.initial())
     pipeline.advance(64)
     assert pipeline.ended is None
     assert pipeline.state().sample_index == 64
     assert order.dtype == np.uint16
+    # Documents that carry their end have the tokens of those that get one.
+    as_arrow = Order.create(config.load(_written(SMALL, cache, "arrow")), cache, None)
+    pipeline, again = order.pipeline(order.initial()), as_arrow.pipeline(as_arrow.initial())
+    for one in (pipeline, again):
+        one.advance(64)
+    assert pipeline.state().digest == again.state().digest
 
 
 def test_workloads_have_names_of_their_own() -> None:

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import id_rows, mixture, order_of, text_rows, write_arrow, write_jsonl, write_parquet, write_txt
+from support.corpora import (
+    id_rows,
+    mixture,
+    order_of,
+    text_rows,
+    write_arrow,
+    write_jsonl,
+    write_megatron,
+    write_npy,
+    write_parquet,
+    write_txt,
+)
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan
 from tokenloom_server.state import State
@@ -45,8 +56,27 @@ def _arrow(folder: Path) -> str:
     return "arrow:saved:ids"
 
 
+def _megatron(folder: Path) -> str:
+    for shard, rows in enumerate(IDS):
+        write_megatron(folder / f"owned-{shard}", rows)
+    return "megatron:owned-*"
+
+
+def _npy(folder: Path) -> str:
+    for shard, rows in enumerate(IDS):
+        write_npy(folder / f"{shard}.npy", rows)
+    return "npy:*.npy"
+
+
 #: Makes the files of a source below a folder, and returns its spec.
-SCHEMES: dict[str, Callable[[Path], str]] = {"parquet": _parquet, "jsonl": _jsonl, "txt": _txt, "arrow": _arrow}
+SCHEMES: dict[str, Callable[[Path], str]] = {
+    "parquet": _parquet,
+    "jsonl": _jsonl,
+    "txt": _txt,
+    "arrow": _arrow,
+    "megatron": _megatron,
+    "npy": _npy,
+}
 #: Options of the source.
 SHUFFLES: dict[str, dict[str, Any]] = {
     "in file order": {},

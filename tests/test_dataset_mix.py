@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -41,6 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "mixed" / "a.txt").write_text("a\n")
     (root / "mixed" / "a.parquet").write_bytes((root / "both.parquet").read_bytes())
     (root / "empty").mkdir()
+    np.save(root / "flat.npy", np.arange(9, dtype=np.uint16))
+    for name in ("raw.bin", "owned.v1.bin", "owned.v1.idx"):
+        (root / name).write_bytes(bytes(8))  # found by their names alone
     (root / "README.md").write_text("nothing to train on")
     datasets.disable_progress_bars()
     saved = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9, "labels": [[1, 2, 3]] * 9})
@@ -77,6 +81,10 @@ def children(mix: str, folder: Path) -> list[dict[str, Any]]:
         ("both.parquet@text", "parquet:both.parquet:text"),
         ("parquet:both.parquet:text", "parquet:both.parquet:text"),
         ("arrow:saved:labels", "arrow:saved:labels"),
+        ("flat.npy", "npy:flat.npy"),
+        ("npy:flat.npy", "npy:flat.npy"),
+        ("npy:raw.bin:uint16", "npy:raw.bin:uint16"),
+        ("megatron:owned.v1", "megatron:owned.v1"),
     ],
 )
 @pytest.mark.parametrize(("behind", "weight"), [("", None), (":0.25", 0.25), (":3", 3), (":1e-3", 0.001)])

@@ -210,7 +210,8 @@ class Figures:
             if key not in self._rows:
                 self._rows[key] = None
                 reader = reader_of(order.config.sources[source].spec, order.shards[source])
-                if reader in ("parquet", "arrow") or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                is_counted = reader in ("parquet", "arrow", "megatron")
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:

@@ -165,11 +165,13 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
             continue
         if not (known.in_file_order and source.in_file_order):
             _refuse_another_shuffle(theirs, known, ours, source)
-        for field in ("add_bos", "add_eot"):
-            values = [
-                getattr(run, field) if getattr(own, field) is None else getattr(own, field)
-                for own, run in ((known, theirs.config), (source, ours.config))
-            ]
+        pairs: dict[str, tuple[object, object]] = {
+            "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
+            "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
+        }
+        if source.spec.scheme == "npy":
+            pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
+        for field, values in pairs.items():
             if values[0] != values[1]:
                 raise SnapshotInvalid(
                     f"source {source.source!r}: {field} is {values[0]} in run {theirs.name!r} and {values[1]} in "

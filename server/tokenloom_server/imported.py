@@ -293,7 +293,7 @@ def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
     to be read for that."""
     shards = order.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
-    scanned = reader_of(order.config.sources[source].spec, shards) not in ("parquet", "arrow")
+    scanned = reader_of(order.config.sources[source].spec, shards) not in ("parquet", "arrow", "megatron")
     if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
         return cursor.row, False
     reader = order.open(source)

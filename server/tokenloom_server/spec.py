@@ -14,7 +14,14 @@ SCHEMES = {
     "txt": "txt:GLOB:text",
     "arrow": "arrow:DIR:COLUMN",
     "hf": "hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN",
+    "megatron": "megatron:PREFIX",
+    "npy": "npy:GLOB",
 }
+
+#: The column of sources that have nothing but ids: it need not be named.
+IDS = "ids"
+#: What the files of ``npy:GLOB:TYPE`` hold, which do not say so themselves.
+RAW_TYPES = ("uint16", "uint32", "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,9 @@ class HubLocation:
     @classmethod
     def parse(cls, text: str) -> HubLocation:
         """Raises ``ConfigError``, which does not name the source, for a part that is missing or cannot be a name."""
-        left, _, split = text.partition(":")
+        left, colon, split = text.partition(":")
+        if not colon:
+            raise ConfigError("the split or the column is missing")
         named, at, revision = left.partition("@")
         parts = named.split("/", 2)
         repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
@@ -53,12 +62,15 @@ class Spec:
     """A parsed spec.
 
     ``location`` may contain colons (a URL, a drive letter, the split of a repository): the scheme ends at the first
-    colon and the column begins after the last.
+    colon and the column begins after the last. Schemes of bare ids name no column: it is ``ids``, or for raw files of
+    ``npy:GLOB:TYPE`` their type.
     """
 
     scheme: str
     location: str
     column: str
+    commit: str | None = None
+    """On the Hub: where files are resolved, they are those of this commit. No part of the spec's text."""
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -68,6 +80,8 @@ class Spec:
         if not colon or scheme not in SCHEMES:
             known = ", ".join(SCHEMES.values())
             raise ConfigError(f"source {text!r}: the scheme is {scheme!r}, expected one of {known}")
+        if scheme in ("megatron", "npy"):
+            return cls._of_ids(scheme, rest)
         location, colon, column = rest.rpartition(":")
         if not colon or not location or not column:
             raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
@@ -82,6 +96,24 @@ class Spec:
                 raise ConfigError(f"source {text!r}: {error}; a source on the Hub is {SCHEMES[scheme]}") from None
         return cls(scheme, location, column)
 
+    @classmethod
+    def _of_ids(cls, scheme: str, rest: str) -> Spec:
+        location, column = rest, IDS
+        known = (IDS, *RAW_TYPES) if scheme == "npy" else (IDS,)
+        before, colon, last = rest.rpartition(":")
+        if colon and last in known:
+            location, column = before, last
+        text = redacted(f"{scheme}:{rest}")
+        if not location:
+            raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
+        if scheme == "megatron" and location.endswith((".bin", ".idx")):
+            raise ConfigError(
+                f"source {text!r}: expected the prefix that both files share; leave {location[-4:]!r} out"
+            )
+        if is_remote(location):
+            refuse_unsafe(f"source {text!r}", location)
+        return cls(scheme, location, column)
+
     @property
     def hub(self) -> HubLocation:
         """What the location of an ``hf:`` spec names."""
@@ -93,4 +125,5 @@ class Spec:
         return f"hf://datasets/{self.hub.repo}/" if self.scheme == "hf" else self.location
 
     def __str__(self) -> str:
-        return f"{self.scheme}:{self.location}:{self.column}"
+        is_implied = self.scheme in ("megatron", "npy") and self.column == IDS
+        return f"{self.scheme}:{self.location}" + ("" if is_implied else f":{self.column}")

@@ -5,9 +5,11 @@ The server package's own small gRPC client: it needs no torch, and so works in t
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 #: The server may have to go forward to the first sample, for as long as a client's Join waits, seconds.
 _DEADLINE_S = 300.0
+#: For so long whoever follows a run looks for a server that answers, seconds, with a pause between two attempts.
+PATIENCE_S, _PAUSE_S = 60.0, 0.5
+#: As many samples as one stream is asked for.
+_MANY = 2**31 - 1
 _Metadata = tuple[tuple[str, str], ...]
 _OPTIONS = [
     # A proxy of the environment is for the outside world, not for the cluster.
@@ -49,6 +55,12 @@ class Seen:
     documents: int
     #: The rolling digest behind it; of a batch of rows behind its last one.
     digest: str
+    #: Total tokens of the run behind it.
+    total_tokens: int
+    #: Its ids as a model reads them: where labels are the next ids, one more.
+    read: npt.NDArray[np.integer[Any]]
+    #: Where documents begin among these, ascending; not where it goes on with one from the sample before.
+    starts: tuple[int, ...]
     #: Of a row that travels as it is, its columns, for people.
     row: Mapping[str, Any] | None = None
 
@@ -105,27 +117,153 @@ def look(
     another URL than ``grpc://host:port/run`` or ``grpcs://…`` (several addresses with commas between) and where the
     token would travel unencrypted to another machine, ``ServerUnreachable``, and what the server answers.
     """
-    targets, run, tls = _parse(url)
-    try:
-        credentials = Credentials.find(
-            [target.rpartition(":")[0] for target in targets],
-            tls=tls,
-            token=token_to_look(environment, token_file),
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            environment=environment,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for target in targets:
+    servers = Servers(url, environment, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+    for target in servers.targets:
         try:
-            with _channel(target, credentials) as channel:
-                return _look(DataLoaderStub(channel), credentials.metadata, run, at, count)
+            with servers.channel(target) as channel:
+                return _look(DataLoaderStub(channel), servers.metadata, servers.run, at, count)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or target == targets[-1]:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or target == servers.targets[-1]:
                 raise _failure(url, error) from None
     raise AssertionError("unreachable: there is at least one address")
+
+
+class Servers:
+    """The servers of a run, as a URL names them, and how they are reached."""
+
+    def __init__(
+        self,
+        url: str,
+        environment: Mapping[str, str],
+        *,
+        token_file: Path | None = None,
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+    ) -> None:
+        """Raises ``ConfigError``."""
+        self.url = url
+        self.targets, self.run, tls = _parse(url)
+        try:
+            self._credentials = Credentials.find(
+                [target.rpartition(":")[0] for target in self.targets],
+                tls=tls,
+                token=token_to_look(environment, token_file),
+                tls_ca=tls_ca,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                environment=environment,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.metadata = self._credentials.metadata
+
+    def channel(self, target: str) -> grpc.Channel:
+        return _channel(target, self._credentials)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a range of samples begins, and of which run it is: ``record`` is what its snapshots say in every place."""
+
+    record: Mapping[str, Any]
+    digest: str
+    total_tokens: int
+    sequence_length: int
+    labels: str
+    vocab_size: int
+    dtype: np.dtype[Any]
+
+
+class Following:
+    """Consecutive samples of a run, however many, from one server or another."""
+
+    def __init__(self, servers: Servers, begin: int, end: int | None, *, clock: Callable[[], float]) -> None:
+        """``end``: None for where the ledger stands. Nothing is asked before the first sample is."""
+        self._servers = servers
+        self._clock = clock
+        self.index = self.begin = begin
+        self.end = end
+        self._start: Start | None = None
+        self._digest = ""
+
+    @property
+    def start(self) -> Start:
+        """Known from the first sample on."""
+        assert self._start is not None
+        return self._start
+
+    def samples(self) -> Iterator[Seen]:
+        """Goes on where it was when a server goes away, for ``PATIENCE_S``.
+
+        Raises ``ServerUnreachable``, ``BeyondHorizon`` where the data end before, and what the server answers.
+        """
+        targets = itertools.cycle(self._servers.targets)
+        heard = self._clock()
+        while self.end is None or self.index < self.end:
+            before = self.index
+            try:
+                with self._servers.channel(next(targets)) as channel:
+                    reason = yield from self._from(DataLoaderStub(channel))
+            except grpc.RpcError as error:
+                heard = self._clock() if self.index > before else heard
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - heard > PATIENCE_S:
+                    raise _failure(self._servers.url, error) from None
+                time.sleep(_PAUSE_S)
+                continue
+            if reason is not None and self.index == before:
+                raise errors.BeyondHorizon(
+                    f"sample {self.index} does not exist: {reason}; ask for samples up to {self.index}"
+                )
+
+    def _begin(self, joined: wire.JoinResponse) -> None:
+        if joined.global_batch_size:
+            raise ConfigError(
+                f"run {self._servers.run!r} gives rows that are ready tensors, which no file of ids can hold: read "
+                "them with RemoteDataset(…, peek=True)"
+            )
+        if self._digest and joined.start_digest != self._digest:
+            raise errors.OrderMismatch(
+                f"sample {self.index} has digest {joined.start_digest} at the server that answers now, but the samples "
+                f"before have {self._digest}: its data, tokeniser or software are others; begin again"
+            )
+        self._start = self._start or Start(
+            record=json.loads(joined.snapshot_template),
+            digest=joined.start_digest,
+            total_tokens=joined.start_tokens,
+            sequence_length=joined.sequence_length,
+            labels="shifted" if joined.labels == wire.LABELS_SHIFTED else "same",
+            vocab_size=joined.vocab_size,
+            dtype=np.dtype(f"u{int(joined.id_type)}"),
+        )
+
+    def _from(self, stub: DataLoaderStub) -> Generator[Seen, None, str | None]:
+        """The samples of one stream, and why the data ended there if they did."""
+        metadata = self._servers.metadata
+        request = wire.JoinRequest(run=self._servers.run, peek=True, world_size=1, batch_size=1, resume=str(self.index))
+        joined = stub.Join(request, timeout=_DEADLINE_S, metadata=metadata)
+        self._begin(joined)
+        sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
+        seen_all = threading.Event()
+        count = _MANY if self.end is None else min(self.end - self.index, _MANY)
+        try:
+            requests = _requests(self._servers.run, joined, count, seen_all, None)
+            for response in stub.Stream(requests, metadata=metadata):
+                if self.end is None:
+                    self.end = response.committed_through
+                if response.WhichOneof("kind") == "end_of_data":
+                    return str(response.end_of_data.reason)
+                if response.batches.HasField("base"):
+                    sources |= sources_of(response.batches.base.resume_state)
+                for seen in _samples(joined, sources, response.batches):
+                    if self.index < self.end:
+                        self.index, self._digest = seen.index + 1, seen.digest
+                        yield seen
+                if self.index >= min(self.end, joined.start_index + count):
+                    return None
+        finally:
+            seen_all.set()
+        return None
 
 
 def _channel(target: str, credentials: Credentials) -> grpc.Channel:
@@ -163,7 +301,7 @@ def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, c
 
 
 def _requests(
-    run: str, joined: wire.JoinResponse, count: int, seen_all: threading.Event
+    run: str, joined: wire.JoinResponse, count: int, seen_all: threading.Event, limit_s: float | None = _DEADLINE_S
 ) -> Iterator[wire.StreamRequest]:
     start = joined.start_index
     yield wire.StreamRequest(
@@ -182,7 +320,7 @@ def _requests(
         )
     )
     # A side that is closed is a stream that ends.
-    seen_all.wait(_DEADLINE_S)
+    seen_all.wait(limit_s)
 
 
 def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
@@ -203,6 +341,9 @@ def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batc
             # What goes on from the sample before is a document of this one, too.
             documents=inside + (0 not in starts),
             digest=step.digest,
+            total_tokens=step.total_tokens,
+            read=row,
+            starts=tuple(starts),
         )
 
 
@@ -223,6 +364,9 @@ def _rows(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches
                 ids=np.empty(0, np.uint8),
                 documents=1,
                 digest=step.digest,
+                total_tokens=step.total_tokens - size + place + 1,
+                read=np.empty(0, np.uint8),
+                starts=(),
                 row={"bucket": batch.bucket, **described(batch, data[at : at + own])},
             )
             at += own

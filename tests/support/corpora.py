@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenloom_server import config
@@ -67,6 +69,22 @@ def write_arrow(folder: Path, rows: Sequence[Sequence[int]]) -> None:
     datasets.disable_progress_bars()
     features = datasets.Features({"ids": datasets.Sequence(datasets.Value("int32"))})
     datasets.Dataset.from_dict({"ids": [list(row) for row in rows]}, features=features).save_to_disk(folder)
+
+
+def write_megatron(prefix: Path, rows: Sequence[Sequence[int]]) -> None:
+    """An indexed dataset of Megatron-LM: each row a document of one sequence."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    np.concatenate([np.array(row, np.uint16) for row in rows]).tofile(f"{prefix}.bin")
+    with Path(f"{prefix}.idx").open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(rows), len(rows) + 1))
+        file.write(lengths.tobytes())
+        file.write(((np.cumsum(lengths) - lengths) * 2).astype(np.int64).tobytes())
+        file.write(np.arange(len(rows) + 1, dtype=np.int64).tobytes())
+
+
+def write_npy(path: Path, rows: Sequence[Sequence[int]], end: int = VOCAB - 2) -> None:
+    """A flat array, each row with the end-of-text id of the `bytes` tokeniser."""
+    np.save(path, np.concatenate([np.array([*row, end], np.uint16) for row in rows]))
 
 
 #: The rows of ``write_corpus``, by spec, shard by shard.

@@ -6,7 +6,19 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli import checkpoint, demo, looking, mixture, moving, plan, receipts, serve, stats
+from tokenloom_server.cli import (
+    checkpoint,
+    demo,
+    export,
+    looking,
+    mixture,
+    moving,
+    plan,
+    prepare,
+    receipts,
+    serve,
+    stats,
+)
 from tokenloom_server.cli.parts import console
 
 app = typer.Typer(
@@ -20,9 +32,11 @@ app = typer.Typer(
 # In the order of --help. An app with a name is a group of commands; the commands of the others stand on their own.
 app.add_typer(serve.app)
 app.add_typer(plan.app)
+app.add_typer(prepare.app)
 app.add_typer(stats.app)
 app.add_typer(receipts.app)
 app.add_typer(looking.app)
+app.add_typer(export.app)
 app.add_typer(moving.app)
 app.add_typer(demo.app)
 app.add_typer(mixture.app)

@@ -256,6 +256,8 @@ def validate(
     if found.batching is not None:
         for i in range(len(found.sources)):
             out.print(f"{order.specs[i]}: {order.told_of_buckets(i)}", highlight=False)
+    for spec, commit in order.manifest.commits.items():
+        out.print(f"{spec} is read at {commit}", highlight=False)
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
     if found.batching is None:
         out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")

@@ -27,6 +27,8 @@ FINGERPRINT_BYTES = 64 * 1024
 
 #: Threads that stat and read heads: storage latency is what 10,000 files cost, not CPU time.
 FILE_THREADS = 16
+#: The same where each answer takes round trips over a network.
+REMOTE_THREADS = 64
 
 #: What the fingerprint of a file begins with that is told from others by its content.
 HASH = "xxh3"
@@ -63,7 +65,8 @@ def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, 
         except OSError as error:
             raise SourceError(f"{name} cannot be read ({error.strerror or error})") from None
 
-    return tuple(in_threads(shard_of, paths))
+    paths = list(paths)
+    return tuple(in_threads(shard_of, paths, remote=any(map(is_remote, paths))))
 
 
 def shard_at(spec: Spec, entry: Entry) -> Shard:
@@ -77,10 +80,16 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
         return Shard(entry.path, entry.size, fingerprint_of(file))
 
 
-def in_threads(work: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """``map`` over some threads; results, and the error that is raised, follow the order of the items."""
-    with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files") as pool:
-        return list(pool.map(work, items))
+def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False) -> list[_Out]:
+    """``map`` over some threads; results, and the error that is raised, follow the order of the items. ``remote``: for
+    each a network is waited for."""
+    with ThreadPoolExecutor(REMOTE_THREADS if remote else FILE_THREADS, thread_name_prefix="files") as pool:
+        try:
+            return list(pool.map(work, items))
+        except BaseException:
+            # Nobody waits for the thousands behind the one that failed.
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str | None:
@@ -165,9 +174,11 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None
 
 def order_warning(spec: Spec, shards: tuple[Shard, ...]) -> str | None:
     """What a caller should log about a source that is not shuffled, whose shards are read one behind the other."""
-    if len(shards) < 2:
+    # The two files of a Megatron dataset are read as one.
+    count = len(shards) // 2 if spec.scheme == "megatron" else len(shards)
+    if count < 2:
         return None
     return (
-        f"source {str(spec)!r}: its {len(shards)} shards are read in file order; "
+        f"source {str(spec)!r}: its {count} shards are read in file order; "
         "where documents should be mixed across files, set shuffle: rows (or shards) on the source"
     )

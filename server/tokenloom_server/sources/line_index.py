@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.storage.file import File, Range
 from tokenloom_server.storage.local import LocalFile
 
@@ -71,6 +72,17 @@ def build(file: File) -> LineIndex:
     return LineIndex(np.array(entries, np.int64))
 
 
+def _count(stream: Decompressed, size: int) -> LineIndex:
+    """Of a compressed file: how many lines it has, but for the beginning of none of them but the first."""
+    start, newlines, last = True, 0, b"\n"
+    while data := stream.read(STRIDE_BYTES):
+        if start:
+            data, start = data.removeprefix(BOM), False
+        newlines += data.count(b"\n")
+        last = data[-1:] or last
+    return LineIndex(np.array([(0, 0), (newlines + (last != b"\n"), size)], np.int64))
+
+
 def load_or_build(shard: Shard, file: File, index_dir: Path | None) -> LineIndex:
     """The index of a shard, from ``index_dir`` where it is cached there, else by one scan of the file.
 
@@ -78,25 +90,24 @@ def load_or_build(shard: Shard, file: File, index_dir: Path | None) -> LineIndex
     see the middle of a file, and a wrong index would shift rows unseen; a needless scan is the lesser cost.
     Raises ``SourceError`` naming the file.
     """
-    cache = _cache(shard, file, index_dir) if index_dir is not None else None
-    index = _load(cache, shard.size) if cache is not None else None
+    cache = index_dir / f"lines-v{FORMAT}-{key(shard, file)}.npy" if index_dir is not None else None
+    index = stored(cache, shard.size) if cache is not None else None
     if index is None:
         _log.info("building the line index of %s (%d bytes)", shard.path, shard.size)
         file.plan([Range(0, file.size)])
-        index = build(file)
+        codec = codec_of(shard.path)
+        index = build(file) if codec is None else _count(Decompressed(file, codec), file.size)
         if cache is not None:
-            _save(cache, index)
+            keep(cache, index)
     return index
 
 
-def _cache(shard: Shard, file: File, index_dir: Path) -> Path:
-    key = shard.fingerprint.replace(":", "-")
+def key(shard: Shard, file: File) -> str:
+    """What tells a shard's content from that of others, in the name of a file of the cache."""
     if isinstance(file, LocalFile):
-        key = f"{key}-{file.modified_ns:x}"
-    else:
-        # A signature may be anything, and only with the name it tells one object from all others.
-        key = xxhash.xxh3_128_hexdigest(f"{shard.path}\n{shard.fingerprint}".encode())
-    return index_dir / f"lines-v{FORMAT}-{key}.npy"
+        return f"{shard.fingerprint.replace(':', '-')}-{file.modified_ns:x}"
+    # A signature may be anything, and only with the name it tells one object from all others.
+    return xxhash.xxh3_128_hexdigest(f"{shard.path}\n{shard.fingerprint}".encode())
 
 
 def _checksum(entries: np.ndarray[Any, np.dtype[np.int64]]) -> int:
@@ -104,31 +115,34 @@ def _checksum(entries: np.ndarray[Any, np.dtype[np.int64]]) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(entries, "<i8").data) >> 1
 
 
-def _load(cache: Path, size: int) -> LineIndex | None:
+def stored(cache: Path, size: int) -> LineIndex | None:
+    """The index in a file of the cache; None where there is none, or one that is damaged or does not end at ``size``:
+    then a line is logged."""
     try:
-        stored = np.load(cache, allow_pickle=False)
-        if stored.dtype != np.int64 or stored.ndim != 2 or stored.shape[0] < 3 or stored.shape[1] != 2:
-            raise ValueError(f"an array of {stored.dtype} {stored.shape} is no index")
-        entries, trailer = stored[:-1], stored[-1]
+        found = np.load(cache, allow_pickle=False)
+        if found.dtype != np.int64 or found.ndim != 2 or found.shape[0] < 3 or found.shape[1] != 2:
+            raise ValueError(f"an array of {found.dtype} {found.shape} is no index")
+        entries, trailer = found[:-1], found[-1]
         if int(trailer[1]) != _checksum(entries):
             raise ValueError("its checksum differs")
         if int(entries[-1, 1]) != size:
-            raise ValueError(f"it is for {int(entries[-1, 1])} bytes, the file has {size}")
+            raise ValueError(f"it ends at {int(entries[-1, 1])}, the file at {size}")
         return LineIndex(entries)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        _log.warning("the cached line index %s is not usable and is built again: %s", cache, error)
+        _log.warning("the cached index %s is not usable and is built again: %s", cache, error)
         return None
 
 
-def _save(cache: Path, index: LineIndex) -> None:
-    stored = np.vstack([index.entries, np.array([[FORMAT, _checksum(index.entries)]], np.int64)])
+def keep(cache: Path, index: LineIndex) -> None:
+    """Writes an index to a file of the cache, whole or not at all; where that fails, a line is logged."""
+    content = np.vstack([index.entries, np.array([[FORMAT, _checksum(index.entries)]], np.int64)])
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache.parent, prefix=".lines-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=cache.parent, prefix=".index-", delete=False) as file:
             try:
-                np.save(file, stored, allow_pickle=False)
+                np.save(file, content, allow_pickle=False)
                 file.flush()
                 Path(file.name).replace(cache)  # whole or not at all, whoever else writes it
             except BaseException:
@@ -136,4 +150,4 @@ def _save(cache: Path, index: LineIndex) -> None:
                 raise
     except OSError as error:
         # Without its cache the index still serves; only the next start has to scan again.
-        _log.warning("the line index %s cannot be kept: %s", cache, error)
+        _log.warning("the index %s cannot be kept: %s", cache, error)

@@ -26,7 +26,8 @@ LISTED_NAMES = 8
 def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
     """The files of a source as the spec names them (relative stays relative), in reading order.
 
-    That is the order of the path strings, and for ``arrow:`` the one that ``state.json`` gives.
+    That is the order of the path strings, for ``arrow:`` the one that ``state.json`` gives, and for ``megatron:`` the
+    two files of each dataset, in the order of their prefixes.
     Raises ``SourceError``, with the pattern as it was resolved and what lies there, when there is none.
     """
     if spec.scheme == "hf":
@@ -34,7 +35,12 @@ def paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
     if is_remote(spec.location):
         return tuple(entry.path for entry in entries(spec))
     try:
-        found = _folder_paths(spec, base_dir) if spec.scheme == "arrow" else _glob_paths(spec, base_dir)
+        if spec.scheme == "arrow":
+            found = _folder_paths(spec, base_dir)
+        elif spec.scheme == "megatron":
+            found = _dataset_paths(spec, base_dir)
+        else:
+            found = _glob_paths(spec, base_dir)
     except (OSError, ValueError) as error:
         # A name that no file can have, or a folder that may not be looked into.
         reason = error.strerror if isinstance(error, OSError) else error
@@ -74,6 +80,11 @@ def entries(spec: Spec, traffic: Traffic | None = None) -> tuple[Entry, ...]:
 
     Raises ``SourceError`` when there is none, or the place cannot be listed.
     """
+    if spec.scheme in ("megatron", "npy"):
+        raise SourceError(
+            f"source {str(spec)!r}: {redacted(spec.location)!r} is a URL, but files of {spec.scheme}: are mapped; "
+            "copy or mount them, and give their path"
+        )
     traffic = traffic or Traffic()
     try:
         if spec.scheme == "arrow":
@@ -130,15 +141,42 @@ def _glob_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
             f"name them by a pattern such as {location.rstrip('/') + '/*.' + spec.scheme!r} "
             f"({_listing(base_dir / location)})"
         )
-    # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
-    matches = sorted(set(glob.glob(location, root_dir=base_dir, recursive=True)))  # noqa: PTH207
-    are_files = in_threads(lambda match: (base_dir / match).is_file(), matches)
-    found = tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
+    found = _matching_files(location, base_dir)
     if not found:
         raise SourceError(
             f"source {str(spec)!r}: no file matches {str(base_dir / location)!r}; {_nearest(base_dir / location)}"
         )
     return found
+
+
+def _matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
+    # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
+    matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
+    are_files = in_threads(lambda match: (base_dir / match).is_file(), matches)
+    return tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
+
+
+def _dataset_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
+    prefix = spec.location
+    endings = (".bin", ".idx")
+    # Also a prefix that has brackets or stars in it.
+    named = [prefix + ending for ending in endings if (base_dir / (prefix + ending)).is_file()]
+    there = set(named or [path for ending in endings for path in _matching_files(prefix + ending, base_dir)])
+    if not there:
+        raise SourceError(
+            f"source {str(spec)!r}: no file matches {str(base_dir / (prefix + '.idx'))!r}; "
+            f"{_nearest(base_dir / (prefix + '.idx'))}"
+        )
+    prefixes = sorted({path[: -len(".idx")] for path in there})
+    paths = tuple(found + ending for found in prefixes for ending in endings)
+    for path in paths:
+        if path not in there:
+            other = path[:-4] + (".idx" if path.endswith(".bin") else ".bin")
+            raise SourceError(
+                f"source {str(spec)!r}: {path!r} is missing beside {other!r}, and neither is of use alone; copy it, "
+                "or let the prefix match whole datasets only"
+            )
+    return paths
 
 
 def _folder_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.hub.splits import kind_of
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.jsonl import open_jsonl
+from tokenloom_server.sources.megatron import MegatronSource
+from tokenloom_server.sources.npy import NpySource
 from tokenloom_server.sources.parquet import ParquetSource
 from tokenloom_server.sources.txt import open_txt
 from tokenloom_server.spec import Spec
@@ -23,13 +26,17 @@ def open_source(
     shards: tuple[Shard, ...] | None = None,
     index_dir: Path | None = None,
     traffic: Traffic | None = None,
+    *,
+    end_of_text_id: int | None = None,
+    rules: RowRules = PLAIN,
 ) -> Source:
     """Opens a source in seconds, whatever its size.
 
     ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths are below
-    ``base_dir``. Line indexes of text are cached in ``index_dir``; ``None`` keeps them in memory only. ``traffic`` is
-    what all readers of a run share of remote storage. Raises ``SourceError`` naming the source, and the file where it
-    is one file's fault.
+    ``base_dir``. Indexes of text and flat arrays are cached in ``index_dir``; ``None`` keeps them in memory only.
+    ``traffic`` is what all readers of a run share of remote storage. ``end_of_text_id`` ends the documents of ``npy:``;
+    other schemes need none. ``rules``: which rows are read, and what of them. Raises ``SourceError`` naming the source,
+    and the file where it is one file's fault.
     """
     if shards is None:
         shards = locations.shards(spec, base_dir)
@@ -37,13 +44,17 @@ def open_source(
         raise SourceError(f"source {str(spec)!r} has no files in the run's manifest")
     match reader_of(spec, shards):
         case "parquet":
-            return ParquetSource(spec, shards, base_dir, traffic)
+            return ParquetSource(spec, shards, base_dir, traffic, rules)
         case "arrow":
-            return ArrowSource(spec, shards, base_dir, traffic)
+            return ArrowSource(spec, shards, base_dir, traffic, rules)
         case "jsonl":
-            return open_jsonl(spec, shards, base_dir, index_dir, traffic)
+            return open_jsonl(spec, shards, base_dir, index_dir, traffic, rules)
         case "txt":
-            return open_txt(spec, shards, base_dir, index_dir, traffic)
+            return open_txt(spec, shards, base_dir, index_dir, traffic, rules)
+        case "megatron":
+            return MegatronSource(spec, shards, base_dir, traffic)
+        case "npy":
+            return NpySource(spec, shards, base_dir, index_dir, end_of_text_id, traffic)
     raise SourceError(f"source {str(spec)!r}: no reader for {shards[0].path!r}")
 
 

@@ -1,0 +1,87 @@
+"""``tokenloom export``: a range of a run's order as files that others read."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tokenloom_server.cli.parts import TlsCa, TlsCert, TlsKey, TokenFile, console, fail, set_up_logging
+from tokenloom_server.errors import TokenloomError
+
+app = typer.Typer()
+
+
+@app.command()
+def export(
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The name of the files without their endings: OUT.bin, OUT.idx (or OUT.parquet), OUT.json.",
+            show_default=False,
+        ),
+    ],
+    begin: Annotated[int, typer.Option("--from", min=0, help="The first sample index.")] = 0,
+    end: Annotated[
+        int | None,
+        typer.Option(
+            "--to",
+            min=1,
+            help="The sample index behind the last; where the ledger stands if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        Literal["megatron", "parquet"],
+        typer.Option("--format", help="Megatron-LM's .bin and .idx, or one Parquet file with page checksums."),
+    ] = "megatron",
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Write samples N to M of a served run's order as files that other tools read: the way out.
+
+    The samples are those that trainers got, or will get: they come as peeks do, so nothing is joined, counted or
+    committed, and it may be done while the run trains. Each sample becomes one document: as megatron with a sequence
+    for each document that it has a part of; as parquet a row with sample, source, ids and starts. Where labels are the
+    next ids (labels: shifted), a sample has one id more, as it travels.
+
+    OUT.json says of which run and range they are, with the digests before and behind, the config's digest and the
+    files' checksums. It is written last: where it is, all is whole. A server that goes away is waited for a minute.
+    """
+    from tokenloom_server.cli.progress import Progress
+    from tokenloom_server.errors import ConfigError
+    from tokenloom_server.exporting import export as write
+    from tokenloom_server.viewer import Following, Servers
+
+    set_up_logging("warning")
+    try:
+        if end is not None and end <= begin:
+            raise ConfigError(f"--from {begin} --to {end}: expected --to above --from")
+        servers = Servers(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        following = Following(servers, begin, end, clock=time.monotonic)
+        total = None if end is None else end - begin
+        with Progress(total, "samples", bytes_are_total=False) as progress:
+            done = write(following, out, form, progress.tell)
+    except TokenloomError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        console(stderr=True).print("stopped; nothing was written")
+        raise typer.Exit(130) from None
+    printed = console()
+    printed.print(
+        f"samples {done.begin:,} to {done.end - 1:,}, {done.tokens:,} tokens: "
+        f"{', '.join(str(path) for path in done.files)}",
+        highlight=False,
+        soft_wrap=True,
+    )

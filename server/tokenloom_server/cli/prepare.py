@@ -1,0 +1,119 @@
+"""``tokenloom prepare``: text tokenised once, into shards that are served at the speed of memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tokenloom_server.cli.given import (
+    DatasetMix,
+    MixEndOfText,
+    MixLength,
+    MixPolicy,
+    MixRun,
+    MixSeed,
+    MixTokenizer,
+    Mixture,
+    MixVocabSize,
+    Roots,
+    fields_of,
+    one_mixture,
+    short_form,
+)
+from tokenloom_server.cli.parts import console, fail, set_up_logging
+from tokenloom_server.errors import TokenloomError
+
+app = typer.Typer()
+
+
+@app.command()
+def prepare(
+    mixture: Mixture = None,
+    out: Annotated[
+        Path, typer.Option(help="The folder to prepare into: a new one, an empty one, or one to go on in.")
+    ] = Path("prepared"),
+    form: Annotated[
+        Literal["arrow", "parquet"],
+        typer.Option(
+            "--format", help="Arrow files, which are mapped and served fastest; or Parquet with page checksums."
+        ),
+    ] = "arrow",
+    ids: Annotated[
+        bool,
+        typer.Option("--ids", help="Also sources that hold ids already, as shards of the narrowest type."),
+    ] = False,
+    shuffle: Annotated[
+        bool,
+        typer.Option(
+            "--shuffle",
+            help="Write rows in the shuffled order of the mixture's first epoch; every epoch has it then.",
+        ),
+    ] = False,
+    shard_mb: Annotated[
+        int, typer.Option(min=1, max=100_000, help="MB of a source's files that become one shard, about.")
+    ] = 128,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Shards that are made at once; as many as cores if not given."),
+    ] = None,
+    data_root: Roots = None,
+    dataset_mix: DatasetMix = None,
+    run: MixRun = None,
+    sequence_length: MixLength = None,
+    tokenizer: MixTokenizer = None,
+    seed: MixSeed = None,
+    policy: MixPolicy = None,
+    vocab_size: MixVocabSize = None,
+    end_of_text_id: MixEndOfText = None,
+) -> None:
+    """Tokenise each text source of a mixture once, into shards of ids, and write the mixture file that serves them.
+
+    The folder then holds mixture.yaml (serve this), manifest.json (what was made from what, with checksums), the shards
+    and the tokeniser. A run of it has the same tokens in the same order as one of the text, served at the speed of
+    memory.
+
+    It may be ended at any time: the same command goes on behind the shards that are whole, after a check of what lies
+    there. Other files, another tokeniser or other settings are refused, with the difference.
+    """
+    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.prepare.job import Job
+    from tokenloom_server.prepare.preparer import input_bytes
+    from tokenloom_server.prepare.preparer import prepare as make
+
+    set_up_logging("warning")
+    workers = threads or os.cpu_count() or 1
+    try:
+        roots = DataRoots.of(data_root or ())
+        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
+        found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
+        with console(stderr=True).status("opening sources and tokeniser"):
+            job = Job.create(
+                found,
+                base_dir,
+                out / ".index",
+                roots,
+                form=form,
+                shard_bytes=shard_mb * 1_000_000,
+                ids_too=ids,
+                shuffled=shuffle,
+                threads=workers,
+            )
+        from tokenloom_server.cli.progress import Progress
+
+        with Progress(input_bytes(job), "rows") as progress:
+            done = make(job, base_dir, out, threads=workers, tell=progress.tell, found=progress.found)
+    except TokenloomError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        console(stderr=True).print("stopped; the same command goes on behind what is done")
+        raise typer.Exit(130) from None
+    print_done = console()
+    before = f" ({done.found} were there already)" if done.found else ""
+    print_done.print(
+        f"{done.rows:,} rows, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}",
+        highlight=False,
+    )
+    print_done.print(f"serve it: tokenloom serve {done.mixture}", highlight=False, soft_wrap=True)

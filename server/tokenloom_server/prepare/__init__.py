@@ -1,0 +1,1 @@
+"""Sources prepared once: text becomes shards of ids, which are served at the speed of memory."""

@@ -1,0 +1,209 @@
+"""What is to be prepared: which rows of which file become which shard, decided before any of them is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.order import Order
+from tokenloom_server.sources.base import Content
+from tokenloom_server.sources.files import in_threads
+
+#: Version of the files that a folder of prepared shards has beside these.
+FORMAT = 1
+
+ShardFormat = Literal["arrow", "parquet"]
+
+#: Of a source, what decides when and how often its rows are served, and what is drawn anew each epoch; all else decides
+#: their tokens, and is done with once these lie in shards.
+FIELDS_OF_SERVING = frozenset(
+    {"id", "presence", "alias", "weight", "epochs", "max_tokens", "on_exhausted", "lanes", "fim", "loss_mask"}
+)
+#: What decides in which order its rows are read.
+FIELDS_OF_READING = frozenset({"shuffle", "shuffle_window_rows"})
+
+
+class Passage(NamedTuple):
+    """Rows [row, row + rows) of a part of an epoch (see ``packing.reading``): a file, or a window of shuffled rows."""
+
+    part: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Passages that become one shard. ``bytes``: their share of the files, by their rows."""
+
+    source: int
+    passages: tuple[Passage, ...]
+    bytes: int
+    name: str
+    """The shard's path, relative to the folder."""
+
+    @property
+    def rows(self) -> int:
+        return sum(passage.rows for passage in self.passages)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A source that is prepared: its number in the job's order, and where its shards lie."""
+
+    source: int
+    config: SourceConfig
+    folder: str
+
+
+class Job:
+    """A mixture file's sources, and how they are cut into shards. Immutable.
+
+    Shards depend on the files, the tokeniser and ``shard_bytes`` alone: not on how many threads make them.
+    """
+
+    def __init__(self, config: RunConfig, order: Order, *, form: ShardFormat, shard_bytes: int, ids_too: bool) -> None:
+        """``order`` reads each source once, in file order; see ``create``."""
+        self.config = config
+        self.order = order
+        self.form: ShardFormat = form
+        self.shard_bytes = shard_bytes
+        named = {source.source: source for _, source in config.named_sources()}
+        chosen = [i for i, spec in enumerate(order.specs) if ids_too or order.open(i).content is Content.TEXT]
+        self.sources: list[Prepared] = []
+        self.tasks: list[Task] = []
+        for i in chosen:
+            source = named[order.specs[i]]
+            folder = f"sources/{i:03d}-{_file_name(source)}"
+            self.sources.append(Prepared(i, source, folder))
+            for number, (passages, size) in enumerate(self._cut(i)):
+                self.tasks.append(Task(i, passages, size, f"{folder}/{number:06d}.{form}"))
+
+    @classmethod
+    def create(
+        cls,
+        config: RunConfig,
+        base_dir: Path,
+        index_dir: Path,
+        roots: DataRoots,
+        *,
+        form: ShardFormat,
+        shard_bytes: int,
+        ids_too: bool,
+        shuffled: bool,
+        threads: int,
+    ) -> Job:
+        """Reads headers and indexes, and chooses the tokeniser's engine. ``shuffled``: rows are written in the order in
+        which their first epoch reads them, not in that of the files.
+
+        Raises ``ConfigError`` where there is nothing to prepare, ``SourceError`` and ``TokenizerError``.
+        """
+        if config.batching is not None:
+            raise ConfigError(
+                f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; serve "
+                "it as it is"
+            )
+        order = Order.create(_reading(config, shuffled), base_dir, index_dir, roots, engines=threads)
+        job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)
+        if not job.sources:
+            raise ConfigError(
+                f"run {config.run!r}: every source holds ids already, so there is nothing to tokenise; serve it as it "
+                "is, or give --ids to write these, too, as shards of the narrowest type"
+            )
+        return job
+
+    def document(self) -> dict[str, Any]:
+        """What decides the shards' content: two jobs with the same document make the same bytes."""
+        record = json.loads(self.order.record())
+        config = self.order.config
+        return {
+            "format": FORMAT,
+            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.dtype.name},
+            "tokenizer": record["tokenizer"],
+            "special_tokens_in_text": config.special_tokens_in_text,
+            "vocab_size": self.order.vocab_size,
+            "end_of_text_id": self.order.end_of_text_id,
+            "begin_of_text_id": self.order.begin_of_text_id,
+            "seed": config.seed if self.shuffled else None,
+            "sources": [self._source_document(prepared, record) for prepared in self.sources],
+        }
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether a source's rows are written in another order than that of its files."""
+        return any(source.shuffle != "none" for source in self.order.config.sources)
+
+    def _source_document(self, prepared: Prepared, record: dict[str, Any]) -> dict[str, Any]:
+        found = self.order.config.sources[prepared.source]
+        fields = next(child for child in record["config"]["mixture"]["children"] if child["source"] == found.source)
+        return {
+            **{key: value for key, value in fields.items() if key not in ("weight", "epochs")},
+            "add_bos": self.order.config.adds_bos(found),
+            "add_eot": self.order.config.adds_eot(found),
+            "files": [
+                {"path": shard.path, "size": shard.size, "fingerprint": shard.fingerprint}
+                for shard in self.order.shards[prepared.source]
+            ],
+        }
+
+    def _cut(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
+        """The passages of each shard, and their bytes."""
+        order, shards = self.order, self.order.shards[source]
+        if order.config.sources[source].shuffle == "rows":
+            yield from self._cut_windows(source)
+            return
+        edges = in_threads(partial(self._edges, source), range(len(shards)))
+        for file in order.reading(source, order.open(source)).parts(0):
+            rows, size = edges[file][-1], shards[file].size
+            for begin, end in pairwise(edges[file]):
+                yield (Passage(file, begin, end - begin),), size * (end - begin) // rows
+
+    def _edges(self, source: int, file: int) -> list[int]:
+        """The rows at which a file is cut: where it can be read from without reading what lies before."""
+        # A reader is for one thread.
+        blocks = self.order.open(source).blocks(file)
+        parts = max(1, round(self.order.shards[source][file].size / self.shard_bytes))
+        wanted = [int(blocks[-1]) * part // parts for part in range(parts + 1)]
+        return sorted(set(blocks[np.searchsorted(blocks, wanted)].tolist()))
+
+    def _cut_windows(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
+        # To read on in the middle of a window takes all of it, so none is parted.
+        order, total = self.order, sum(shard.size for shard in self.order.shards[source])
+        reading = order.reading(source, order.open(source))
+        passages: list[Passage] = []
+        rows = 0
+        for window in reading.parts(0):
+            passages.append(Passage(window, 0, reading.rows_in(window)))
+            rows += passages[-1].rows
+            size = total * rows // reading.rows
+            if size >= self.shard_bytes:
+                yield tuple(passages), size
+                passages, rows = [], 0
+        if passages:
+            yield tuple(passages), total * rows // reading.rows
+
+
+def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
+    """A config under which every source of every phase is read once, from its first row to its last."""
+    children = []
+    left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
+    for _, source in config.named_sources():
+        children.append(SourceConfig.model_validate(source.model_dump(exclude=set(left_out))))
+    mixture = NodeConfig(policy="sequential", children=list(children))
+    return RunConfig.model_validate(config.model_copy(update={"mixture": mixture, "phases": []}).model_dump())
+
+
+def _file_name(source: SourceConfig) -> str:
+    """What a source is called among files."""
+    name = source.alias or source.spec.location
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:] or "source"

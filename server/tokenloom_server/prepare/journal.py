@@ -1,0 +1,208 @@
+"""A folder of prepared shards: what lies there, and what of it is whole.
+
+``job.json`` says what the shards are made from. ``journal.jsonl`` has a line for each that is done. A shard is written
+under a temporary name, brought to disk, renamed, and then journalled: whatever a kill leaves behind is either whole and
+journalled, or made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.prepare.job import Job, Task
+from tokenloom_server.sources.files import in_threads
+
+_log = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard that is done. ``checksum``: XXH3-128 of all of its bytes."""
+
+    name: str
+    rows: int
+    tokens: int
+    bytes: int
+    checksum: str
+
+
+class Journal:
+    """The folder of one job, while it is worked on. Thread-safe; one process at a time has it."""
+
+    def __init__(self, folder: Path, file: IO[bytes], done: dict[str, Shard]) -> None:
+        self.folder = folder
+        self._file = file
+        self._done = done
+        self._lock = threading.Lock()
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: Path, job: Job) -> Iterator[Journal]:
+        """Takes the folder, and up what is done there: verified to the byte.
+
+        Raises ``ConfigError`` where something else was prepared there, or lies there, or another process is at work.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "journal.jsonl").open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(f"{folder}: another process prepares into it now; wait for it, or end it") from None
+            _agree(folder, job)
+            yield cls(folder, file, _whole(folder, job, _read(file)))
+
+    def is_done(self, task: Task) -> bool:
+        return task.name in self._done
+
+    def shard(self, task: Task) -> Shard:
+        return self._done[task.name]
+
+    @contextmanager
+    def writing(self, task: Task) -> Iterator[tuple[Path, Callable[[int, int], None]]]:
+        """Where a task's shard is to be written, and what to call with its rows and tokens once it is whole."""
+        path = self.folder / task.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.draft")
+
+        def finish(rows: int, tokens: int) -> None:
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            shard = Shard(task.name, rows, tokens, draft.stat().st_size, checksum(draft))
+            draft.replace(path)
+            with self._lock:
+                self._file.write(json.dumps(asdict(shard)).encode() + b"\n")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._done[task.name] = shard
+
+        try:
+            yield draft, finish
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> str:
+    """XXH3-128 of a file's bytes. Raises ``OSError``."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return f"xxh3:{digest.hexdigest()}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _agree(folder: Path, job: Job) -> None:
+    path = folder / "job.json"
+    ours = job.document()
+    if not path.exists():
+        others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("journal.jsonl", ".index"))
+        if others:
+            raise ConfigError(
+                f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder "
+                "or a new one"
+            )
+        write_whole(path, json.dumps(ours, indent=1) + "\n")
+        return
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); prepare into another folder, or remove this one"
+        ) from None
+    found = list(_differences(theirs, ours, ""))
+    if found:
+        more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
+        raise ConfigError(
+            f"{folder}: was prepared from something else:\n  "
+            + "\n  ".join(found[:10])
+            + f"{more}\nput that back, or prepare into another folder"
+        )
+
+
+def _differences(theirs: Any, ours: Any, at: str) -> Iterator[str]:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in sorted(theirs.keys() | ours.keys()):
+            yield from _differences(theirs.get(key), ours.get(key), f"{at}.{key}" if at else key)
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        for i, (old, new) in enumerate(zip(theirs, ours, strict=True)):
+            yield from _differences(old, new, f"{at}.{i}")
+    elif theirs != ours:
+        yield f"{at}: it was {_short(theirs)}, it is {_short(ours)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        names = [str(each.get("path") or each.get("source")) if isinstance(each, dict) else str(each) for each in value]
+        return f"{len(value)}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _read(file: IO[bytes]) -> dict[str, Shard]:
+    """The lines of a journal; what a kill left of a last one is cut off."""
+    file.seek(0)
+    found, end = {}, 0
+    for line in file.read().splitlines(keepends=True):
+        try:
+            shard = Shard(**json.loads(line))
+        except (ValueError, TypeError):
+            break
+        if not line.endswith(b"\n"):
+            break
+        found[shard.name] = shard
+        end += len(line)
+    file.truncate(end)
+    file.seek(end)
+    return found
+
+
+def _whole(folder: Path, job: Job, journalled: dict[str, Shard]) -> dict[str, Shard]:
+    """Of the job's shards, those that lie there as they were journalled."""
+    names = {task.name for task in job.tasks}
+    for prepared in job.sources:
+        for path in sorted((folder / prepared.folder).glob("*")):
+            name = f"{prepared.folder}/{path.name}"
+            if path.name.endswith(".draft"):
+                path.unlink()
+            elif name not in names:
+                raise ConfigError(f"{path}: is no shard of this job, and would be served with them; take it away")
+    known = [shard for name, shard in journalled.items() if name in names]
+    faults: Sequence[str | None] = in_threads(lambda shard: _fault(folder, shard), known)
+    for shard, fault in zip(known, faults, strict=True):
+        if fault is not None:
+            _log.warning("%s %s: it is made again", folder / shard.name, fault)
+    return {shard.name: shard for shard, fault in zip(known, faults, strict=True) if fault is None}
+
+
+def _fault(folder: Path, shard: Shard) -> str | None:
+    path = folder / shard.name
+    try:
+        size = path.stat().st_size
+        if size != shard.bytes:
+            return f"has {size} bytes, but it was written with {shard.bytes}"
+        found = checksum(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if found == shard.checksum else f"has checksum {found}, but it was written with {shard.checksum}"

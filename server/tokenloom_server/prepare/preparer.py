@@ -1,0 +1,217 @@
+"""Preparing: a job's shards made by several threads, each once, and the mixture file that serves them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenloom_server import dataset_mix
+from tokenloom_server.config import BYTES_TOKENIZER
+from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
+from tokenloom_server.prepare.journal import Journal, write_whole
+from tokenloom_server.prepare.shards import COLUMN, ShardWriter
+from tokenloom_server.state import Cursor
+from tokenloom_server.tokenizer import tokenizer_files
+
+MIXTURE = "mixture.yaml"
+MANIFEST = "manifest.json"
+
+#: Told of rows, their tokens and their bytes in the files they come from, as they are done; from any thread.
+Tell = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What lies in the folder at the end, and how many of its shards were there before."""
+
+    rows: int
+    tokens: int
+    bytes: int
+    shards: int
+    found: int
+    mixture: Path
+
+
+def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell, found: Tell) -> Done:
+    """Makes the shards that are not there yet, then the manifest and the mixture file. ``found`` is told of those that
+    are.
+
+    Raises ``ConfigError``, also where the folder cannot be written, ``SourceError`` and ``TokenizerError``. Whatever
+    ends it, the next call goes on behind the shards that are whole.
+    """
+    try:
+        return _prepare(job, base_dir, folder, threads, tell, found)
+    except OSError as error:
+        # What readers raise is told as theirs.
+        raise ConfigError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or give another "
+            "--out, and call it again"
+        ) from None
+
+
+def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, found: Tell) -> Done:
+    stop = threading.Event()
+    with Journal.open(folder, job) as journal:
+        missing = [task for task in job.tasks if not journal.is_done(task)]
+        for task in job.tasks:
+            if journal.is_done(task):
+                shard = journal.shard(task)
+                found(shard.rows, shard.tokens, task.bytes)
+        with ThreadPoolExecutor(threads, thread_name_prefix="prepare") as pool:
+            # Large ones first would end sooner, but in order of the files a disk reads them faster.
+            work = [pool.submit(_make, job, task, journal, tell, stop) for task in missing]
+            try:
+                wait(work, return_when=FIRST_EXCEPTION)
+            finally:
+                # The others end at their next piece, also where somebody interrupts.
+                stop.set()
+                for each in work:
+                    each.cancel()
+        for each in work:
+            if not each.cancelled():
+                each.result()
+        return _finish(job, base_dir, journal, len(job.tasks) - len(missing))
+
+
+def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Event) -> None:
+    with journal.writing(task) as (draft, finish):
+        left = task.rows
+        with ShardWriter(draft, job.order.dtype, job.form) as writer:
+            documents = job.order.documents(task.source)
+            for part, row, rows in task.passages:
+                for piece in documents.part(Cursor(shard=part, row=row), rows):
+                    if stop.is_set():
+                        return
+                    writer.add(piece.ids, piece.ends)
+                    left -= len(piece.ends)
+                    tell(len(piece.ends), len(piece.ids), task.bytes * len(piece.ends) // task.rows)
+        if left:
+            raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
+        finish(writer.rows, writer.tokens)
+
+
+def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
+    document = job.document()
+    described = {source["source"]: source for source in document["sources"]}
+    sources = [_source(job, prepared, described[prepared.config.source], journal) for prepared in job.sources]
+    for source in sources:
+        if not source["tokens"]:
+            raise SourceError(
+                f"source {source['spec']!r}: no row of it has a token, so it cannot be served; leave it out"
+            )
+    totals = {key: sum(int(source[key]) for source in sources) for key in ("rows", "tokens", "bytes")}
+    manifest = {
+        **document,
+        "tokenloom": version("tokenloom"),
+        "run": job.config.run,
+        "sources": sources,
+        **totals,
+    }
+    folder = journal.folder
+    tokenizer = _copy_tokenizer(job, base_dir, folder)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / MIXTURE, dataset_mix.as_yaml(_mixture(job, base_dir, tokenizer)))
+    return Done(**totals, shards=len(job.tasks), found=found, mixture=folder / MIXTURE)
+
+
+def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Journal) -> dict[str, Any]:
+    shards = [(task, journal.shard(task)) for task in job.tasks if task.source == prepared.source]
+    return {
+        "spec": prepared.config.source,
+        "served_as": _spec(job, prepared),
+        **{key: value for key, value in document.items() if key != "source"},
+        "rows": sum(shard.rows for _, shard in shards),
+        "tokens": sum(shard.tokens for _, shard in shards),
+        "bytes": sum(shard.bytes for _, shard in shards),
+        "shards": [
+            {
+                "path": task.name,
+                **_origin(job, task),
+                "rows": shard.rows,
+                "tokens": shard.tokens,
+                "bytes": shard.bytes,
+                "checksum": shard.checksum,
+            }
+            for task, shard in shards
+        ],
+    }
+
+
+def _adds_eot(job: Job, prepared: Prepared) -> bool:
+    return bool(job.order.config.adds_eot(job.order.config.sources[prepared.source]))
+
+
+def _origin(job: Job, task: Task) -> dict[str, Any]:
+    first = task.passages[0]
+    if job.order.config.sources[task.source].shuffle == "rows":
+        return {"windows": [first.part, task.passages[-1].part + 1]}
+    return {"of": job.order.shard_paths[task.source][first.part], "first_row": first.row}
+
+
+def _spec(job: Job, prepared: Prepared) -> str:
+    if job.form == "arrow":
+        return f"arrow:{prepared.folder}:{COLUMN}"
+    return f"parquet:{prepared.folder}/*.parquet:{COLUMN}"
+
+
+def _copy_tokenizer(job: Job, base_dir: Path, folder: Path) -> str | None:
+    """The tokeniser beside the shards, so that the folder can go elsewhere and text still be shown."""
+    name = job.config.tokenizer
+    if name is None or name == BYTES_TOKENIZER:
+        return name
+    named = base_dir / name
+    files = [named] if named.is_file() and named.name != "tokenizer.json" else []
+    files += [path for file in tokenizer_files(name, base_dir) if (path := base_dir / file).is_file()]
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    for path in files:
+        shutil.copyfile(path, folder / "tokenizer" / path.name)
+    return "tokenizer" if named.is_dir() else f"tokenizer/{named.name}"
+
+
+def _mixture(job: Job, base_dir: Path, tokenizer: str | None) -> dict[str, Any]:
+    """The job's mixture file with the prepared sources in the place of their own."""
+    served = {prepared.config.source: prepared for prepared in job.sources}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        fields = {key: plain(each) for key, each in value.items() if key not in ("id", "presence")}
+        return child(fields) if "source" in fields else fields
+
+    def child(fields: dict[str, Any]) -> dict[str, Any]:
+        prepared = served.get(fields["source"])
+        if prepared is None:
+            scheme, _, rest = fields["source"].partition(":")
+            here = rest.startswith("/") or "://" in rest or scheme == "hf"
+            return fields if here else fields | {"source": f"{scheme}:{base_dir / rest}"}
+        # Under its old name on pages and in logs; begin- and end-of-text ids lie in the shards.
+        served_as_before = FIELDS_OF_SERVING
+        if job.order.config.sources[prepared.source].shuffle == "none":
+            served_as_before |= FIELDS_OF_READING
+        named = {"source": _spec(job, prepared), "alias": fields.get("alias", fields["source"])}
+        fields = {key: value for key, value in fields.items() if key in served_as_before}
+        # A document that is rearranged keeps its end-of-text id last, if the source says that there is one.
+        ends = {"add_bos": False, "add_eot": "auto" if fields.get("fim") and _adds_eot(job, prepared) else False}
+        return named | {key: value for key, value in fields.items() if key not in named} | ends
+
+    document: dict[str, Any] = plain(job.config.model_dump(exclude_defaults=True))
+    if tokenizer is not None:
+        document["tokenizer"] = tokenizer
+    return document
+
+
+def input_bytes(job: Job) -> int:
+    """Of all rows that are prepared, their part of the files."""
+    return int(np.sum([task.bytes for task in job.tasks]))

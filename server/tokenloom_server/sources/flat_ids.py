@@ -1,0 +1,54 @@
+"""A file of nothing but ids, mapped: documents are ranges of it, and become rows without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import arrays
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.local import LocalFile
+
+
+def local(file: File) -> LocalFile:
+    """A file that can be mapped."""
+    assert isinstance(file, LocalFile), "no other location is looked up for these schemes"
+    return file
+
+
+class FlatIds:
+    """``count`` ids of an integer type from byte ``begin`` of a file on. Stays mapped while an array of it is alive."""
+
+    def __init__(self, file: File, kind: npt.DTypeLike, begin: int, count: int) -> None:
+        """The file may be closed behind it. Raises ``SourceError``."""
+        self.kind = np.dtype(kind)
+        self.count = count
+        self._begin = begin
+        # A file of 0 bytes cannot be mapped.
+        try:
+            self._mapped = pa.memory_map(str(local(file).path)) if count else None
+        except OSError as error:
+            raise SourceError(f"{file.name} cannot be mapped ({error.strerror or error})") from None
+
+    def numbers(self, first: int, behind: int) -> npt.NDArray[Any]:
+        """The ids from position ``first`` up to ``behind``; not copied."""
+        return np.frombuffer(self._buffer(first, behind), self.kind)
+
+    def rows(self, edges: npt.NDArray[np.int64]) -> Any:
+        """Lists of ids: row i lies between the positions ``edges[i]`` and ``edges[i + 1]``; not copied."""
+        first, behind = int(edges[0]), int(edges[-1])
+        ids = pa.Array.from_buffers(
+            pa.from_numpy_dtype(self.kind), behind - first, [None, self._buffer(first, behind)], 0
+        )
+        return arrays.lists(np.subtract(edges, first), ids)
+
+    def _buffer(self, first: int, behind: int) -> Any:
+        if self._mapped is None or first == behind:
+            return pa.py_buffer(b"")
+        # Range by range, since Arrow has the kernel fetch all that is asked for.
+        self._mapped.seek(self._begin + first * self.kind.itemsize)
+        return self._mapped.read_buffer((behind - first) * self.kind.itemsize)

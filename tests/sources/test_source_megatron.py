@@ -1,0 +1,267 @@
+"""Indexed datasets of Megatron-LM, written here by numpy alone: rows, resume, and how damage is told."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.corpora import flat
+from tokenloom_server import config
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
+from tokenloom_server.order import Order
+from tokenloom_server.sources import locations, megatron
+from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.spec import Spec
+
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+SPEC = Spec.parse("megatron:data/corpus")
+
+#: Documents of sequences: one, several, an empty one among others, none at all.
+DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8], [], [9]], [], [[10] * 40], [[]], [[11, 12]]]
+ROWS = [[i for sequence in document for i in sequence] for document in DOCUMENTS]
+
+
+def index_bytes(
+    lengths: list[int], edges: list[int], code: int = 8, *, version: int = 1, magic: bytes = b"MMIDIDX\0\0"
+) -> bytes:
+    """An .idx as the format says: header, lengths, pointers, document edges."""
+    size = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4}.get(code, 2)
+    pointers = np.concatenate(([0], np.cumsum(np.array(lengths, np.int64) * size)))[: len(lengths)]
+    head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
+    head += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(edges))
+    arrays = (np.array(lengths, np.int32), pointers.astype(np.int64), np.array(edges, np.int64))
+    return head + b"".join(array.tobytes() for array in arrays)
+
+
+def write(prefix: Path, documents: list[list[list[int]]], kind: str = "uint16") -> None:
+    """A dataset, sequence by sequence, as Megatron-LM's builder adds them."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    lengths, edges = [], [0]
+    with prefix.with_name(prefix.name + ".bin").open("wb") as out:
+        for document in documents:
+            for sequence in document:
+                out.write(np.array(sequence, kind).tobytes())
+                lengths.append(len(sequence))
+            edges.append(len(lengths))
+    prefix.with_name(prefix.name + ".idx").write_bytes(index_bytes(lengths, edges, CODES[kind]))
+
+
+def rows_of(source: Source, shard: int = 0, row: int = 0) -> list[Any]:
+    found: list[Any] = []
+    for rows in source.read(shard, row):
+        assert rows.first_row == row + len(found)
+        rows.column.validate(full=True)
+        found += rows.column.to_pylist()
+    return found
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CODES if not kind.startswith("float")])
+@pytest.mark.parametrize("chunk", [(1, 1), (2, 5), (1 << 13, 1 << 22)])
+def test_rows_are_documents_from_every_row_on(
+    tmp_path: Path, kind: str, chunk: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "CHUNK_DOCUMENTS", chunk[0])
+    monkeypatch.setattr(megatron, "CHUNK_IDS", chunk[1])
+    write(tmp_path / "data/corpus", DOCUMENTS, kind)
+    source = open_source(SPEC, tmp_path)
+    assert source.content is Content.IDS
+    assert [shard.path for shard in source.shards] == ["data/corpus.bin", "data/corpus.idx"]
+    assert [source.row_count(shard) for shard in (0, 1)] == [len(ROWS), 0]
+    for row in range(len(ROWS) + 1):
+        assert rows_of(source, 0, row) == ROWS[row:]
+    assert rows_of(source, 1) == []
+    with pytest.raises(SourceError, match=r"corpus.bin' has 7 rows, but row 8 was asked for"):
+        rows_of(source, 0, 8)
+
+
+def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "data/b_text_document", [[[1, 2]]], "int32")
+    write(tmp_path / "data/a_text_document", [[[3]], [[4, 5]]], "uint16")
+    write(tmp_path / "data/empty_text_document", [])
+    write(tmp_path / "data/b", [[[9]]])
+    source = open_source(Spec.parse("megatron:data/*_text_document"), tmp_path)
+    assert [shard.path[5:6] for shard in source.shards] == ["a", "a", "b", "b", "e", "e"]
+    assert [rows_of(source, shard) for shard in range(6)] == [[[3], [4, 5]], [], [[1, 2]], [], [], []]
+    starred = tmp_path / "data/[b]*"
+    write(starred, [[[7]]])
+    assert rows_of(open_source(Spec.parse("megatron:data/[b]*"), tmp_path)) == [[7]]
+
+
+def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
+    for prefix, count in (("a", 0), ("b", 1)):
+        write(tmp_path / f"data/{prefix}", DOCUMENTS)
+        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, where="test"), tmp_path, None)
+        assert len(run.warnings()) == count
+
+
+def test_a_spec_is_a_prefix_and_its_column_is_implied() -> None:
+    for text in ("megatron:data/corpus", "megatron:data/corpus:ids"):
+        assert (str(Spec.parse(text)), Spec.parse(text).column) == ("megatron:data/corpus", "ids")
+    assert Spec.parse("megatron:s3://bucket/a:b").location == "s3://bucket/a:b"
+    with pytest.raises(ConfigError, match=r"the prefix that both files share; leave '\.idx' out"):
+        Spec.parse("megatron:data/corpus.idx")
+    with pytest.raises(ConfigError, match="expected megatron:PREFIX"):
+        Spec.parse("megatron:")
+
+
+def test_half_a_dataset_and_none_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", DOCUMENTS)
+    (tmp_path / "data/corpus.idx").rename(tmp_path / "data/elsewhere.idx")
+    with pytest.raises(SourceError, match=r"'data/corpus.idx' is missing beside 'data/corpus.bin'"):
+        locations.paths(SPEC, tmp_path)
+    with pytest.raises(SourceError, match=r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"):
+        locations.paths(Spec.parse("megatron:data/else*"), tmp_path)
+    with pytest.raises(SourceError, match=r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"):
+        locations.paths(Spec.parse("megatron:data/other"), tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["megatron:s3://bucket/corpus", "npy:https://host/*.npy"])
+def test_a_url_is_refused_with_the_remedy(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"):
+        locations.shards(Spec.parse(spec), tmp_path)
+
+
+def test_blocks_are_some_documents_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "BLOCK_DOCUMENTS", 3)
+    write(tmp_path / "data/corpus", DOCUMENTS)
+    source = open_source(SPEC, tmp_path)
+    assert [source.blocks(shard).tolist() for shard in (0, 1)] == [[0, 3, 6, 7], [0]]
+
+
+LENGTHS, EDGES = [3, 1, 2], [0, 1, 3]
+FAULTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", r"has 0 bytes, expected at least the 34"),
+    "a head alone": (index_bytes(LENGTHS, EDGES)[:20], r"has 20 bytes"),
+    "another magic": (index_bytes(LENGTHS, EDGES, magic=b"TNTIDX\0\0\0"), r"begins with b'TNTIDX.*preprocess_data.py"),
+    "a version to come": (index_bytes(LENGTHS, EDGES, version=2), r"has version 2, expected 1"),
+    "floats": (index_bytes(LENGTHS, EDGES, 7), r"type code 7, expected one of 1 \(uint8\)"),
+    "no type": (index_bytes(LENGTHS, EDGES, 99), r"type code 99"),
+    "cut off": (index_bytes(LENGTHS, EDGES)[:-8], r"3 sequences and 3 document edges take 94: it is truncated"),
+    "absurd counts": (
+        index_bytes(LENGTHS, EDGES)[:18] + struct.pack("<QQ", 2**63, 2**63) + bytes(60),
+        r"9223372036854775808 sequences",
+    ),
+    "modes": (index_bytes(LENGTHS, EDGES) + bytes(3), r"a mode for each of its 3 sequences: it is a multimodal"),
+    "no edges": (index_bytes(LENGTHS, []), r"no document edges"),
+    "an open document": (index_bytes(LENGTHS, [0, 1]), r"from sequence 0 to 1, expected 0 to 3.*end_document"),
+    "other lengths": (index_bytes([3, 1, 1], EDGES), r"says that 'data/corpus.bin' has 10 bytes.*it has 12"),
+    "another type": (index_bytes(LENGTHS, EDGES, 4), r"says that 'data/corpus.bin' has 24 bytes of int32"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_index_is_named_with_what_was_expected(tmp_path: Path, fault: str) -> None:
+    content, message = FAULTS[fault]
+    write(tmp_path / "data/corpus", [[[1, 2, 3]], [[4], [5, 6]]])
+    (tmp_path / "data/corpus.idx").write_bytes(content)
+    with pytest.raises(SourceError, match=rf"source 'megatron:data/corpus': 'data/corpus.idx'.*{message}"):
+        open_source(SPEC, tmp_path)
+
+
+def test_sequences_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", [[[1, 2, 3]], [[4], [5, 6]]])
+    good = (tmp_path / "data/corpus.idx").read_bytes()
+    pointers = 34 + 12
+    for at, value in ((pointers + 8, 4), (pointers, -2), (pointers + 8, 7)):
+        (tmp_path / "data/corpus.idx").write_bytes(good[:at] + struct.pack("<q", value) + good[at + 8 :])
+        with pytest.raises(SourceError, match=r"corpus.idx': the sequences of documents 0 to 1 do not lie"):
+            rows_of(open_source(SPEC, tmp_path))
+    at = pointers + 24 + 8
+    for value in (5, -1):
+        (tmp_path / "data/corpus.idx").write_bytes(good[:at] + struct.pack("<q", value) + good[at + 8 :])
+        with pytest.raises(SourceError, match=r"corpus.idx': the document edges of documents 0 to 1 do not lie"):
+            rows_of(open_source(SPEC, tmp_path))
+
+
+def test_files_without_documents_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", [])
+    with pytest.raises(SourceError, match=r"has no rows: its 2 files have none"):
+        open_source(SPEC, tmp_path)
+
+
+def test_a_file_that_changed_under_the_run_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", DOCUMENTS)
+    source = open_source(SPEC, tmp_path)
+    with (tmp_path / "data/corpus.idx").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(SourceChanged, match=r"'data/corpus.idx' has grown"):
+        rows_of(source)
+
+
+def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_rows(tmp_path: Path) -> None:
+    """A few hundred mutations: never another exception, never ids from outside the file."""
+    write(tmp_path / "data/corpus", DOCUMENTS)
+    good = (tmp_path / "data/corpus.idx").read_bytes()
+    ids = np.fromfile(tmp_path / "data/corpus.bin", np.uint16).tolist()
+    rng = random.Random(6)
+    refused = 0
+    for _ in range(400):
+        content = bytearray(good)
+        match rng.randrange(4):
+            case 0:
+                del content[rng.randrange(len(content)) :]
+            case 1:
+                content[rng.randrange(len(content))] = rng.randrange(256)
+            case 2:
+                at = rng.randrange(len(content))
+                content[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case _:
+                at = rng.randrange(0, len(content) - 8)
+                content[at : at + 8] = struct.pack("<q", rng.choice([-1, 0, 1, 2**31, 2**62, -(2**63)]))
+        (tmp_path / "data/corpus.idx").write_bytes(content)
+        try:
+            rows = rows_of(open_source(SPEC, tmp_path))
+        except SourceError as error:
+            assert "corpus.idx" in str(error), error
+            refused += 1
+        else:
+            assert [i for row in rows for i in row] == ids
+    assert refused > 300
+
+
+def order(folder: Path, **fields: Any) -> Order:
+    document = flat(["megatron:data/corpus"]) | {"sequence_length": 4} | fields
+    return Order.create(config.parse(document, where="test"), folder, None)
+
+
+def ids_of(order: Order) -> list[int]:
+    cursor = order.initial().sources[0].cursor
+    return [i for piece in order.documents(0).read(cursor) for i in piece.ids.tolist()]
+
+
+IDS: dict[str, Any] = {"tokenizer": None, "vocab_size": 60_000, "end_of_text_id": 5}
+
+
+def test_end_of_text_ids_are_neither_doubled_nor_lost(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", [[[1, 5]], [[2]], [[5]], [], [[3, 4], [5]]])
+    assert ids_of(order(tmp_path, **IDS)) == [1, 5, 2, 5, 5, 3, 4, 5]
+    assert ids_of(order(tmp_path, **IDS, add_eot=False)) == [1, 5, 2, 5, 3, 4, 5]
+    doubled = {"policy": "weighted", "children": [{"source": "megatron:data/corpus", "add_eot": True}]}
+    assert ids_of(order(tmp_path, **IDS, mixture=doubled)) == [1, 5, 5, 2, 5, 5, 5, 3, 4, 5, 5]
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_row(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", [[[1]], [[2, 60_000]]])
+    with pytest.raises(TokenizerError, match=r"data/corpus.bin: row 1: the id 60000 is outside the vocabulary"):
+        ids_of(order(tmp_path, **IDS))
+
+
+def test_the_order_goes_on_from_every_sample(tmp_path: Path) -> None:
+    write(tmp_path / "data/corpus", DOCUMENTS * 3, "int32")
+    run = order(tmp_path, **IDS, phases=[])
+    whole = run.pipeline(run.initial())
+    samples = [bytes(sample) for sample in _samples(run, run.initial())]
+    assert len(samples) > 40
+    for n in range(len(samples)):
+        assert [bytes(sample) for sample in _samples(run, whole.state())] == samples[n:]
+        whole.advance(1)
+
+
+def _samples(run: Order, state: Any) -> list[memoryview]:
+    (packer,) = (run.packers()(0, state.sources[0]),)
+    return [sample for block in packer.blocks() for sample in block.ids]
