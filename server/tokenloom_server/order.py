@@ -571,6 +571,7 @@ class Order:
                     seed=self.config.seed,
                     source_id=source_id,
                     epochs=self.config.epochs[source_id],
+                    window_rows=source.shuffle_window_rows if source.shuffle == "rows" else None,
                 )
                 _log.info("source %r: %s", source.source, _of_buckets(found))
                 for name, why in reader.left_out.items():
