@@ -101,6 +101,8 @@ BAD = [
     ("end_of_text_id", -1, ""),
     ("window_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
+    ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
+    ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "should match pattern"),
     ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
@@ -123,6 +125,48 @@ def test_a_bad_value_is_refused_with_the_path_of_its_field(path: str, value: Any
     assert len(lines) == 1
     assert lines[0].startswith(f"mixture.yaml: {path}")
     assert says in lines[0]
+
+
+FILTER, TEMPLATE, FIM_FIELD = (f"mixture.children.0.{field}" for field in ("filter", "template", "fim"))
+BAD_RULES = [
+    (FILTER, "score", "'score' is no comparison; expected COLUMN OPERATOR VALUE"),
+    (FILTER, ">= 3", "'>= 3' is no comparison"),
+    (FILTER, "score >= ", "'' is no value; expected a number, true, false, a text in double quotes"),
+    (FILTER, "lang == en", "'en' is no value"),
+    (FILTER, "score == null", "null cannot be compared with"),
+    (FILTER, "score == NaN", "'NaN' is no value"),
+    (FILTER, "score in 3", "found 3 behind 'in', expected a list"),
+    (FILTER, "score > [3]", "found [3] behind '>', expected one value"),
+    (FILTER, 'score in [3, "a"]', "expected a list of numbers, or of texts"),
+    (FILTER, "score in []", "expected a list of numbers, or of texts, with something in it"),
+    (FILTER, "good > true", "true and false have no order; expected == or !="),
+    (FILTER, f"n == {2**64}", "beyond 64 bits"),
+    (FILTER, "__import__('os').system('true')", "is no comparison"),
+    (FILTER, 3, "expected a comparison such as 'score >= 0.5', or a list of them"),
+    (FILTER, [], "at least 1"),
+    ("mixture.children.2.children.0.filter", "n == 1", "filter: a txt source has no columns"),
+    ("mixture.children.2.children.0.template", "{text}", "template: a txt source has no columns"),
+    (TEMPLATE, "{title}", "does not name the source's column {ids}"),
+    (TEMPLATE, "{ids", "the brace at character 1 of '{ids' begins no {column}; write {{"),
+    (TEMPLATE, "{ids{x}}", "begins no {column}"),
+    (TEMPLATE, "ids}", "the brace at character 4 of 'ids}' ends no {column}; write }}"),
+    (TEMPLATE, "{{ids}}", "names no column"),
+    (FIM_FIELD, {"rate": 0.5}, "fim.ids: is missing"),
+    (FIM_FIELD, {"rate": 0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
+    (FIM_FIELD, {"rate": 1.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
+    ("mixture.children.0.max_bad_rows", 3, "max_bad_rows: is for on_bad_row: skip"),
+    ("mixture.children.0.on_bad_row", "ignore", "found 'ignore'"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "says"), BAD_RULES, ids=[f"{value!r:.40}" for _, value, _ in BAD_RULES])
+def test_a_bad_rule_for_rows_is_refused_with_its_place(path: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(changed(put(path, value)))
+    child, _, field = path.rpartition(".")
+    assert str(caught.value).startswith(f"mixture.yaml: {child}")
+    assert field in str(caught.value)
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["run", "sequence_length", "mixture", "mixture.policy", "mixture.children.0.source"])
@@ -327,6 +371,8 @@ def reversed_keys(value: Any) -> Any:
     return [reversed_keys(item) for item in value] if isinstance(value, list) else value
 
 
+FIM = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
+
 SAME_ORDER: dict[str, Change] = {
     "where a new source's balance begins": put("new_source_baseline", "zero"),
     "the order of keys": lambda d: d.update(reversed_keys(d)),
@@ -341,6 +387,8 @@ SAME_ORDER: dict[str, Change] = {
     "what becomes of the last step": put("last_step", "pad"),
     "the tokeniser's path (its content is digested elsewhere)": put("tokenizer", "./elsewhere/tokenizer.json"),
     "the root's weight, which has no siblings": put("mixture.weight", 3),
+    "what becomes of bad rows": lambda d: d.update(on_bad_row="skip", max_bad_rows=3),
+    "what becomes of a source's bad rows": put("mixture.children.0.on_bad_row", "skip"),
     "an override that says what the run says": put("mixture.children.0.add_bos", False),
     "an override of the end of text that says what the run says": put("mixture.children.0.add_eot", True),
 }
@@ -353,6 +401,11 @@ DEFAULTS = {
     "vocab_size": None,
     "end_of_text_id": None,
     "begin_of_text_id": None,
+    "on_bad_row": "fail",
+    "max_bad_rows": None,
+    "mixture.children.0.filter": None,
+    "mixture.children.0.template": None,
+    "mixture.children.0.fim": None,
     "mixture.on_exhausted": "drop",
     "mixture.children.1.weight": 1,
     "mixture.children.0.epochs": 1,
@@ -363,6 +416,7 @@ DEFAULTS = {
     "mixture.interpolate": "linear",
     "mixture.children.0.max_tokens": None,
     "mixture.children.0.on_exhausted": None,
+    "mixture.children.0.commit": None,
     "mixture.children.0.shuffle": "none",
     "mixture.children.0.shuffle_window_rows": 65_536,
     "mixture.children.0.lanes": 1,
@@ -382,6 +436,15 @@ OTHER_ORDER: dict[str, Change] = {
     "add_eot auto": put("add_eot", "auto"),
     "a source's add_bos": put("mixture.children.0.add_bos", True),
     "a source's add_eot": put("mixture.children.0.add_eot", "auto"),
+    "a filter": put("mixture.children.0.filter", "score >= 0.5"),
+    "another filter": put("mixture.children.0.filter", "score > 0.5"),
+    "a second comparison": put("mixture.children.0.filter", ["score >= 0.5", 'lang == "en"']),
+    "a template": put("mixture.children.1.template", "{title} {text}"),
+    "another template": put("mixture.children.1.template", "{title}  {text}"),
+    "fim": put("mixture.children.0.fim", FIM),
+    "fim at another rate": put("mixture.children.0.fim", FIM | {"rate": 0.6}),
+    "fim in another order": put("mixture.children.0.fim", FIM | {"spm_rate": 0.5}),
+    "fim with other ids": put("mixture.children.0.fim", FIM | {"ids": {"prefix": 1, "middle": 3, "suffix": 2}}),
     "a weight": put("mixture.children.0.weight", 2.5),
     "a weight in its last digit": put("mixture.children.0.weight", math.nextafter(2, 3)),
     "a node's weight": put("mixture.children.2.weight", 1),
@@ -422,6 +485,21 @@ def test_the_digest_does_not_depend_on(what: str) -> None:
     assert parsed(changed(SAME_ORDER[what])).digest == parsed(mixture()).digest
 
 
+@pytest.mark.parametrize(
+    ("written", "other"),
+    [
+        ("score >= 0.5", ["score>=0.50"]),
+        ("n == 1", ["n ==  1.0"]),
+        ('lang in ["en", "de"]', ['lang in["en","de"]']),
+        ("a.b not in [1]", ["a.b  not  in  [1.0]"]),
+    ],
+)
+def test_a_filter_is_the_same_however_it_is_written(written: str, other: list[str]) -> None:
+    one, two = (parsed(changed(put("mixture.children.0.filter", value))) for value in (written, other))
+    assert one.digest == two.digest
+    assert one.sources[0].filter == [written]
+
+
 def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
     digests = {what: parsed(changed(change)).digest for what, change in OTHER_ORDER.items()}
     digests["as it is"] = parsed(mixture()).digest
@@ -431,6 +509,7 @@ def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
 def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
     # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
     outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline"}
+    outside |= {"on_bad_row", "max_bad_rows"}
     inside = {"mixture", "packing", "add_eot"} | {what for what in OTHER_ORDER if what in RunConfig.model_fields}
     assert set(RunConfig.model_fields) == outside | inside
 

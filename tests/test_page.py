@@ -174,6 +174,15 @@ def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryServ
 
 
 @pytest.mark.browser
+def test_rows_that_gave_no_tokens_are_shown(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_text("bad rows")).to_have_count(0)
+    service.put(run_stats(RUN, sources=[source_stats(0, bad_rows=1234, filtered_rows=5)]))
+    expect(page.get_by_text("1,234 bad rows", exact=True)).to_be_visible()
+    title = "1,311; 1,234 did not decode; 5 did not pass the filter"
+    assert page.get_by_title(title).inner_text() == "1,311"
+
+
+@pytest.mark.browser
 def test_the_revision_in_force_and_the_next_one_are_shown(page: Page, service: MemoryService) -> None:
     expect(page.get_by_text("Revision 1 in force; revision 2 from sample 8,192 on, in about 26 s")).to_be_visible()
     sources = [source_stats(0, excluded_rows=1200)]

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.isolated import Isolation
+from tokenloom_server.sources.base import BadRow
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import DocumentEncoder, Documents, Encoded, Engine
 from tokenloom_server.tokenizer.engine import Ids
@@ -34,8 +35,10 @@ class CarefulEncoder:
         source_id: int,
         spec: str,
         shard_paths: Sequence[str],
+        skip_bad: bool,
     ) -> None:
-        """``encoder`` makes the source's encoder around an engine."""
+        """``encoder`` makes the source's encoder around an engine. ``skip_bad``: a document at which both engines crash
+        is a bad row, not an error."""
         self._around = encoder
         self._encoder = encoder(engine)
         self._isolation = isolation
@@ -43,6 +46,7 @@ class CarefulEncoder:
         self._source_id = source_id
         self._spec = spec
         self._paths = shard_paths
+        self._skip_bad = skip_bad
 
     def encode(self, column: pa.Array, first_row: int, shard: int) -> Documents:
         """As ``DocumentEncoder.encode``, of a column that begins at a shard's row."""
@@ -57,7 +61,7 @@ class CarefulEncoder:
         _log.warning(
             "%s: rows %d to %d: the server died here before; they are encoded apart", where, first_row, end - 1
         )
-        engine = _Apart(self._isolation, where, first_row)
+        engine = _Apart(self._isolation, where, first_row, skip_bad=self._skip_bad)
         try:
             documents = self._around(engine).encode(column, first_row)
         except TokenizerError:
@@ -68,16 +72,19 @@ class CarefulEncoder:
         self._suspects.judge(self._source_id, shard, first_row, end, engine.culprits)
         if not engine.culprits:
             _log.info("%s: rows %d to %d: nothing died of any of them; no longer suspected", where, first_row, end - 1)
-        return documents
+        # Both ascend, and none is in both: what has no ids has none outside the vocabulary.
+        return documents._replace(bad=tuple(sorted((*documents.bad, *engine.bad))))
 
 
 class _Apart:
     """Implements ``Engine``: each text in a process that may die of it; what the run's engine dies of, by the other."""
 
-    def __init__(self, isolation: Isolation, where: str, first_row: int) -> None:
+    def __init__(self, isolation: Isolation, where: str, first_row: int, *, skip_bad: bool) -> None:
         self.name = isolation.record.engine
         self.version = isolation.record.version
         self.culprits: list[int] = []
+        self.bad: list[BadRow] = []
+        self._skip_bad = skip_bad
         self._isolation = isolation
         self._where = where
         self._first_row = first_row
@@ -103,10 +110,16 @@ class _Apart:
             )
         found, other_death = self._isolation.encode(texts[number : number + 1], "other")
         if other_death is not None:
-            raise TokenizerError(
+            reason = (
                 f"row {row}: a process that encodes this document with {self.name} {self.version} {death}, and one "
-                f"that does so with the other engine {other_death}; take the row out of the file, and begin a new run"
+                f"that does so with the other engine {other_death}"
             )
+            if not self._skip_bad:
+                raise TokenizerError(
+                    f"{reason}; take the row out of the file, and begin a new run, or set on_bad_row: skip"
+                )
+            self.bad.append(BadRow(number, reason))
+            return np.empty(0, np.uint32)
         _log.warning(
             "%s: row %d: a process that encodes this document with %s %s %s; its ids come from the other engine",
             self._where, row, self.name, self.version, death,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import count, pairwise
@@ -27,6 +28,7 @@ from pydantic import (
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.rules import Comparison, RowRules, Template
 from tokenloom_server.spec import Spec
 
 BYTES_TOKENIZER = "bytes"
@@ -35,7 +37,14 @@ BYTES_TOKENIZER = "bytes"
 ENDED_SCHEMES = ("megatron", "npy")
 
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
-OUTSIDE_THE_ORDER = ("run", "window_steps", "tokenizer", "last_step", "new_source_baseline")
+OUTSIDE_THE_ORDER = (
+    *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline"),
+    # Where bad rows end a run it has no order behind them, so a run may be served on with another answer.
+    *("on_bad_row", "max_bad_rows"),
+)
+
+#: The same of a source.
+SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "commit")
 
 
 class _Model(BaseModel):
@@ -106,6 +115,51 @@ Presence = Literal["live", "paused", "dropped"]
 """Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""
 
 
+class FimIds(_Model):
+    """The ids that stand before each part of a rearranged document."""
+
+    prefix: Annotated[int, Field(ge=0)]
+    """Before what came first."""
+    middle: Annotated[int, Field(ge=0)]
+    """Before what is to be filled in."""
+    suffix: Annotated[int, Field(ge=0)]
+    """Before what came last."""
+
+
+class FimConfig(_Model):
+    """Fill in the middle."""
+
+    rate: Annotated[float, Field(gt=0, le=1, strict=False), BeforeValidator(_not_bool)]
+    """The share of documents that are rearranged, drawn for each row and epoch."""
+    spm_rate: Annotated[float, Field(ge=0, le=1, strict=False), BeforeValidator(_not_bool)] = 0.0
+    """Of these, the share in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
+    ids: FimIds
+    """What marks the parts; of the vocabulary."""
+
+
+def _comparisons(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected a comparison such as 'score >= 0.5', or a list of them, but this is {value!r}")
+    try:
+        # As the rules write them, so that spaces and 0.50 for 0.5 make no other order.
+        return [str(Comparison.parse(text)) for text in texts]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _parsed_template(value: str) -> str:
+    try:
+        Template.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+#: Schemes of sources without columns.
+_WITHOUT_COLUMNS = ("txt", "npy", "megatron")
+
+
 class SourceConfig(_Model):
     """A leaf of the mixture."""
 
@@ -129,11 +183,51 @@ class SourceConfig(_Model):
     add_eot: Literal[True, False, "auto"] | None = None
     """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
     ``auto`` where the run says true."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
+    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
     shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(_whole)] = 2**16
     """Rows of a window of ``shuffle: rows``."""
+    lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(_whole)] = 1
+    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
+    filter: Annotated[list[str], BeforeValidator(_comparisons), Field(min_length=1)] | None = None
+    """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
+    template: Annotated[str, AfterValidator(_parsed_template)] | None = None
+    """The text of a row, made of its columns: ``{title}\\n\\n{text}``."""
+    fim: FimConfig | None = None
+    """Rearranges documents so that a model learns to fill in the middle."""
+    on_bad_row: Literal["fail", "skip"] | None = None
+    """Overrides the run's ``on_bad_row``."""
+    max_bad_rows: Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(_whole)] | None = None
+    """Overrides the run's ``max_bad_rows``."""
+
+    @model_validator(mode="after")
+    def _rules_fit_the_source(self) -> Self:
+        spec = self.spec
+        for field in ("filter", "template"):
+            if getattr(self, field) is not None and spec.scheme in _WITHOUT_COLUMNS:
+                raise ValueError(
+                    f"{field}: a {spec.scheme} source has no columns; leave it out, or take another format"
+                )
+        if self.template is not None and spec.column not in Template.parse(self.template).columns:
+            raise ValueError(
+                f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
+                "another column in the source"
+            )
+        if self.max_bad_rows is not None and self.on_bad_row == "fail":
+            raise ValueError("max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error")
+        return self
+
+    @property
+    def rules(self) -> RowRules:
+        """Which rows are read, and what of them; but for what the run says of bad rows."""
+        return RowRules(
+            filter=tuple(map(Comparison.parse, self.filter or ())),
+            template=None if self.template is None else Template.parse(self.template),
+        )
 
     @field_validator("source")
     @classmethod
@@ -142,9 +236,6 @@ class SourceConfig(_Model):
             return str(Spec.parse(value))
         except ConfigError as error:
             raise ValueError(str(error)) from None
-
-    lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(_whole)] = 1
-    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
 
     @model_validator(mode="after")
     def _a_window_is_of_rows(self) -> Self:
@@ -156,6 +247,14 @@ class SourceConfig(_Model):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_commit_is_on_the_hub(self) -> Self:
+        if self.commit is not None and not self.source.startswith("hf:"):
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
+        return self
+
     @property
     def in_file_order(self) -> bool:
         """Whether all that lies before a row in its files comes before it."""
@@ -163,7 +262,8 @@ class SourceConfig(_Model):
 
     @property
     def spec(self) -> Spec:
-        return Spec.parse(self.source)
+        spec = Spec.parse(self.source)
+        return spec if self.commit is None else replace(spec, commit=self.commit)
 
     @property
     def name(self) -> str:
@@ -313,6 +413,11 @@ class RunConfig(_Model):
     """Put the end-of-text id after each document; ``auto``: unless the document ends with it already."""
     last_step: Literal["drop", "pad"] = "drop"
     """What becomes of an incomplete last step."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """What becomes of a row that does not decode: the run stops with an error that names it, or it is skipped and
+    counted."""
+    max_bad_rows: Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(_whole)] | None = None
+    """So many rows of a source may be skipped in each epoch; one more stops the run. None: any number."""
     window_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
     """Steps that may be produced ahead of the committed one; the default follows the message size."""
     new_source_baseline: Literal["min", "mean", "zero"] = "min"
@@ -360,6 +465,9 @@ class RunConfig(_Model):
             value = getattr(self, field)
             if value is not None and self.vocab_size is not None and value >= self.vocab_size:
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
+        for at, source in self.named_sources():
+            if source.max_bad_rows is not None and not self.skips_bad_rows(source):
+                raise ValueError(f"{at}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
         return self
 
     def adds_bos(self, source: SourceConfig) -> bool:
@@ -371,6 +479,10 @@ class RunConfig(_Model):
         if source.add_eot is not None:
             return source.add_eot
         return "auto" if self.add_eot is True and source.spec.scheme in ENDED_SCHEMES else self.add_eot
+
+    def skips_bad_rows(self, source: SourceConfig) -> bool:
+        """What the source says of bad rows, or the run."""
+        return (source.on_bad_row or self.on_bad_row) == "skip"
 
     def mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
         """Every mixture in the file, with its place."""
@@ -540,12 +652,14 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
-    """A child's order-affecting fields: no alias, and no override that says what the run says."""
+    """A child's order-affecting fields: no name, no commit, and no override that says what the run says."""
     fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
-    given = child.model_dump(mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", "alias"})
+    given = child.model_dump(
+        mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", *SOURCE_OUTSIDE_THE_ORDER}
+    )
     # What overrides the run's own setting with the same is nothing.
     plain = child.model_copy(update={"add_bos": None, "add_eot": None})
     same = {"add_bos": run.adds_bos(plain), "add_eot": run.adds_eot(plain)}

@@ -7,6 +7,7 @@ same numbers on any machine, whatever is cached: policies decide by them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -52,6 +53,8 @@ class Readable(Protocol):
     def open(self, source_id: int) -> Source: ...
 
     def encoder(self, source_id: int, reader: Source) -> Encoder: ...
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
 
 
 class _Stratum(NamedTuple):
@@ -105,7 +108,7 @@ def measure(order: Readable, source_id: int) -> Extent:
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
         return _of_many_lines(reader, encoder)
-    counts = [reader.row_count(shard) for shard in range(len(reader.shards))]
+    counts = order.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
     strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
@@ -127,8 +130,9 @@ def _of_many_lines(reader: LinesSource, encoder: Encoder) -> Extent:
     chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
     budget = _Budget.of(total, len(chosen))
     for shard in chosen:
-        # No file has more lines than bytes.
-        found = _sample(reader, encoder, _Stratum(shard, 0, reader.shards[shard].size), budget)
+        found = _sample(reader, encoder, _Stratum(shard, 0, sys.maxsize), budget)
+        if not found.rows:
+            continue  # a compressed file may hold nothing
         rows += found.rows
         tokens += found.all_tokens
         size += reader.head_bytes(shard, found.rows)

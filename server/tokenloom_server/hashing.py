@@ -26,6 +26,8 @@ class Purpose(IntEnum):
     SHARDS = 16
     BLOCKS = 17
     ROWS = 18
+    #: Whether and how a row is rearranged to fill in its middle.
+    FIM = 24
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:
@@ -43,6 +45,20 @@ def draws(
     text, size = words.tobytes(), _WORDS.size
     digest = xxhash.xxh3_64_intdigest
     return [digest(text[at : at + size]) for at in range(0, len(text), size)]
+
+
+def stream(key: int | npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A uniform integer in [0, 2^64) for each counter, from a key that was drawn (or one for each): for draws by the
+    thousand.
+
+    The ``counter + 1``-th output of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+    Generators", 2014) seeded with the key.
+    """
+    mixed = np.asarray(key, np.uint64) + (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: npt.NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return found
 
 
 def slice_rotation(seed: int, sample_index: int, world_size: int) -> int:

@@ -181,6 +181,7 @@ class Host:
         with self.lock:
             self.stopping = True
             self.wake_all()
+        self.order.traffic.stop()
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))

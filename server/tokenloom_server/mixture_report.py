@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-_OPTIONS = ("weight", "epochs", "max_tokens", "on_exhausted", "unit", "interpolate", "add_bos", "add_eot")
+_OPTIONS = (
+    "weight",
+    "epochs",
+    "max_tokens",
+    "on_exhausted",
+    "unit",
+    "interpolate",
+    "add_bos",
+    "add_eot",
+    "filter",
+    "template",
+    "fim",
+)
 
 
 def print_mixture(out: Console, info: MixtureInfo) -> None:

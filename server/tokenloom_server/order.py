@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +25,14 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
-from tokenloom_server.config import OUTSIDE_THE_ORDER, NodeConfig, RunConfig, weight_text
+from tokenloom_server.config import (
+    OUTSIDE_THE_ORDER,
+    SOURCE_OUTSIDE_THE_ORDER,
+    NodeConfig,
+    RunConfig,
+    SourceConfig,
+    weight_text,
+)
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
@@ -33,10 +42,13 @@ from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.packing.base import Packer, PackerFactory
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
-from tokenloom_server.readahead import ReadAhead
+from tokenloom_server.readahead import Late, Pools, ReadAhead
+from tokenloom_server.rules import RowRules
+from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
@@ -44,6 +56,7 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -130,6 +143,8 @@ class Order:
         self.end_of_text_id = _end_of_text_id(config, definition)
         #: Begins each document where the config says so; None where there is none.
         self.begin_of_text_id = begin_of_text_id(definition, config.begin_of_text_id, needed=adds_bos)
+        for source in config.sources:
+            _check_fim(source, self.vocab_size)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
         self.extents: Mapping[int, Extent] = {}
 
@@ -155,9 +170,15 @@ class Order:
         eot_id = _end_of_text_id(config, definition)
         opened = in_threads(
             lambda source: open_source(
-                source.spec, base_dir, manifest.shards(source.source), index_dir, end_of_text_id=eot_id
+                source.spec,
+                base_dir,
+                manifest.shards(source.source),
+                index_dir,
+                rules=_rules(config, source),
+                end_of_text_id=eot_id,
             ),
             named,
+            remote=any(map(_is_remote, named)),
         )
         texts = [
             (source, reader) for source, reader in zip(named, opened, strict=True) if reader.content is Content.TEXT
@@ -172,7 +193,9 @@ class Order:
         choice = choose_engine(
             definition,
             config.special_tokens_in_text,
-            [_first_rows(reader) for _, reader in texts],
+            in_threads(
+                lambda text: _first_rows(text[1]), texts, remote=any(map(_is_remote, (one for one, _ in texts)))
+            ),
             cpu_clock_s=time.thread_time,
         )
         level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
@@ -347,14 +370,25 @@ class Order:
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
         engine = self._load_engine()
-        # One for each pipeline, and gone with it.
-        pool = ThreadPoolExecutor(readahead.threads(), f"{self.name}-ahead") if ahead and engine is not None else None
+        remote = [any(is_remote(shard.path) for shard in shards) for shards in self.shards]
+        # Those of one pipeline, and gone with it.
+        pools = None
+        if ahead and (engine is not None or any(remote)):
+            pools = Pools(
+                ThreadPoolExecutor(readahead.OPENING_THREADS, f"{self.name}-open"),
+                ThreadPoolExecutor(readahead.threads(remote=any(remote)), f"{self.name}-ahead"),
+            )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
+            if remote[source_id]:
+                return Late(partial(opened, source_id, source_state), pools)
             reader = self.open(source_id)
             packed = self._packer(source_id, source_state, reader, engine)
-            # Ids are read so fast that a second thread would only cost memory.
-            return ReadAhead(packed, pool) if pool is not None and reader.content is Content.TEXT else packed
+            # Ids of local files are read so fast that a second thread would only cost memory.
+            return ReadAhead(packed, pools.blocks) if pools and reader.content is Content.TEXT else packed
+
+        def opened(source_id: int, source_state: SourceState) -> Packer:
+            return self._packer(source_id, source_state, self.open(source_id), engine)
 
         return packer
 
@@ -374,7 +408,7 @@ class Order:
         lane: tuple[int, int] = (0, 1),
     ) -> Packer:
         return ConcatPacker(
-            self._documents(source_id, reader, engine, lane),
+            self._documents(source_id, reader, engine, state.tally.bad_rows, lane),
             state,
             source_id=source_id,
             length=self.config.sequence_length,
@@ -386,26 +420,59 @@ class Order:
         return self._documents(source_id, self.open(source_id), self._load_engine())
 
     def _documents(
-        self, source_id: int, reader: Source, engine: Engine | None, lane: tuple[int, int] = (0, 1)
+        self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
-        encoder = self._encoder(source_id, reader, engine)
-        epochs = self.config.epochs[source_id]
-        excluded, reading = self.excluded.of(source.source), self.reading(source_id, reader)
-        watched = Watched(reader, self.traffic, source.spec)
-        return Documents(source.source, watched, encoder, epochs, excluded, reading, lane)
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return Documents(
+            source.source,
+            Watched(reader, self.traffic, source.spec),
+            self._encoder(source_id, reader, engine),
+            self.config.epochs[source_id],
+            self.excluded.of(source.source),
+            self.reading(source_id, reader),
+            lane,
+            bad_rows=bad_rows,
+            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            fim=self._fim(source),
+        )
+
+    def _fim(self, source: SourceConfig) -> FillInMiddle | None:
+        if source.fim is None:
+            return None
+        ids = source.fim.ids
+        return FillInMiddle(
+            rate=source.fim.rate,
+            spm_rate=source.fim.spm_rate,
+            prefix_id=ids.prefix,
+            middle_id=ids.middle,
+            suffix_id=ids.suffix,
+            seed=self.config.seed,
+            source_id=source.id,
+            bos_id=self.begin_of_text_id,
+            eot_id=self.end_of_text_id,
+        )
 
     def reading(self, source_id: int, reader: Source) -> Reading:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
         index, and one cannot be read."""
         source = self.config.sources[source_id]
-        # Lanes need to know where each begins; else a file is opened when its turn comes.
-        counts = self._layout(source_id, reader).counts(len(self.shards[source_id])) if source.lanes > 1 else None
+        epochs = self.config.epochs[source_id]
+        # Lanes, and parts of an epoch, need to know how many rows there are; else a file is opened when its turn comes.
+        is_counted = source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
+        counts = self.row_counts(source_id, reader) if is_counted else None
         if source.shuffle == "none":
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
-        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+        layout = self._layout(source_id, reader)
+        # All lanes together hold a window's rows, and none has less than a window of its own.
+        rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
+        return Windows(layout, self.config.seed, source_id, rows)
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]:
+        """Rows of each of a source's files. Raises ``SourceError``."""
+        return self._layout(source_id, reader).counts(len(self.shards[source_id]))
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
         """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
@@ -426,8 +493,8 @@ class Order:
         if self._shares_layout(source_id):
             assert self._first is not None
             return self._first.known_rows(source_id)
-        with self._layout_lock:
-            layout = self._layouts.get(source_id)
+        # Without the lock: figures must not wait for an index that is made.
+        layout = self._layouts.get(source_id)
         return int(layout.rows.sum()) if layout is not None else None
 
     def _layout(self, source_id: int, reader: Source) -> Layout:
@@ -437,7 +504,10 @@ class Order:
             return self._first._layout(source_id, reader)
         with self._layout_lock:
             if source_id not in self._layouts:
-                self._layouts[source_id] = Layout.of(reader)
+                spec = self.config.sources[source_id].spec
+                with self.traffic.waiting(f"the index of source {str(spec)!r}", at_once=True):
+                    blocks = block_index.load_or_build(spec, reader, self.base_dir, self.index_dir)
+                self._layouts[source_id] = Layout.of(blocks)
             return self._layouts[source_id]
 
     def _shares_layout(self, source_id: int) -> bool:
@@ -460,6 +530,7 @@ class Order:
                 eot_id=self.end_of_text_id,
                 add_bos=self.config.adds_bos(source),
                 add_eot=self.config.adds_eot(source),
+                skip_bad=self.config.skips_bad_rows(source),
             )
 
         suspects = self._load_suspects()
@@ -480,6 +551,7 @@ class Order:
             source_id=source_id,
             spec=source.source,
             shard_paths=self.shard_paths[source_id],
+            skip_bad=self.config.skips_bad_rows(source),
         )
 
     def close(self) -> None:
@@ -490,9 +562,15 @@ class Order:
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source."""
-        spec, shards = self.config.sources[source_id].spec, self.shards[source_id]
+        source = self.config.sources[source_id]
         return open_source(
-            spec, self.base_dir, shards, self.index_dir, self.traffic, end_of_text_id=self.end_of_text_id
+            source.spec,
+            self.base_dir,
+            self.shards[source_id],
+            self.index_dir,
+            self.traffic,
+            rules=_rules(self.config, source),
+            end_of_text_id=self.end_of_text_id,
         )
 
     def _load_engine(self) -> Engine | None:
@@ -601,6 +679,23 @@ def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -
     return end_of_text_id(definition, config.end_of_text_id, needed=needed)
 
 
+def _rules(config: RunConfig, source: SourceConfig) -> RowRules:
+    return replace(source.rules, skip_bad=config.skips_bad_rows(source))
+
+
+def _check_fim(source: SourceConfig, vocab_size: int) -> None:
+    for name, value in (source.fim.ids.model_dump() if source.fim is not None else {}).items():
+        if value >= vocab_size:
+            raise ConfigError(
+                f"{source.name}: fim.ids.{name}: {value} is outside the vocabulary (0 to {vocab_size - 1}); name an id "
+                "that the tokeniser has for it, or raise vocab_size"
+            )
+
+
+def _is_remote(source: SourceConfig) -> bool:
+    return is_remote(source.spec.location) or source.spec.scheme == "hf"
+
+
 def _first_rows(source: Source) -> pa.Array:
     for shard in range(len(source.shards)):
         for rows in source.read(shard, 0):
@@ -636,14 +731,17 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
     """The config that a run's record is of. What decides no order (paths, names) is the mixture file's: names by spec,
     those of nodes by their place."""
     fields = json.loads(record)["config"]
-    names = {source.source: source.alias for source in config.sources}
+    outside_by_spec = {
+        source.source: {field: getattr(source, field) for field in SOURCE_OUTSIDE_THE_ORDER}
+        for source in config.sources
+    }
 
     def named(node: dict[str, Any], file: NodeConfig | None) -> dict[str, Any]:
         children: list[dict[str, Any]] = []
         for i, child in enumerate(node["children"]):
             same_place = file.children[i] if file is not None and i < len(file.children) else None
             if "source" in child:
-                children.append(child | {"alias": names.get(child["source"])})
+                children.append(child | outside_by_spec.get(child["source"], {}))
             else:
                 children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
         return node | {"children": children, "alias": file.alias if file is not None else None}

@@ -25,6 +25,9 @@ from tokenloom_server.state import ChildState, SourceState, State
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
 
 
+#: What decides no order, and is the mixture file's to say.
+_BAD_ROWS = ("on_bad_row", "max_bad_rows")
+
 #: Policies whose credits mean the same: tokens owed, in 1/W.
 _OWING = ("least_consumed", "soft_sequential", "balance_remaining", "schedule")
 
@@ -143,8 +146,17 @@ def content_of(config: RunConfig) -> dict[str, Any]:
 
 
 def with_content(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
-    """The config with the mixture of a ``content_of``."""
-    return _validated(config, content["mixture"], content["sequence_length"])
+    """The config with the mixture of a ``content_of``. How bad rows of its sources are treated stays as it is: a run
+    that a bad row has stopped gets to no revision."""
+    known = {source.source: source for source in config.sources}
+
+    def visit(child: dict[str, Any]) -> dict[str, Any]:
+        if "children" in child:
+            return child | {"children": [visit(below) for below in child["children"]]}
+        source = known.get(child["source"])
+        return child | {field: getattr(source, field) for field in _BAD_ROWS} if source is not None else child
+
+    return _validated(config, visit(content["mixture"]), content["sequence_length"])
 
 
 def as_file(config: RunConfig) -> dict[str, Any]:
@@ -298,9 +310,10 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
-    for field in ("add_bos", "add_eot", "shuffle", "shuffle_window_rows", "lanes"):
+    for field in ("add_bos", "add_eot", "filter", "template", "fim", "shuffle", "shuffle_window_rows", "lanes"):
         if getattr(known, field) != getattr(found, field):
-            makes = "another order of its rows" if field not in ("add_bos", "add_eot") else "other documents"
+            orders = field in ("shuffle", "shuffle_window_rows", "lanes")
+            makes = "another order of its rows" if orders else "other documents of the same rows"
             raise ConfigError(
                 f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
                 f"{_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "

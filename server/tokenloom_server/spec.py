@@ -13,9 +13,9 @@ SCHEMES = {
     "jsonl": "jsonl:GLOB:COLUMN",
     "txt": "txt:GLOB:text",
     "arrow": "arrow:DIR:COLUMN",
+    "hf": "hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN",
     "megatron": "megatron:PREFIX",
     "npy": "npy:GLOB",
-    "hf": "hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN",
 }
 
 #: The column of sources that have nothing but ids: it need not be named.
@@ -40,7 +40,9 @@ class HubLocation:
     @classmethod
     def parse(cls, text: str) -> HubLocation:
         """Raises ``ConfigError``, which does not name the source, for a part that is missing or cannot be a name."""
-        left, _, split = text.partition(":")
+        left, colon, split = text.partition(":")
+        if not colon:
+            raise ConfigError("the split or the column is missing")
         named, at, revision = left.partition("@")
         parts = named.split("/", 2)
         repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
@@ -67,6 +69,8 @@ class Spec:
     scheme: str
     location: str
     column: str
+    commit: str | None = None
+    """On the Hub: where files are resolved, they are those of this commit. No part of the spec's text."""
 
     @classmethod
     def parse(cls, text: str) -> Spec:

@@ -32,7 +32,8 @@ class Cursor:
 
     ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
     shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
-    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row.
+    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row. So (0, 0, 0) is
+    nothing but the beginning of an epoch. Of shuffled rows, ``shard`` is a window and ``row`` a place in it.
     """
 
     epoch: int = 0

@@ -34,6 +34,9 @@ class TracedDocument(_Traced):
     """Behind the last of them."""
     row_tokens: int
     """How many tokens the whole row has."""
+    fim: Literal["psm", "spm"] | None = None
+    """Where the row was rearranged to fill in its middle: in which order. ``begin`` and ``end`` count its tokens as
+    they are then, the three marks included."""
     text: str | None = None
     """Their text; null where it was not asked for, or the run has no tokeniser. A character that the sample cuts in two
     is U+FFFD."""

@@ -246,6 +246,7 @@ class Traces:
                         begin=part.begin,
                         end=part.end,
                         row_tokens=part.row_tokens,
+                        fim=part.middle,
                         text=decode(part.ids.tolist()) if decode is not None else None,
                     )
                 )

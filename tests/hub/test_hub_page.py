@@ -28,4 +28,5 @@ def test_the_example_of_the_page_makes_a_dataset_and_reads_it(tmp_path: Path) ->
             )
             assert done.returncode == 0, done.stdout + done.stderr
     assert yaml.safe_load(block("yaml"))["mixture"]["children"][0]["source"] in done.stdout
+    assert f"hf:me/rhymes:train:text is read at me/rhymes@{hub.repos['me/rhymes'].refs['main']}" in done.stdout
     assert hub.asked("/blobs/", "storage"), "it was read"

@@ -293,7 +293,7 @@ class TestColumns:
     ) -> None:
         column = pa.StringArray.from_buffers(2, *pa.array([b"good", b"b\xffd"]).buffers()[1:])
         source = self.open(tmp_path, spec, suffix, write, column)
-        with pytest.raises(SourceError, match=rf"0\.{suffix}': row 1 is damaged: .*UTF8"):
+        with pytest.raises(SourceError, match=rf"0\.{suffix}': row 1 is damaged: .*UTF-8"):
             list(source.read(0, 0))
 
 

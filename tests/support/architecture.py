@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__", "errors", "state", "hashing", "slots"),
         ("hub",),
         ("storage",),
-        ("spec", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
+        ("spec", "rules", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
         ("config", "stats", "picture"),
         ("sources",),
         ("tokenizer", "dataset_mix"),
@@ -70,7 +70,8 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.hub": frozenset({"errors"}),
     f"{SERVER}.storage": frozenset({"errors", "hub"}),
     f"{SERVER}.spec": frozenset({"errors", "storage"}),
-    f"{SERVER}.config": frozenset({"errors", "spec"}),
+    f"{SERVER}.rules": frozenset({"errors"}),
+    f"{SERVER}.config": frozenset({"errors", "rules", "spec"}),
     f"{SERVER}.ledger": frozenset({"errors", "state"}),
     f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "slots", "state"}),
 }

@@ -50,6 +50,9 @@ class S3Server:
             "AWS_ACCESS_KEY_ID": "test-key",
             "AWS_SECRET_ACCESS_KEY": "test-secret",
             "AWS_DEFAULT_REGION": "us-east-1",
+            # Only what the test gives.
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
@@ -115,6 +118,13 @@ def s3_server() -> Iterator[S3Server]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def s3_environment() -> Iterator[Mapping[str, str]]:
+    """What a process has to know to read from an empty store."""
+    with s3_server() as store:
+        yield store.environment
 
 
 def for_ever(_: Request) -> int | None:

@@ -250,6 +250,8 @@ def validate(
         size = sum(shard.size for shard in shards) / 1e6
         table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")
     out.print(table)
+    for spec, commit in order.manifest.commits.items():
+        out.print(f"{spec} is read at {commit}", highlight=False)
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
     out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
     for warning in order.warnings():

@@ -65,6 +65,13 @@ def stats(
                 "exhausted" if source.exhausted else left,
             )
         out.print(table)
+        without = [
+            f"{source.alias} {source.bad_rows:,} bad, {source.filtered_rows:,} filtered"
+            for source in document.sources
+            if source.bad_rows or source.filtered_rows
+        ]
+        if without:
+            out.print(f"rows that gave no tokens: {'; '.join(without)}", highlight=False)
         skipped = [source for source in document.sources if source.skipped_samples]
         if skipped:
             named = ", ".join(

@@ -16,6 +16,7 @@ import xxhash
 
 from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import Documents, Piece
+from tokenloom_server.packing.tallies import RowTallies
 from tokenloom_server.state import SourceState
 
 _Int64s = npt.NDArray[np.int64]
@@ -40,7 +41,7 @@ class ConcatPacker:
         self._source_id = source_id
         self._length = length
         self._width = length + lookahead
-        self._tally = np.array([state.tally], np.int64)
+        self._tallies = RowTallies(state.tally)
         self.dropped_tokens = 0
 
     def blocks(self) -> Iterator[Block]:
@@ -53,6 +54,7 @@ class ConcatPacker:
         kept = 0
         skip = cursor.offset
         for piece in self._documents.read(cursor):
+            self._tallies.add(piece, held.rows)
             held.add(piece)
             ids = piece.ids
             if skip:
@@ -84,16 +86,19 @@ class ConcatPacker:
         samples += [wire[at : at + reach] for at in range(begin, begin + (count - len(samples)) * advance, advance)]
         edges = np.arange(count + 1, dtype=np.int64) * self._length
         starts = held.starts(position, int(edges[-1]))
+        cursors = held.cursors(edges[1:] + position)
+        tallies = self._tallies.behind(cursors[:, 4])
+        self._tallies.forget(int(cursors[-1, 4]))
         return Block(
             samples,
             list(map(xxhash.xxh3_128_intdigest, samples, repeat(self._source_id))),
             Places(
                 length=self._length,
                 first_sample=position // self._length,
-                cursors=held.cursors(edges[1:] + position),
+                cursors=cursors,
                 starts=starts.astype(np.uint32),
                 bounds=np.searchsorted(starts, edges),
-                tallies=self._tally,
+                tallies=tallies,
             ),
         )
 
@@ -109,7 +114,8 @@ class _Held:
     def __init__(self, position: int, rows: int) -> None:
         """``position`` is where the next row begins, ``rows`` its number since the run began."""
         self._position = position
-        self._rows = rows
+        #: The number of the next row.
+        self.rows = rows
         # One column a row: first position, end position, epoch, shard, row in shard, number.
         self._tables: list[_Int64s] = []
 
@@ -122,10 +128,10 @@ class _Held:
         table[2] = piece.epoch
         table[3] = piece.shard
         table[4] = np.arange(piece.first_row, piece.first_row + count)
-        table[5] = np.arange(self._rows, self._rows + count)
+        table[5] = np.arange(self.rows, self.rows + count)
         self._tables.append(table)
         self._position += len(piece.ids)
-        self._rows += count
+        self.rows += count
 
     def cursors(self, positions: _Int64s) -> _Int64s:
         """[n, 5]: epoch, shard, row, offset, rows counter behind the token before each position."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.errors import SourceError, TokenizerError
+from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
 from tokenloom_server.packing.window import Held, Reader, Tokens, stretches
 from tokenloom_server.sources.base import Rows, Source
 from tokenloom_server.state import Cursor
 from tokenloom_server.tokenizer import Documents as Encoded
+
+_log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -24,7 +29,10 @@ class Piece(NamedTuple):
 
     ``ids`` [tokens] in the run's narrow dtype; ``ends`` [rows] int64, where each row's tokens end in
     ``ids`` (a row may have none); ``shard`` and ``first_row``: the part and the place within it, as a cursor has them.
-    ``origins`` [2, rows] int64: the file and the row there of each, where that is something else.
+    ``origins`` [2, rows] int64: the file and the row there of each, where that is something else. ``fates`` [rows]
+    uint8: ``BAD`` and ``FILTERED`` for rows that have no tokens because of that, else 0; None where no row is one.
+    ``reasons``: of bad rows, by their origin. ``middles`` [rows] uint8: how a row was rearranged (see ``fim``); None
+    where none was.
     """
 
     epoch: int
@@ -33,6 +41,9 @@ class Piece(NamedTuple):
     ids: npt.NDArray[np.unsignedinteger]
     ends: npt.NDArray[np.int64]
     origins: npt.NDArray[np.int64] | None = None
+    fates: npt.NDArray[np.uint8] | None = None
+    reasons: Mapping[tuple[int, int], str] = MappingProxyType({})
+    middles: npt.NDArray[np.uint8] | None = None
 
     def origin(self, at: int) -> tuple[int, int]:
         """The file, and the row there, of a row of the piece."""
@@ -41,6 +52,16 @@ class Piece(NamedTuple):
         shard, row = self.origins[:, at].tolist()
         return shard, row
 
+    def cut(self, rows: int) -> Piece:
+        """The first rows."""
+        return self._replace(
+            ids=self.ids[: self.ends[rows - 1] if rows else 0],
+            ends=self.ends[:rows],
+            origins=None if self.origins is None else self.origins[:, :rows],
+            fates=None if self.fates is None else self.fates[:rows],
+            middles=None if self.middles is None else self.middles[:rows],
+        )
+
 
 class Encoder(Protocol):
     """How do a source's rows become ids? Told where they lie, since a row may be the end of the process."""
@@ -48,6 +69,9 @@ class Encoder(Protocol):
     def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
         """Tokens of an Arrow column that begins at a shard's row. Raises ``TokenizerError``."""
 
+
+#: What may become of a row beside tokens: it did not decode, or did not pass the source's filter.
+BAD, FILTERED = _FATES = 1, 2
 
 #: A source with at most this many tokens and rows is kept in memory once it was read, for its next epochs.
 KEPT_TOKENS = 2**18
@@ -65,10 +89,19 @@ class Documents:
         excluded: Mapping[int, npt.NDArray[np.int64]] | None = None,
         reading: Reading | None = None,
         lane: tuple[int, int] = (0, 1),
+        *,
+        bad_rows: int = 0,
+        max_bad_rows: int | None = None,
+        fim: FillInMiddle | None = None,
     ) -> None:
         """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
-        as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows."""
+        as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows.
+        ``bad_rows``: how many the source, or this lane of it, had before the place that is read from;
+        ``max_bad_rows``: how many it may have for each epoch, None for any number."""
         self._name = name
+        self._bad_rows = bad_rows
+        self._max_bad_rows = max_bad_rows
+        self._fim = fim
         self._excluded = excluded or {}
         self._source = source
         self._encoder = encoder
@@ -83,8 +116,40 @@ class Documents:
         """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
 
         Raises ``SourceError`` when a whole epoch, or all that is read of the first, has no token at all:
-        it would be read for ever, or for nothing.
+        it would be read for ever, or for nothing; and behind the rows before it at a bad row that is one too many.
         """
+        bad = self._bad_rows
+        for piece in self._pieces(start):
+            if piece.fates is not None:
+                found = np.flatnonzero(piece.fates == BAD)
+                if len(found) and bad == self._bad_rows:
+                    _log.warning("%s; bad rows are skipped, and counted", piece.reasons[piece.origin(int(found[0]))])
+                # Every pass meets the same bad rows again.
+                allowed = math.inf if self._max_bad_rows is None else self._max_bad_rows * (piece.epoch + 1)
+                if bad + len(found) > allowed:
+                    at = int(found[max(0, int(allowed) - bad)])
+                    if at:
+                        yield self._in_the_middle(piece.cut(at))
+                    raise SourceError(
+                        f"{piece.reasons[piece.origin(at)]}; it is bad row number {max(bad, int(allowed)) + 1} of "
+                        f"{self._name}, and max_bad_rows allows {allowed} up to epoch {piece.epoch}: repair the file, "
+                        "or allow more"
+                    )
+                bad += len(found)
+            yield self._in_the_middle(piece)
+
+    def _in_the_middle(self, piece: Piece) -> Piece:
+        if self._fim is None:
+            return piece
+        if piece.origins is None:
+            rows = np.arange(piece.first_row, piece.first_row + len(piece.ends))
+            shards = np.full(len(rows), piece.shard)
+        else:
+            shards, rows = piece.origins
+        ids, ends, middles = self._fim.rearranged(piece.ids, piece.ends, piece.epoch, shards, rows)
+        return piece._replace(ids=ids, ends=ends, middles=middles)
+
+    def _pieces(self, start: Cursor) -> Iterator[Piece]:
         epoch, row = start.epoch, start.row
         # A cursor stands behind what was taken, so only the one before all has nothing of a part behind it.
         first = None if (start.shard, row, start.offset) == (0, 0, 0) else start.shard
@@ -101,7 +166,7 @@ class Documents:
                     yield piece._replace(epoch=epoch)
                 epoch += 1
                 continue
-            found, whole = 0, first is None
+            found, out, whole = 0, [0, 0], first is None
             # What is kept for the next epochs must be the same in them.
             keep: list[Piece] | None = [] if whole and limit is None and self._reading.repeats else None
             size = 0
@@ -112,6 +177,11 @@ class Documents:
                 left = None if limit is None else limit - before - row
                 for piece in self._part(Cursor(epoch, part, row), left, begun, reader):
                     found += len(piece.ids)
+                    if piece.fates is not None:
+                        out = [
+                            many + int(np.count_nonzero(piece.fates == fate))
+                            for many, fate in zip(out, _FATES, strict=True)
+                        ]
                     size += len(piece.ids) + len(piece.ends)
                     if keep is not None:
                         keep = [*keep, piece] if size <= KEPT_TOKENS else None
@@ -121,7 +191,7 @@ class Documents:
                 if limit is not None and before >= limit:
                     break
             if whole and not found and (epoch < self._whole or not epoch):
-                raise SourceError(self._without_tokens(epoch))
+                raise SourceError(self._without_tokens(epoch, out))
             kept = keep
             epoch, first, row = epoch + 1, None, 0
 
@@ -156,15 +226,14 @@ class Documents:
                     return
                 rows = rows.cut(0, min(left, len(rows.column)))
                 left -= len(rows.column)
-            documents = self._encoded(at.shard, rows)
-            piece = Piece(at.epoch, at.shard, rows.first_row, documents.values, documents.ends)
+            piece = self._piece(at.epoch, at.shard, rows)
             yield self._without_excluded(piece, begun) if at.shard in self._excluded else piece
 
     def _window(
         self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
     ) -> Iterator[Piece]:
         first = 0
-        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard))):
+        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
             count = sum(len(each.rows.column) for each in held)
             skipped = max(0, at.row - first)
             if skipped < count:
@@ -185,23 +254,33 @@ class Documents:
         found, before = [], 0
         while held:
             shard, rows = held.popleft()
-            documents = self._encoded(shard, rows)
-            piece = Piece(0, shard, rows.first_row, documents.values, documents.ends)
+            piece = self._piece(0, shard, rows)
             count = len(piece.ends)
             if shard in self._excluded:
                 at = -1 if begun is None else begun - before
                 own = (0, shard, rows.first_row + at) if 0 <= at < count else None
                 piece = self._without_excluded(piece, own)
             lies = np.stack((np.full(count, shard), np.arange(rows.first_row, rows.first_row + count)))
-            found.append(Tokens(piece.ids, piece.ends, lies))
+            found.append(Tokens(piece.ids, piece.ends, lies, piece.fates, piece.reasons))
             before += count
         return Tokens.joined(found)
 
-    def _encoded(self, shard: int, rows: Rows) -> Encoded:
+    def _piece(self, epoch: int, shard: int, rows: Rows) -> Piece:
+        where = f"{self._name}: {self._source.shards[shard].path}"
         try:
-            return self._encoder.encode(rows.column, rows.first_row, shard)
+            documents = self._encoder.encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
-            raise TokenizerError(f"{self._name}: {self._source.shards[shard].path}: {error}") from None
+            raise TokenizerError(f"{where}: {error}") from None
+        piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends)
+        if not rows.bad and not documents.bad and rows.filtered is None:
+            return piece
+        reasons = {row.at: row.reason for row in rows.bad}
+        reasons |= {row.at: f"{where}: {row.reason}" for row in documents.bad}
+        fates = np.zeros(len(rows.column), np.uint8)
+        if rows.filtered is not None:
+            fates[rows.filtered] = FILTERED
+        fates[list(reasons)] = BAD
+        return piece._replace(fates=fates, reasons={piece.origin(at): reason for at, reason in reasons.items()})
 
     def _without_excluded(self, piece: Piece, begun: tuple[int, int, int] | None) -> Piece:
         rows = self._excluded[piece.shard]
@@ -214,18 +293,22 @@ class Documents:
         lengths = np.diff(piece.ends, prepend=0)
         keep = np.ones(len(lengths), np.bool_)
         keep[out] = False
+        if piece.fates is not None:
+            piece = piece._replace(fates=piece.fates * keep)  # nobody asks what became of a row that is left out
         return piece._replace(ids=piece.ids[np.repeat(keep, lengths)], ends=np.cumsum(lengths * keep))
 
-    def _without_tokens(self, epoch: int) -> str:
+    def _without_tokens(self, epoch: int, out: Sequence[int]) -> str:
+        """``out``: how many rows were bad, and how many filtered."""
+        why = f" ({out[0]} of them are bad, and {out[1]} do not pass the filter)" if any(out) else ""
         lane, lanes = self._lane
         if lanes > 1:
             return (
                 f"{self._name}: lane {lane} of {lanes} has no token in any of its rows of epoch {epoch}; read the "
-                "source in fewer lanes"
+                f"source in fewer lanes{why}"
             )
         return (
             f"{self._name}: epoch {epoch} has no token in any of its rows; "
-            "check that the column is the right one and is not empty"
+            f"check that the column is the right one and is not empty{why}"
         )
 
     def _rows_read(self, epoch: int) -> tuple[int, int | None]:
@@ -235,7 +318,10 @@ class Documents:
         if lanes == 1 or limit == 0:
             return 0, limit
         rows = self._reading.rows if limit is None else limit
-        return rows * lane // lanes, rows * (lane + 1) // lanes
+        begin, end = rows * lane // lanes, rows * (lane + 1) // lanes
+        if limit is None:
+            begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
+        return begin, end
 
     def _place(self, epoch: int, rows: int) -> tuple[int, int]:
         """The part, and the row there, before which so many rows of an epoch lie."""

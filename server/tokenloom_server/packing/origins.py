@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.packing import fim
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.state import Cursor
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of one row: those from ``begin`` to ``end`` of the ``row_tokens`` that it has."""
+    """Consecutive tokens of one row: those from ``begin`` to ``end`` of the ``row_tokens`` that it has.
+
+    ``middle``: where the row was rearranged to fill in its middle, in which order (``psm`` or ``spm``); tokens are
+    counted as they are then.
+    """
 
     epoch: int
     shard: int
@@ -22,6 +27,7 @@ class Part(NamedTuple):
     end: int
     row_tokens: int
     ids: npt.NDArray[np.unsignedinteger]
+    middle: Literal["psm", "spm"] | None = None
 
     def cut(self, begin: int, end: int) -> Part:
         """Those of them from ``begin`` to ``end``, counted from the first."""
@@ -42,7 +48,8 @@ def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[
             if taken <= 0:
                 continue
             ids = piece.ids[first + skip : first + skip + taken]
-            yield Part(piece.epoch, *piece.origin(at), skip, skip + taken, end - first, ids)
+            middle = None if piece.middles is None else fim.NAMES.get(int(piece.middles[at]))
+            yield Part(piece.epoch, *piece.origin(at), skip, skip + taken, end - first, ids, middle)
             tokens -= taken
             skip = 0
             if not tokens:

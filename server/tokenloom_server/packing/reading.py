@@ -46,6 +46,9 @@ class Reading(Protocol):
     def rows(self) -> int:
         """Rows of an epoch."""
 
+    def near(self, rows: int) -> int:
+        """So many rows of an epoch or somewhat less, where it is easier to begin."""
+
     @property
     def windows(self) -> Windows | None:
         """What is in a part, where that is not a file."""
@@ -75,6 +78,9 @@ class FileOrder:
     def rows_before(self, epoch: int, part: int) -> int:
         before = self.parts(epoch)
         return sum(self.rows_in(each) for each in before[: before.index(part)])
+
+    def near(self, rows: int) -> int:
+        return rows
 
     @property
     def rows(self) -> int:
@@ -112,11 +118,10 @@ class Layout(NamedTuple):
     rows: _Int64s
 
     @classmethod
-    def of(cls, source: Source) -> Layout:
-        """Reads every footer, header or index of lines: text is scanned for that, unless its index is cached."""
+    def of(cls, blocks: Sequence[_Int64s]) -> Layout:
+        """``Source.blocks`` of each shard."""
         found = []
-        for shard in range(len(source.shards)):
-            edges = source.blocks(shard)
+        for shard, edges in enumerate(blocks):
             table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
             found.append(table[:, table[2] > 0])
         return cls(*np.concatenate(found, axis=1))
@@ -154,6 +159,10 @@ class Windows:
 
     def rows_before(self, epoch: int, part: int) -> int:
         return part * self._window_rows
+
+    def near(self, rows: int) -> int:
+        # Who begins within a window has to read it from its beginning.
+        return rows // self._window_rows * self._window_rows
 
     def passages(self, epoch: int, window: int) -> list[Passage]:
         """What lies in a window, in the order of the epoch's blocks."""

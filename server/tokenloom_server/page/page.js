@@ -186,6 +186,7 @@ class RunView extends View {
       row.notice("exhausted", source.exhausted ? "exhausted" : "");
       row.text("exhausted", source.exhausted ? "exhausted" : "", `${grouped(source.dropped_tokens)} tokens filled no sample`);
       row.notice("skipped", source.skipped_tokens ? `${compact(source.skipped_tokens)} tokens skipped` : "");
+      row.notice("bad", source.bad_rows ? `${compact(source.bad_rows)} bad rows` : "");
       row.slot("actual").style.width = width(source.actual_share);
       row.slot("window").style.width = width(source.window_share);
       row.slot("target").style.left = width(source.target_share);
@@ -193,9 +194,12 @@ class RunView extends View {
         row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
       }
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
-      if (source.excluded_rows) {
-        row.text("rows", compact(source.rows), `${grouped(source.rows)}; ${grouped(source.excluded_rows)} of each epoch are left out`);
-      }
+      const without = [
+        source.bad_rows ? `${grouped(source.bad_rows)} did not decode` : "",
+        source.filtered_rows ? `${grouped(source.filtered_rows)} did not pass the filter` : "",
+        source.excluded_rows ? `${grouped(source.excluded_rows)} of each epoch are left out` : "",
+      ].filter(Boolean);
+      if (without.length) row.text("rows", compact(source.rows), [grouped(source.rows), ...without].join("; "));
       const epochs = source.epochs === null ? "∞" : compact(source.epochs);
       row.text("epochs", `${source.epoch.toFixed(2)} of ${epochs}`, `${source.epoch} passes so far`);
       if (source.exhausted) row.text("remaining", "0", "exhausted");

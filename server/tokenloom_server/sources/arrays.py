@@ -57,3 +57,27 @@ def filled(array: Any) -> Any:
 def lengths(array: Any) -> npt.NDArray[np.int64]:
     """How many items each list of any kind has; a null has none."""
     return numbers(filled(pc.list_value_length(array))).astype(np.int64, copy=False)
+
+
+def flags(array: Any) -> npt.NDArray[np.bool_]:
+    """An array of booleans without nulls."""
+    buffer = array.buffers()[1]
+    if buffer is None or not len(array):
+        return np.zeros(len(array), np.bool_)
+    bits = np.unpackbits(np.frombuffer(buffer, np.uint8), count=array.offset + len(array), bitorder="little")
+    found: npt.NDArray[np.bool_] = bits[array.offset :].view(np.bool_)
+    return found
+
+
+def blanked(array: Any, keep: npt.NDArray[np.bool_]) -> Any:
+    """(Large) strings or lists with a null for each row that is not to be kept; what lies under it is not looked at."""
+    wide = pa.types.is_large_string(array.type) or pa.types.is_large_list(array.type)
+    width = 8 if wide else 4
+    if array.null_count:
+        keep = keep & flags(array.is_valid())
+    _, offsets, *data = array.buffers()
+    offsets = offsets.slice(array.offset * width, (len(array) + 1) * width) if offsets is not None else offsets
+    valid = pa.py_buffer(np.packbits(keep, bitorder="little"))
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        return pa.Array.from_buffers(array.type, len(array), [valid, offsets], children=[array.values])
+    return pa.Array.from_buffers(array.type, len(array), [valid, offsets, *data])

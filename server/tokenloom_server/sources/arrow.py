@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from tokenloom_server.errors import SourceError, TokenloomError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows, Shard
+from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
@@ -32,22 +34,29 @@ class ArrowSource(ShardedSource):
     batch is read at a time.
     """
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        traffic: Traffic | None = None,
+        rules: RowRules = PLAIN,
+    ) -> None:
         """Walks the batch headers up to the first shard that has rows.
 
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir, traffic)
+        super().__init__(spec, shards, base_dir, traffic, rules)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
-        schema = self._open_arrow(0).schema
+        schema = self._open_arrow(0, again=True).schema
         self._content = columns.check_schema(schema, spec, shards[0].path)
         self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
-            self._check(shard, self._open_arrow(shard).schema)
+            self._check(shard, self._open_arrow(shard, again=True).schema)
             self._scan(shard)
         return int(self._batches[shard].ends[-1])
 
@@ -57,7 +66,7 @@ class ArrowSource(ShardedSource):
         by_itself = self._batches[shard].plain or _is_file_format(self._open_arrow(shard).stream)
         return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
 
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
         file, stream, schema = self._open_arrow(shard)
         self._check(shard, schema)
         first_batch, first_row = 0, 0
@@ -72,35 +81,39 @@ class ArrowSource(ShardedSource):
         begin = 0
         if first_batch and known is not None and known.plain:
             begin = [*known.offsets, file.size][first_batch]
+        selection = Selection.of_schema(self._rules, self._spec.column, schema, self._where(self._shards[shard]))
+        fields = [schema.get_field_index(name) for name in selection.fields]
         with file:
             file.plan([Range(begin, file.size)])
-            field = schema.get_field_index(self._spec.column)
-            yield from self._read_from(shard, self._read_batches(shard, stream, field, first_batch), first_row, row)
+            batches = self._read_batches(shard, stream, fields, first_batch)
+            yield from self._read_from(shard, batches, selection, first_row, row)
 
-    def _read_from(self, shard: int, batches: Iterator[Any], first_row: int, row: int) -> Iterator[Rows]:
+    def _read_from(
+        self, shard: int, batches: Iterator[Any], selection: Selection, first_row: int, row: int
+    ) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
         while True:
             try:
-                array = next(batches, None)
+                batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
                 raise self._damaged(shard, error, f"after row {first_row}: ") from None
-            if array is None:
+            if batch is None:
                 return
             behind = max(row - first_row, 0)
-            if behind < len(array):
-                yield from columns.rows(array.slice(behind), first_row + behind, where)
-            first_row += len(array)
+            if behind < len(batch):
+                yield from selection.rows(batch.slice(behind), first_row + behind, where)
+            first_row += len(batch)
 
-    def _read_batches(self, shard: int, stream: Any, field: int, first: int) -> Iterator[Any]:
-        """The column of each record batch from the ``first`` on."""
-        options = pa.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
+    def _read_batches(self, shard: int, stream: Any, fields: list[int], first: int) -> Iterator[Any]:
+        """These fields, and perhaps others, of each record batch from the ``first`` on."""
+        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         if _is_file_format(stream):
             # Arrow copies the fields that it is told to include of a file, though not those of a stream;
             # that only pays where it spares decompressing the others.
             whole = not self._is_compressed(shard)
             reader = pa.ipc.open_file(stream, options=None if whole else options)
             for i in range(first, reader.num_record_batches):
-                yield reader.get_batch(i).column(field if whole else 0)
+                yield reader.get_batch(i)
             return
         batches = self._batches.get(shard)
         stream.seek(0)
@@ -108,20 +121,21 @@ class ArrowSource(ShardedSource):
             schema = pa.ipc.read_schema(stream)
             for i in range(first, len(batches.offsets)):
                 stream.seek(batches.offsets[i])
-                yield pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema).column(field)
+                yield pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
             return
         # Dictionaries come before the batches that need them: the stream has to be followed.
         for i, batch in enumerate(pa.ipc.open_stream(stream, options=options)):
             if i >= first:
-                yield batch.column(0)
+                yield batch
 
     def _has_rows(self, shard: int) -> bool:
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
-        file, stream, schema = self._open_arrow(shard)
+        file, stream, schema = self._open_arrow(shard, again=True)
         self._check(shard, schema)
         try:
-            field = schema.get_field_index(self._spec.column)
-            return any(len(array) for array in self._read_batches(shard, stream, field, 0))
+            column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
+            fields = [schema.get_field_index(column.names[0])]
+            return any(len(batch) for batch in self._read_batches(shard, stream, fields, 0))
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, error) from None
         finally:
@@ -150,9 +164,9 @@ class ArrowSource(ShardedSource):
         except (ValueError, OSError) as error:
             raise self._damaged(shard, error) from None
 
-    def _open_arrow(self, shard: int) -> _Opened:
-        """The mapped or remote file and its schema."""
-        file = self._open(self._shards[shard])
+    def _open_arrow(self, shard: int, *, again: bool = False) -> _Opened:
+        """The mapped or remote file and its schema; ``again``: see ``_open``."""
+        file = self._open(self._shards[shard], again=again)
         try:
             if isinstance(file, LocalFile):
                 file.close()

@@ -32,19 +32,31 @@ class Shard:
     fingerprint: str
 
 
+class BadRow(NamedTuple):
+    """A row that does not decode: its place among its ``Rows``, and the whole message of an error about it."""
+
+    at: int
+    reason: str
+
+
 class Rows(NamedTuple):
     """Consecutive rows of one shard.
 
     ``column`` is a ``pyarrow.Array`` without chunks: (large_)string for text, (large_)list of an
-    integer type for ids. A null counts as an empty row.
+    integer type for ids. A null counts as an empty row. ``bad`` (ascending) and ``filtered`` (bool, [rows]; None:
+    every row passed) tell of rows that are there as empty ones; none is both.
     """
 
     first_row: int
     column: Any
+    bad: tuple[BadRow, ...] = ()
+    filtered: npt.NDArray[np.bool_] | None = None
 
     def cut(self, start: int, stop: int) -> Rows:
         """The rows from ``start`` to ``stop``, counted from the first."""
-        return Rows(self.first_row + start, self.column.slice(start, stop - start))
+        bad = tuple(BadRow(row.at - start, row.reason) for row in self.bad if start <= row.at < stop)
+        filtered = None if self.filtered is None else self.filtered[start:stop]
+        return Rows(self.first_row + start, self.column.slice(start, stop - start), bad, filtered)
 
 
 class Source(Protocol):
@@ -71,5 +83,6 @@ class Source(Protocol):
         Opening costs at most one row group, record batch or seek, whatever ``row`` is. ``row`` may
         equal the number of rows: then nothing is yielded. One ``Rows`` holds at most about a
         mebibyte of text or ids unless a single row is larger. Raises ``SourceError``, naming the
-        file (and line), when the file is unreadable or malformed.
+        file, when it is unreadable or damaged, and behind all rows before it at a row that does not decode, naming
+        the row, unless the source was opened with ``RowRules.skip_bad``.
         """

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.base import Content, Rows
+from tokenloom_server.sources.base import BadRow, Content, Rows
 from tokenloom_server.spec import Spec
 
 #: Bytes of text or ids in one ``Rows``, unless a single row is larger.
@@ -45,26 +46,81 @@ def _is_any_list(kind: Any) -> bool:
     )
 
 
+def find(names_of: Callable[[Any], Mapping[str, Any] | None], within: Any, name: str) -> tuple[str, ...] | None:
+    """Where a name leads: to a field of that name, or, dot by dot, to one within a field.
+
+    ``names_of``: the fields of a structure by name; None for what is none.
+    """
+    fields = names_of(within)
+    if fields is None:
+        return None
+    if name in fields:
+        return (name,)
+    for at, character in enumerate(name):
+        if character == "." and name[:at] in fields:
+            rest = find(names_of, fields[name[:at]], name[at + 1 :])
+            if rest is not None:
+                return (name[:at], *rest)
+    return None
+
+
+def _fields(kind: Any) -> dict[str, Any] | None:
+    if isinstance(kind, pa.Schema):
+        return {field.name: field.type for field in kind}
+    if pa.types.is_struct(kind):
+        return {field.name: field.type for field in (kind.field(i) for i in range(kind.num_fields))}
+    return None
+
+
+class Column(NamedTuple):
+    """A column of a file: the names of a field, of one within it, and so on; and its type."""
+
+    names: tuple[str, ...]
+    kind: Any
+
+    def of(self, batch: Any) -> Any:
+        """Its values in a record batch. Below a null there is a null. Raises ``pa.ArrowException``."""
+        array = batch.column(self.names[0])
+        if not self.names[1:]:
+            return array
+        array.validate()  # of a damaged file: a field may have fewer rows than the structure around it
+        return pc.struct_field(array, list(self.names[1:]))
+
+
+def column_of(schema: Any, name: str, where: str) -> Column:
+    """A column by its name, or by its path: ``meta.text`` is the field ``text`` of the structure ``meta``, unless there
+    is a column of just that name.
+
+    Raises ``SourceError`` beginning with ``where`` when the column is missing, or there twice.
+    """
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{where} has a column whose name is not UTF-8 ({error.object!r}); it is damaged") from None
+    path = find(_fields, schema, name)
+    if path is None:
+        raise SourceError(f"{where} has no column {name!r}; its columns are {', '.join(names)}")
+    if names.count(path[0]) > 1:
+        raise SourceError(f"{where} has {names.count(path[0])} columns named {path[0]!r}; rename all but one")
+    kind = schema.field(path[0]).type
+    for field in path[1:]:
+        kind = kind.field(field).type
+    return Column(path, kind)
+
+
 def check_schema(schema: Any, spec: Spec, path: str) -> Content:
     """What the spec's column holds in a file.
 
     Raises ``SourceError`` naming the file when the column is missing, there twice, or of another type.
     """
     where = f"source {str(spec)!r}: {path!r}"
-    try:
-        names = schema.names
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{where} has a column whose name is not UTF-8 ({error.object!r}); it is damaged") from None
-    found = schema.get_all_field_indices(spec.column)
-    if not found:
-        raise SourceError(f"{where} has no column {spec.column!r}; its columns are {', '.join(names)}")
-    if len(found) > 1:
-        raise SourceError(f"{where} has {len(found)} columns named {spec.column!r}; rename all but one")
-    kind = schema.field(found[0]).type
+    kind = column_of(schema, spec.column, where).kind
     content = content_of(kind)
     if content is None:
         others = [field.name for field in schema if content_of(field.type) is not None]
         hint = f"; columns of such a type: {', '.join(others)}" if others else ""
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+            hint = f"; where its bytes are UTF-8, write it as a string column{hint}"
         raise SourceError(f"{where}: column {spec.column!r} is of type {kind}, expected {EXPECTED}{hint}")
     return content
 
@@ -83,31 +139,95 @@ def rows(array: Any, first_row: int, where: str, *, valid: bool = False) -> Iter
 
     Zero copy, except where nulls are replaced and where dictionaries, views or fixed-size lists are
     decoded. ``valid=True`` skips the check of offsets and UTF-8 for arrays that were made here.
-    Raises ``SourceError`` that begins with ``where`` and names the row.
+    Raises ``SourceError`` that begins with ``where`` for an array that contradicts itself.
     """
-    if not valid:
-        _validate(array, first_row, where)
+    damaged = not valid and is_damaged(array, first_row, where)
     step = DECODE_ROWS if pa.types.is_dictionary(array.type) else max(len(array), 1)
     for start in range(0, len(array), step):
-        plain = _without_nulls(_plain(array.slice(start, step)))
-        if not pa.types.is_string(plain.type) and not pa.types.is_large_string(plain.type):
-            _check_items(plain, first_row + start, where)
-        yield from _pieces(plain, first_row + start)
+        plain, bad = decoded(array.slice(start, step), first_row + start, where, damaged=damaged)
+        yield from pieces(Rows(first_row + start, without_nulls(plain), bad))
 
 
-def _validate(array: Any, first_row: int, where: str) -> None:
+def is_damaged(array: Any, first_row: int, where: str) -> bool:
+    """Whether there is text in an array that is not UTF-8. Raises ``SourceError`` where it is worse than that."""
     # Files can lie: a wild offset would be read out of bounds, and invalid UTF-8 would reach tokenisers.
     try:
         array.validate(full=True)
-        return
+        return False
     except pa.ArrowException as error:
         reason = str(error)
+    try:
+        _as_bytes(array).validate(full=True)
+        return True
+    except pa.ArrowException:
+        pass
     for i in range(len(array)):
         try:
             array.slice(i, 1).validate(full=True)
         except pa.ArrowException:
             raise SourceError(f"{where}: row {first_row + i} is damaged: {reason}") from None
     raise SourceError(f"{where}: rows from {first_row} on are damaged: {reason}")
+
+
+def _as_bytes(array: Any) -> Any:
+    """The same array, of which no text is promised to be UTF-8."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(array.indices, _as_bytes(array.dictionary))
+    for is_text, as_bytes in (
+        (pa.types.is_string, pa.binary),
+        (pa.types.is_large_string, pa.large_binary),
+        (pa.types.is_string_view, pa.binary_view),
+    ):
+        if is_text(kind):
+            return array.view(as_bytes())
+    return array
+
+
+def decoded(array: Any, first_row: int, where: str, *, damaged: bool) -> tuple[Any, tuple[BadRow, ...]]:
+    """An array of a permitted type as (large_)string or (large_)list, with nulls in place of the rows that are bad.
+
+    ``damaged``: what ``is_damaged`` said of it, or of what it was cut from.
+    """
+    plain = _plain(array)
+    if is_text(plain):
+        bad = _not_utf8(plain, first_row, where) if damaged else ()
+    else:
+        plain = without_nulls(plain)
+        bad = _with_null_items(plain, first_row, where)
+    return (blanked(plain, bad) if bad else plain), bad
+
+
+def blanked(array: Any, bad: Iterable[BadRow]) -> Any:
+    """An array of ``Rows`` with nulls in place of some rows."""
+    keep = np.ones(len(array), np.bool_)
+    keep[[row.at for row in bad]] = False
+    return arrays.blanked(array, keep)
+
+
+def _not_utf8(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
+    found = []
+    for i, text in enumerate(_as_bytes(array)):
+        try:
+            (text.as_py() or b"").decode()
+        except UnicodeDecodeError as error:
+            reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at {error.start}"
+            found.append(BadRow(i, f"{where}: row {first_row + i} is damaged: its text is not UTF-8 ({reason})"))
+    return tuple(found)
+
+
+def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
+    if array.values.null_count == 0:
+        return ()
+    at = np.flatnonzero(arrays.flags(array.values.is_null()))
+    offsets = _offsets(array)
+    behind = np.searchsorted(offsets, at, "right") - 1
+    # What lies before the first or behind the last row of a slice, or under nothing, is no row's.
+    inside = (at >= offsets[0]) & (at < offsets[-1])
+    return tuple(
+        BadRow(i, f"{where}: row {first_row + i} has a null among its ids; expected integers only")
+        for i in np.unique(behind[inside]).tolist()
+    )
 
 
 def _plain(array: Any) -> Any:
@@ -119,7 +239,8 @@ def _plain(array: Any) -> Any:
     return array
 
 
-def _without_nulls(array: Any) -> Any:
+def without_nulls(array: Any) -> Any:
+    """An array of a permitted type, but for dictionaries and views of text, with an empty row for each null."""
     is_list = _is_any_list(array.type)
     if array.null_count == 0 and (not is_list or _has_offsets(array.type)):
         return array
@@ -145,14 +266,6 @@ def _offsets(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
     return np.frombuffer(buffer, np.int64 if wide else np.int32, count=end)[array.offset :]
 
 
-def _check_items(array: Any, first_row: int, where: str) -> None:
-    if array.values.null_count == 0:
-        return
-    for i in range(len(array)):
-        if array.slice(i, 1).flatten().null_count:
-            raise SourceError(f"{where}: row {first_row + i} has a null among its ids; expected integers only")
-
-
 class Reach(NamedTuple):
     """So many first rows of an array, with so many bytes of text or ids."""
 
@@ -163,16 +276,38 @@ class Reach(NamedTuple):
 def reach(array: Any, size: int) -> Reach:
     """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
     offsets = _offsets(array)
-    is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
-    item = 1 if is_text else array.type.value_type.bit_width // 8
+    item = 1 if is_text(array) else array.type.value_type.bit_width // 8
     ends = (offsets[1:].astype(np.int64) - offsets[0]) * item
     rows = min(int(np.searchsorted(ends, size)) + 1, len(array))
     return Reach(rows, int(ends[rows - 1]) if rows else 0)
 
 
-def _pieces(array: Any, first_row: int) -> Iterator[Rows]:
-    is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
-    limit = PIECE_BYTES if is_text else PIECE_BYTES * 8 // array.type.value_type.bit_width
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Rows that follow each other as one."""
+    if len(parts) == 1:
+        return parts[0]
+    found = [part.column for part in parts]
+    if len({array.type for array in found}) > 1:
+        wide = pa.large_string() if is_text(found[0]) else pa.large_list(found[0].type.value_type)
+        found = [array.cast(wide) for array in found]
+    at, bad, out = 0, [], np.zeros(sum(map(len, found)), np.bool_)
+    for part in parts:
+        bad += [BadRow(at + row.at, row.reason) for row in part.bad]
+        if part.filtered is not None:
+            out[at : at + len(part.column)] = part.filtered
+        at += len(part.column)
+    return Rows(parts[0].first_row, pa.concat_arrays(found), tuple(bad), out if out.any() else None)
+
+
+def is_text(array: Any) -> bool:
+    """Whether an array of ``Rows`` is text, not ids."""
+    return bool(pa.types.is_string(array.type) or pa.types.is_large_string(array.type))
+
+
+def pieces(found: Rows) -> Iterator[Rows]:
+    """Rows, cut so that each piece has at most ``PIECE_BYTES`` and ``PIECE_ROWS``."""
+    array = found.column
+    limit = PIECE_BYTES if is_text(array) else PIECE_BYTES * 8 // array.type.value_type.bit_width
     offsets = _offsets(array)
     start, count = 0, len(array)
     while start < count:
@@ -180,5 +315,5 @@ def _pieces(array: Any, first_row: int) -> Iterator[Rows]:
         end = offsets.dtype.type(min(int(offsets[start]) + limit, np.iinfo(offsets.dtype).max))
         fits = int(np.searchsorted(offsets, end, "right")) - 1
         stop = min(max(fits, start + 1), start + PIECE_ROWS, count)
-        yield Rows(first_row + start, array.slice(start, stop - start))
+        yield found.cut(start, stop)
         start = stop

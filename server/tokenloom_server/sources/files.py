@@ -27,6 +27,8 @@ FINGERPRINT_BYTES = 64 * 1024
 
 #: Threads that stat and read heads: storage latency is what 10,000 files cost, not CPU time.
 FILE_THREADS = 16
+#: The same where each answer takes round trips over a network.
+REMOTE_THREADS = 64
 
 #: What the fingerprint of a file begins with that is told from others by its content.
 HASH = "xxh3"
@@ -63,7 +65,8 @@ def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, 
         except OSError as error:
             raise SourceError(f"{name} cannot be read ({error.strerror or error})") from None
 
-    return tuple(in_threads(shard_of, paths))
+    paths = list(paths)
+    return tuple(in_threads(shard_of, paths, remote=any(map(is_remote, paths))))
 
 
 def shard_at(spec: Spec, entry: Entry) -> Shard:
@@ -77,10 +80,16 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
         return Shard(entry.path, entry.size, fingerprint_of(file))
 
 
-def in_threads(work: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """``map`` over some threads; results, and the error that is raised, follow the order of the items."""
-    with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files") as pool:
-        return list(pool.map(work, items))
+def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False) -> list[_Out]:
+    """``map`` over some threads; results, and the error that is raised, follow the order of the items. ``remote``: for
+    each a network is waited for."""
+    with ThreadPoolExecutor(REMOTE_THREADS if remote else FILE_THREADS, thread_name_prefix="files") as pool:
+        try:
+            return list(pool.map(work, items))
+        except BaseException:
+            # Nobody waits for the thousands behind the one that failed.
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.hub.files import is_hub
+from tokenloom_server.hub.files import HubPath, is_hub
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.hub import HubResolver
@@ -80,6 +80,13 @@ class Manifest:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
 
     @property
+    def commits(self) -> Mapping[str, str]:
+        """Of sources on the Hub, by spec: ``ORG/NAME@COMMIT``, which the run reads whatever is pushed there later."""
+        first = {source.spec: source.shards[0].path for source in self.sources if source.shards}
+        found = {spec: HubPath.parse(path) for spec, path in first.items() if is_hub(path)}
+        return {spec: f"{at.repo}@{at.revision}" for spec, at in found.items()}
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the canonical text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
@@ -93,7 +100,8 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     """
     specs = list(specs)
     hub = HubResolver()
-    found = files.in_threads(lambda spec: locations.shards(spec, base_dir, hub), specs)
+    remote = any(is_remote(spec.location) or spec.scheme == "hf" for spec in specs)
+    found = files.in_threads(lambda spec: locations.shards(spec, base_dir, hub), specs, remote=remote)
     return Manifest(tuple(SourceFiles(str(spec), shards) for spec, shards in zip(specs, found, strict=True)))
 
 
@@ -124,7 +132,7 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
     """
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
     if listings is not None:
-        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_listed(source)])
+        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_listed(source)], remote=True)
 
     def difference(item: tuple[str, Shard]) -> str | None:
         spec, shard = item
@@ -132,7 +140,8 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
         listed = listings.of(spec).get(shard.path) if listings is not None and is_listed else None
         return files.difference(shard, base_dir, listed)
 
-    differences = files.in_threads(difference, shards)
+    remote = any(is_remote(shard.path) for _, shard in shards)
+    differences = files.in_threads(difference, shards, remote=remote)
     found = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
     if found:
         spec, text = found[0]

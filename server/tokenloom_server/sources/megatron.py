@@ -70,7 +70,7 @@ class MegatronSource(ShardedSource):
         rows = self.row_count(shard)
         return np.append(np.arange(0, rows, BLOCK_DOCUMENTS), rows)
 
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
         where = self._where(entry)
         count = self.row_count(shard)

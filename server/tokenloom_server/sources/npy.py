@@ -88,7 +88,7 @@ class NpySource(ShardedSource):
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         return self._index(shard).entries[:, 0]
 
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
         ids = self._mapped(shard)
         first = position = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.hub.splits import kind_of
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
@@ -27,13 +28,15 @@ def open_source(
     traffic: Traffic | None = None,
     *,
     end_of_text_id: int | None = None,
+    rules: RowRules = PLAIN,
 ) -> Source:
     """Opens a source in seconds, whatever its size.
 
     ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths are below
     ``base_dir``. Indexes of text and flat arrays are cached in ``index_dir``; ``None`` keeps them in memory only.
     ``traffic`` is what all readers of a run share of remote storage. ``end_of_text_id`` ends the documents of ``npy:``;
-    other schemes need none. Raises ``SourceError`` naming the source, and the file where it is one file's fault.
+    other schemes need none. ``rules``: which rows are read, and what of them. Raises ``SourceError`` naming the source,
+    and the file where it is one file's fault.
     """
     if shards is None:
         shards = locations.shards(spec, base_dir)
@@ -41,13 +44,13 @@ def open_source(
         raise SourceError(f"source {str(spec)!r} has no files in the run's manifest")
     match reader_of(spec, shards):
         case "parquet":
-            return ParquetSource(spec, shards, base_dir, traffic)
+            return ParquetSource(spec, shards, base_dir, traffic, rules)
         case "arrow":
-            return ArrowSource(spec, shards, base_dir, traffic)
+            return ArrowSource(spec, shards, base_dir, traffic, rules)
         case "jsonl":
-            return open_jsonl(spec, shards, base_dir, index_dir, traffic)
+            return open_jsonl(spec, shards, base_dir, index_dir, traffic, rules)
         case "txt":
-            return open_txt(spec, shards, base_dir, index_dir, traffic)
+            return open_txt(spec, shards, base_dir, index_dir, traffic, rules)
         case "megatron":
             return MegatronSource(spec, shards, base_dir, traffic)
         case "npy":

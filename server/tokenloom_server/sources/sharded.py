@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files
-from tokenloom_server.sources.base import Content, Shard
+from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.remote import RemoteFile
 from tokenloom_server.storage.traffic import Traffic
 
+#: How long a remote file that was just opened counts as that, seconds.
+KEPT_S = 60.0
 
-class ShardedSource:
+
+class _Kept(NamedTuple):
+    shard: Shard
+    file: RemoteFile
+    since: float
+
+
+class ShardedSource(ABC):
     """The part of ``Source`` that does not depend on the format. ``_content`` is the subclass's to set."""
 
     _content: Content
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        traffic: Traffic | None = None,
+        rules: RowRules = PLAIN,
+    ) -> None:
         """``traffic`` is shared by all readers of a run, so that it shows what they wait for."""
         self._spec = spec
+        self._rules = rules
         self._shards = shards
         self._base_dir = base_dir
         self._traffic = traffic or Traffic()
+        self._kept: _Kept | None = None
 
     @property
     def content(self) -> Content:
@@ -33,12 +55,36 @@ class ShardedSource:
     def shards(self) -> tuple[Shard, ...]:
         return self._shards
 
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        """See ``Source``."""
+        for rows in self._read(shard, row):
+            if rows.bad and not self._rules.skip_bad:
+                first = rows.bad[0]
+                if first.at:
+                    yield rows.cut(0, first.at)
+                raise SourceError(first.reason)
+            yield rows
+
+    @abstractmethod
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
+        """As ``read``, with all bad rows told."""
+
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
 
-    def _open(self, shard: Shard) -> File:
-        """Raises ``SourceChanged`` where it is missing or another file."""
-        return files.open_shard(self._spec, shard, self._base_dir, self._traffic)
+    def _open(self, shard: Shard, *, again: bool = False) -> File:
+        """``again``: it will be opened once more, soon; what is known of a remote one by then is kept for that.
+
+        Raises ``SourceChanged`` where it is missing or another file.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.shard is shard and self._traffic.clock() - kept.since < KEPT_S:
+            self._kept = kept if again else None
+            return kept.file.again()
+        file = files.open_shard(self._spec, shard, self._base_dir, self._traffic)
+        if again and isinstance(file, RemoteFile):
+            self._kept = _Kept(shard, file, self._traffic.clock())
+        return file
 
     def _refuse_empty_files(self, kind: str) -> None:
         for shard in self._shards:

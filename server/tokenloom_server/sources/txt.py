@@ -9,29 +9,33 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.sources.lines import Block, LinesSource, bad_utf8_line, require_rows, utf8_error
+from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.traffic import Traffic
 
 
 def open_txt(
-    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, index_dir: Path | None, traffic: Traffic | None = None
+    spec: Spec,
+    shards: tuple[Shard, ...],
+    base_dir: Path,
+    index_dir: Path | None,
+    traffic: Traffic | None = None,
+    rules: RowRules = PLAIN,
 ) -> LinesSource:
     """Opens a source of plain text. Raises ``SourceError`` when all of its files are empty."""
     require_rows(spec, shards, base_dir, traffic)
-    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode, traffic)
+    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode, traffic, rules)
 
 
 def decode(block: Block, where: str) -> Iterator[Rows]:
-    """The lines of a block as strings. Raises ``SourceError`` naming a line that is not UTF-8."""
-    bad = bad_utf8_line(block)
-    good = block if bad is None else block.cut(0, bad) if bad else None
-    if good is not None:
-        yield from columns.rows(_strings(good), good.first_row, where, valid=True)
-    if bad is not None:
-        raise utf8_error(block, bad, where)
+    """The lines of a block as strings."""
+    strings, bad = _strings(block), not_utf8(block, where)
+    if bad:
+        strings = columns.without_nulls(columns.blanked(strings, bad))
+    yield from columns.pieces(Rows(block.first_row, strings, bad))
 
 
 def _strings(block: Block) -> Any:

@@ -18,6 +18,8 @@ from tokenloom_server.errors import StorageError, TokenloomError
 from tokenloom_server.storage.traffic import AT_ONCE, Traffic
 from tokenloom_server.storage.urls import redacted
 
+#: How long a wait lasts without a look at whether the server stops, seconds.
+LOOK_AGAIN_S = 0.5
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -82,6 +84,8 @@ class Fetch(Generic[_T]):
                         "%s: attempt %d at reading it failed: %s", self._name, wait.attempts, wait.trouble,
                     )  # fmt: skip
                 now = clock()
+                if self._traffic.stopped:
+                    raise StorageError(f"{self._name} is no longer waited for: the server stops")
                 if now >= deadline:
                     raise self._given_up(wait.attempts, wait.trouble)
                 if now >= next_at and self._running < AT_ONCE:
@@ -91,7 +95,7 @@ class Fetch(Generic[_T]):
                     wait.attempts += 1
                     next_at = now + patience.attempt_s
                 limits = [deadline] if self._running >= AT_ONCE else [deadline, next_at]
-                self._changed.wait(max(0.0, min(limits) - now))
+                self._changed.wait(min(LOOK_AGAIN_S, max(0.0, min(limits) - now)))
             return self._answer[0]
 
     def _attempt(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -28,6 +29,10 @@ _PACKAGES = {
     "az": "adlfs",
     "abfs": "adlfs",
     "abfss": "adlfs",
+}
+#: As many connections as there are threads that read; the library's own limit is ten.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    scheme: {"config_kwargs": {"max_pool_connections": 64}} for scheme in ("s3", "s3a")
 }
 #: What storage says of an object's content, best first: the key of fsspec's description, and how it is told apart.
 _SIGNATURES = (
@@ -77,7 +82,7 @@ def filesystem(place: str) -> Any:
     except ImportError:
         raise ConfigError(f"{place}: to read URLs, install {install} (fsspec is missing)") from None
     try:
-        found, _ = fsspec.core.url_to_fs(place, use_listings_cache=False)
+        found, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
         raise ConfigError(f"{place}: to read such URLs, install {install} ({redacted(str(error))})") from None
     except ValueError as error:
@@ -151,6 +156,12 @@ class RemoteFile(File):
         # The last short reads, with what lies around them: a file's end, and wherever headers are read.
         self._near: tuple[tuple[int, bytes], ...] = ()
         self._ahead: Ahead | None = None
+
+    def again(self) -> RemoteFile:
+        """The same file for another reader, with what was read of its head and end; nothing is asked for."""
+        other = copy.copy(self)
+        other._ahead = None
+        return other
 
     def plan(self, ranges: Iterable[Range]) -> None:
         self.close()

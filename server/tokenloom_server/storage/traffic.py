@@ -65,11 +65,16 @@ class Traffic:
         self.patience = patience or Patience()
         self.clock = clock
         self.counts = Counts()
+        self.stopped = False
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         # By the power of two that a read's length lies below.
         self._took: dict[int, deque[float]] = {}
         self._ahead = 0
+
+    def stop(self) -> None:
+        """Nobody waits any more: the server ends."""
+        self.stopped = True
 
     def wait_at_most(self, seconds: float) -> None:
         """When a wait is an error."""

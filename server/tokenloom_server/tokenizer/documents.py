@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
+from tokenloom_server.sources.base import BadRow
 from tokenloom_server.tokenizer.definition import id_dtype
 from tokenloom_server.tokenizer.engine import Encoded, Ends, Engine, Ids
 
@@ -20,11 +22,13 @@ class Documents(NamedTuple):
     """Tokens of consecutive rows, begin- and end-of-text ids included.
 
     ``values``: the narrow unsigned dtype, [tokens]; may be a read-only view of the column's memory.
-    ``ends``: int64, [rows]; row i's tokens are ``values[ends[i - 1] : ends[i]]``. A null or empty row has none.
+    ``ends``: int64, [rows]; row i's tokens are ``values[ends[i - 1] : ends[i]]``. A null or empty row has none, nor
+    has one that is ``bad`` (ascending).
     """
 
     values: Ids
     ends: Ends
+    bad: tuple[BadRow, ...] = ()
 
 
 class DocumentEncoder:
@@ -39,8 +43,10 @@ class DocumentEncoder:
         eot_id: int | None = None,
         add_bos: bool = False,
         add_eot: bool | Literal["auto"] = True,
+        skip_bad: bool = False,
     ) -> None:
-        """``engine`` may be None where the source holds ids.
+        """``engine`` may be None where the source holds ids. ``skip_bad``: rows with ids outside the vocabulary are
+        told (``Documents.bad``) instead of being an error.
 
         Raises ``TokenizerError`` when an id that is to be added is missing or outside the vocabulary, or
         the vocabulary is wider than uint32.
@@ -51,6 +57,7 @@ class DocumentEncoder:
         self._bos_id = self._boundary("add_bos", "begin_of_text_id", bos_id) if add_bos else None
         self._eot_id = self._boundary("add_eot", "end_of_text_id", eot_id) if add_eot else None
         self._keep_eot = add_eot == "auto"
+        self._skip_bad = skip_bad
         self._bos = self._mark(self._bos_id)
         self._eot = self._mark(self._eot_id)
 
@@ -67,8 +74,12 @@ class DocumentEncoder:
             encoded = _flattened(column, first_row)
         else:
             raise TokenizerError(f"a column of {column.type} has no tokens; expected text, or lists of integer ids")
-        self._check_range(encoded, first_row)
-        return self._bounded(encoded)
+        bad = self._out_of_range(encoded, first_row)
+        if bad and not self._skip_bad:
+            raise TokenizerError(bad[0].reason)
+        if bad:
+            encoded = _without(encoded, bad)
+        return self._bounded(encoded)._replace(bad=bad)
 
     def _boundary(self, option: str, field: str, value: int | None) -> int:
         if value is None:
@@ -98,20 +109,25 @@ class DocumentEncoder:
             raise TokenizerError(f"row {_first_not_utf8(texts, first_row)}: the text is not UTF-8 ({error})") from None
         return self._engine.encode(texts)
 
-    def _check_range(self, encoded: Encoded, first_row: int) -> None:
+    def _out_of_range(self, encoded: Encoded, first_row: int) -> tuple[BadRow, ...]:
+        """The rows with an id outside the vocabulary."""
         values = encoded.values
         limit = min(self.vocab_size, int(np.iinfo(values.dtype).max) + 1)
         if not len(values) or (values.dtype.kind == "u" and limit < self.vocab_size):
-            return
+            return ()
         # Seen as unsigned, a negative id lies above every positive one: a single pass finds both faults.
         unsigned = values.view(f"u{values.dtype.itemsize}")
         if int(unsigned.max()) < limit:
-            return
-        at = int(np.argmax(unsigned >= limit))
-        row = first_row + int(np.searchsorted(encoded.ends, at, side="right"))
-        raise TokenizerError(
-            f"row {row}: the id {values[at]} is outside the vocabulary (0 to {self.vocab_size - 1}); "
-            "name the tokeniser that made these ids, or set vocab_size to theirs"
+            return ()
+        found = np.flatnonzero(unsigned >= limit)
+        rows, first = np.unique(np.searchsorted(encoded.ends, found, side="right"), return_index=True)
+        return tuple(
+            BadRow(
+                row,
+                f"row {first_row + row}: the id {values[at]} is outside the vocabulary (0 to {self.vocab_size - 1}); "
+                "name the tokeniser that made these ids, or set vocab_size to theirs",
+            )
+            for row, at in zip(rows.tolist(), found[first].tolist(), strict=True)
         )
 
     def _bounded(self, encoded: Encoded) -> Documents:
@@ -135,6 +151,14 @@ class DocumentEncoder:
             values = _with_id(values, begins[filled], self._bos)
             ends = ends + filled.cumsum()
         return Documents(values, ends)
+
+
+def _without(encoded: Encoded, rows: Iterable[BadRow]) -> Encoded:
+    """The same rows, these without ids."""
+    lengths = np.diff(encoded.ends, prepend=0)
+    keep = np.ones(len(lengths), np.bool_)
+    keep[[row.at for row in rows]] = False
+    return Encoded(encoded.values[np.repeat(keep, lengths)], np.cumsum(lengths * keep))
 
 
 def _with_id(values: Ids, at: Ends, mark: pa.LargeBinaryScalar) -> Ids:

@@ -1,0 +1,161 @@
+"""What of a source's rows is read: which of them pass, what text is made of their columns, what becomes of bad ones.
+
+Only what is written here can be said in a mixture file: comparisons with constants, and texts with gaps. There is no
+expression to evaluate, and so no code of a user's on the server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+from tokenloom_server.errors import ConfigError
+
+Operator: TypeAlias = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]
+Constant: TypeAlias = str | int | float | bool
+
+_COMPARISON = re.compile(
+    r"\s*(?P<column>.*?)(?:\s*(?P<sign>==|!=|<=|>=|<|>)|\s+(?P<word>not\s+in|in)(?=[\s\[]))\s*(?P<value>.*?)\s*", re.S
+)
+_EXAMPLES = """such as 'score >= 0.5', 'lang == "en"' or 'lang in ["en", "de"]'"""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A column compared with a constant, or looked up in a list of them. A null passes none."""
+
+    column: str
+    operator: Operator
+    values: tuple[Constant, ...]
+    """One, but for ``in`` and ``not in``. All of them are text, or all numbers, or all true or false."""
+
+    @classmethod
+    def parse(cls, text: str) -> Comparison:
+        """Reads ``COLUMN OPERATOR VALUE``; the value is JSON. Raises ``ConfigError``."""
+        found = _COMPARISON.fullmatch(text)
+        if found is None or not found["column"]:
+            raise ConfigError(f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}")
+        operator = cast("Operator", found["sign"] or " ".join(found["word"].split()))
+        try:
+            value = json.loads(found["value"], parse_constant=_refuse_constant)
+        except ValueError:
+            raise ConfigError(
+                f"{text!r}: {found['value']!r} is no value; expected a number, true, false, a text in double quotes, "
+                f"or a list of those, {_EXAMPLES}"
+            ) from None
+        if isinstance(value, list) is not operator.endswith("in"):
+            expected = "a list" if operator.endswith("in") else "one value (a list is for 'in' and 'not in')"
+            raise ConfigError(f"{text!r}: found {found['value']} behind {operator!r}, expected {expected}")
+        values = tuple(_constant(text, each) for each in (value if isinstance(value, list) else [value]))
+        if not values or len({_kind(each) for each in values}) > 1:
+            raise ConfigError(f"{text!r}: expected a list of numbers, or of texts, with something in it")
+        if isinstance(values[0], bool) and operator[0] in "<>":
+            raise ConfigError(f"{text!r}: true and false have no order; expected == or !=")
+        return cls(found["column"], operator, values)
+
+    @property
+    def kind(self) -> Literal["text", "number", "truth"]:
+        """What the constants are, and so what the column has to hold."""
+        return _kind(self.values[0])
+
+    def __str__(self) -> str:
+        values = [json.dumps(value, ensure_ascii=False) for value in self.values]
+        value = f"[{', '.join(values)}]" if self.operator.endswith("in") else values[0]
+        return f"{self.column} {self.operator} {value}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _constant(text: str, value: object) -> Constant:
+    if not isinstance(value, str | int | float):
+        raise ConfigError(
+            f"{text!r}: {json.dumps(value)} cannot be compared with; expected a number, true, false or text"
+        )
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)  # 1.0 and 1 are the same comparison
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(f"{text!r}: {value} is beyond 64 bits")
+    return value
+
+
+def _kind(value: Constant) -> Literal["text", "number", "truth"]:
+    if isinstance(value, bool):
+        return "truth"
+    return "text" if isinstance(value, str) else "number"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A text with gaps: ``texts[0]``, the value of ``columns[0]``, ``texts[1]``, and so on up to the last text."""
+
+    texts: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Reads ``{column}`` as a gap, and doubled braces as one. Raises ``ConfigError``."""
+        texts, columns, at = [""], [], 0
+        while at < len(text):
+            brace = text[at]
+            if brace in "{}" and text[at : at + 2] == brace * 2:
+                texts[-1] += brace
+                at += 2
+            elif brace == "{":
+                end = text.find("}", at)
+                name = text[at + 1 : end]
+                if end < 0 or not name or "{" in name:
+                    raise ConfigError(
+                        f"the brace at character {at + 1} of {text!r} begins no {{column}}; write {{{{ for a brace "
+                        "itself"
+                    )
+                columns.append(name)
+                texts.append("")
+                at = end + 1
+            elif brace == "}":
+                raise ConfigError(
+                    f"the brace at character {at + 1} of {text!r} ends no {{column}}; write }}}} for a brace itself"
+                )
+            else:
+                texts[-1] += brace
+                at += 1
+        if not columns:
+            raise ConfigError(f"{text!r} names no column; expected a text such as '{{title}}\\n\\n{{text}}'")
+        return cls(tuple(texts), tuple(columns))
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How the rows of one source are read."""
+
+    filter: tuple[Comparison, ...] = ()
+    """All have to hold."""
+    template: Template | None = None
+    skip_bad: bool = False
+    """Rows that do not decode are told among the others (``Rows.bad``); else reading ends at the first."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the source's own column is all that is read."""
+        return not self.filter and self.template is None
+
+    def reads(self, column: str) -> tuple[str, ...]:
+        """All columns that are read of a source whose own is ``column``, each once."""
+        return tuple(dict.fromkeys((column, *self.text_columns, *self.filter_columns)))
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Those that the template names, each once."""
+        return () if self.template is None else tuple(dict.fromkeys(self.template.columns))
+
+    @property
+    def filter_columns(self) -> tuple[str, ...]:
+        """Those that are compared, each once."""
+        return tuple(dict.fromkeys(comparison.column for comparison in self.filter))
+
+
+#: The source's own column, every row of it, up to the first that is bad.
+PLAIN = RowRules()

@@ -1,0 +1,231 @@
+"""What ``RowRules`` make of the columns of one file: which rows pass its filter, and the text of its template.
+
+Evaluated by Arrow over whole batches; no Python for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.rules import Comparison, RowRules, Template
+from tokenloom_server.sources import arrays, columns
+from tokenloom_server.sources.base import BadRow, Rows
+from tokenloom_server.sources.columns import Column
+
+#: Rows that are looked at together: what is made of them is held beside them.
+STEP_ROWS = columns.DECODE_ROWS
+
+_FUNCTIONS = {
+    "==": "equal",
+    "!=": "not_equal",
+    "<": "less",
+    "<=": "less_equal",
+    ">": "greater",
+    ">=": "greater_equal",
+}
+
+
+class _Test(NamedTuple):
+    """A comparison as it is made of a column: in which type, with which constants of that type."""
+
+    comparison: Comparison
+    kind: Any
+    constants: Any
+
+
+class Selection:
+    """The rules of a source, as they apply to files of one schema."""
+
+    @classmethod
+    def of_schema(cls, rules: RowRules, column: str, schema: Any, where: str) -> Selection:
+        """Raises ``SourceError``, beginning with ``where``, for a column that is not there, too."""
+        return cls(rules, column, {name: columns.column_of(schema, name, where) for name in rules.reads(column)}, where)
+
+    def __init__(self, rules: RowRules, column: str, found: Mapping[str, Column], where: str) -> None:
+        """``found``: where all columns lie that are read, by their names in the rules; ``column`` is the source's own.
+
+        Raises ``SourceError``, beginning with ``where``, for a column that cannot be compared so, or is no text.
+        """
+        self._rules = rules
+        self._column = column
+        self._found = found
+        self._tests = [_test(comparison, found[comparison.column].kind, where) for comparison in rules.filter]
+        for name in rules.text_columns:
+            kind = _plain_kind(found[name].kind)
+            if not (_is_text(kind) or pa.types.is_integer(kind)):
+                raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected text or integers")
+
+    @property
+    def paths(self) -> list[str]:
+        """All that is read, as Parquet names it: the fields' names, joined by dots."""
+        return [".".join(column.names) for column in self._found.values()]
+
+    @property
+    def fields(self) -> list[str]:
+        """The top-level fields that are read, each once."""
+        return list(dict.fromkeys(column.names[0] for column in self._found.values()))
+
+    def rows(
+        self, batch: Any, first_row: int, where: str, *, valid: bool = False, bad: Sequence[BadRow] = ()
+    ) -> Iterator[Rows]:
+        """``Rows`` of a record batch, as ``columns.rows`` makes them of one column.
+
+        ``bad`` are known to be; the source's own column is null there.
+        """
+        try:
+            found = {name: column.of(batch) for name, column in self._found.items()}
+        except pa.ArrowException as error:
+            raise SourceError(f"{where}: rows from {first_row} on are damaged: {error}") from None
+        if self._rules.plain and bad:
+            yield from columns.pieces(Rows(first_row, columns.without_nulls(found[self._column]), tuple(bad)))
+            return
+        if self._rules.plain:
+            yield from columns.rows(found[self._column], first_row, where, valid=valid)
+            return
+        damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in found.items()}
+        for start in range(0, len(found[self._column]), STEP_ROWS):
+            part = {name: array.slice(start, STEP_ROWS) for name, array in found.items()}
+            known = [BadRow(row.at - start, row.reason) for row in bad if start <= row.at < start + STEP_ROWS]
+            yield from columns.pieces(self._rows(part, first_row + start, where, damaged, known))
+
+    def _rows(
+        self,
+        found: Mapping[str, Any],
+        first_row: int,
+        where: str,
+        damaged: Mapping[str, bool],
+        known: Sequence[BadRow],
+    ) -> Rows:
+        plain: dict[str, Any] = {}
+        faults: dict[str, Sequence[BadRow]] = {}
+        for name, array in found.items():
+            plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
+        faults[self._column] = [*known, *faults[self._column]]
+        passing = self.passing(plain)
+        bad: dict[int, BadRow] = {}
+        for name in found:
+            # Whether a row passes does not depend on what its text is like.
+            counts = name in self._rules.filter_columns
+            for row in faults[name]:
+                if counts or passing is None or passing[row.at]:
+                    bad.setdefault(row.at, row)
+        column = self.text(plain)
+        filtered = None
+        if passing is not None:
+            passing[list(bad)] = True
+            if not passing.all():
+                filtered = ~passing
+                column = arrays.blanked(column, passing)
+        if bad:
+            column = columns.blanked(column, bad.values())
+        return Rows(first_row, columns.without_nulls(column), tuple(bad[at] for at in sorted(bad)), filtered)
+
+    def passing(self, found: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+        """Which rows pass the filter; None where there is none."""
+        passing: npt.NDArray[np.bool_] | None = None
+        for test in self._tests:
+            passes = _passes(test, found[test.comparison.column])
+            passing = passes if passing is None else passing & passes
+        return passing
+
+    def text(self, found: Mapping[str, Any]) -> Any:
+        """The template's text; without a template, the source's own column. Null where that column is."""
+        template, own = self._rules.template, found[self._column]
+        if template is None:
+            return own
+        joined = _joined(template, [_as_text(found[name]) for name in template.columns])
+        return arrays.blanked(joined, arrays.flags(own.is_valid())) if own.null_count else joined
+
+
+def _decoded(array: Any, first_row: int, where: str, damaged: bool) -> tuple[Any, Sequence[BadRow]]:
+    if columns.content_of(array.type) is None:
+        return (array.dictionary_decode() if pa.types.is_dictionary(array.type) else array), ()
+    return columns.decoded(array, first_row, where, damaged=damaged)
+
+
+def _joined(template: Template, found: Sequence[Any]) -> Any:
+    parts: list[Any] = []
+    literals = arrays.strings(list(template.texts))
+    for i, array in enumerate(found):
+        parts += [literals[i], array]
+    parts += [literals[len(found)], arrays.strings([""])[0]]
+    options = pc.JoinOptions(null_handling="replace", null_replacement="")
+    return pc.call_function("binary_join_element_wise", parts, options)
+
+
+def _as_text(array: Any) -> Any:
+    return array if pa.types.is_large_string(array.type) else array.cast(pa.large_string())
+
+
+def _plain_kind(kind: Any) -> Any:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
+    """Raises ``SourceError`` where a column of this type cannot be compared so."""
+    compared = _compared_as(comparison, _plain_kind(kind))
+    at = f"{where}: filter {str(comparison)!r}: column {comparison.column!r} is of type {kind}"
+    if compared is None:
+        raise SourceError(f"{at}, which is not compared with {_NAMES[comparison.kind]}")
+    try:
+        return _Test(comparison, compared, _constants(comparison, compared))
+    except (pa.ArrowException, OverflowError) as error:
+        raise SourceError(f"{at}, and the constant is none ({error})") from None
+
+
+def _constants(comparison: Comparison, kind: Any) -> Any:
+    if comparison.kind == "text":
+        return pa.array(comparison.values, pa.string()).cast(kind)
+    values = map(float, comparison.values) if pa.types.is_floating(kind) else comparison.values
+    return pa.array(list(values), kind)
+
+
+_NAMES = {"text": "text", "number": "a number", "truth": "true or false"}
+
+
+def _compared_as(comparison: Comparison, kind: Any) -> Any | None:
+    """The type in which values of a type are compared with the constants; None where they cannot be."""
+    if comparison.kind == "text":
+        # A date is written as text, and compared as a date.
+        temporal = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+        return pa.large_string() if _is_text(kind) else kind if temporal else None
+    if comparison.kind == "truth":
+        return kind if pa.types.is_boolean(kind) else None
+    if pa.types.is_integer(kind):
+        # Exactly, where the constants are of the column's type; else as floating point, which says which is greater.
+        least, most = (0, 2**kind.bit_width - 1) if "u" in str(kind) else _signed(kind.bit_width)
+        exact = all(isinstance(value, int) and least <= value <= most for value in comparison.values)
+        return kind if exact else pa.float64()
+    if pa.types.is_float16(kind):
+        return pa.float32()
+    if pa.types.is_floating(kind):
+        return kind
+    return pa.float64() if pa.types.is_decimal(kind) else None
+
+
+def _signed(width: int) -> tuple[int, int]:
+    return -(2 ** (width - 1)), 2 ** (width - 1) - 1
+
+
+def _passes(test: _Test, array: Any) -> npt.NDArray[np.bool_]:
+    """Whether each value, null not being one, compares so."""
+    if array.type != test.kind:
+        array = array.cast(test.kind, safe=False)
+    operator = test.comparison.operator
+    if operator.endswith("in"):
+        found = arrays.flags(pc.call_function("is_in", [array], pc.SetLookupOptions(test.constants)))
+        found = found if operator == "in" else ~found
+    else:
+        found = arrays.flags(pc.call_function(_FUNCTIONS[operator], [array, test.constants[0]]))
+    return found & arrays.flags(array.is_valid()) if array.null_count else found

@@ -1,0 +1,517 @@
+"""Which rows give tokens, and which: bad rows, filters, templates, fill in the middle, from files to samples.
+
+What each source is to give is worked out here row by row in plain Python.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+from support.corpora import numbers, order_of, parsed
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from tokenloom_server.errors import SourceError, TokenizerError
+from tokenloom_server.order import Order
+from tokenloom_server.packing.documents import BAD
+from tokenloom_server.packing.fim import FillInMiddle
+from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.state import Cursor, State
+from tokenloom_server.suspects import Suspect
+
+EOT = 256  # of the `bytes` tokeniser
+LENGTH = 8
+BAD_TEXT = b"b\xffd"
+
+
+class Row(NamedTuple):
+    """A row as it is written; ``None`` stands for a row that does not decode."""
+
+    text: str | None
+    title: str | None
+    score: float | None
+    lang: str
+    ids: list[int | None]
+
+
+def made_rows(count: int, salt: int) -> list[Row]:
+    draws = iter(numbers(count * 6, salt, 0, 1000))
+    found = []
+    for i in range(count):
+        kind, length, score, lang, title, _ = (next(draws) for _ in range(6))
+        text = None if kind < 120 else f"row {i} " + "x" * (length % 23) if kind < 900 else ""
+        ids: list[int | None] = [*numbers(length % 17, i + salt, 0, 256)]
+        if text is None:
+            ids = [*ids, None] if kind % 2 else [*ids, 300]
+        found.append(
+            Row(
+                text,
+                None if title < 200 else f"t{title}",
+                None if score < 150 else score / 1000,
+                ("en", "de", "fr")[lang % 3],
+                ids,
+            )
+        )
+    return found
+
+
+def columns_of(rows: list[Row]) -> dict[str, Any]:
+    text = pa.array([BAD_TEXT if row.text is None else row.text.encode() for row in rows], pa.binary())
+    strings = pa.StringArray.from_buffers(len(rows), *text.buffers()[1:])
+    return {
+        "ids": pa.array([row.ids for row in rows], pa.list_(pa.int32())),
+        "meta": pa.StructArray.from_arrays(
+            [pa.array([row.lang for row in rows]).dictionary_encode(), strings], names=["lang", "text"]
+        ),
+        "text": strings,
+        "title": pa.array([row.title for row in rows], pa.large_string()),
+        "score": pa.array([row.score for row in rows], pa.float32()),
+    }
+
+
+def write_parquet(folder: Path, shard: int, rows: list[Row]) -> None:
+    pq.write_table(pa.table(columns_of(rows)), folder / f"{shard}.parquet", row_group_size=7)
+
+
+def write_arrow(folder: Path, shard: int, rows: list[Row]) -> None:
+    table = pa.table(columns_of(rows))
+    with pa.OSFile(str(folder / f"{shard}.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+
+
+def write_jsonl(folder: Path, shard: int, rows: list[Row]) -> None:
+    lines = []
+    for i, row in enumerate(rows):
+        document = {
+            "ids": row.ids,
+            "meta": {"lang": row.lang, "text": row.text},
+            "text": row.text,
+            "title": row.title,
+            "score": row.score,
+        }
+        line = json.dumps(document).encode()
+        if row.text is None:
+            # The filter's columns can be read, and the text cannot: a value of a wrong type, or half a character.
+            wrong = b'"text": 12' if i % 2 else b'"text": "\\ud800"'
+            line = line.replace(b'"text": null', wrong)
+        lines.append(line)
+    (folder / f"{shard}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+
+def write_txt(folder: Path, shard: int, rows: list[Row]) -> None:
+    lines = [BAD_TEXT if row.text is None else row.text.encode() for row in rows]
+    (folder / f"{shard}.txt").write_bytes(b"\n".join(lines) + b"\n")
+
+
+Write = Callable[[Path, int, list[Row]], None]
+WRITERS: dict[str, tuple[Write, str]] = {
+    "parquet": (write_parquet, "parquet:data/*.parquet:"),
+    "arrow": (write_arrow, "arrow:data:"),
+    "jsonl": (write_jsonl, "jsonl:data/*.jsonl:"),
+    "txt": (write_txt, "txt:data/*.txt:"),
+}
+SHARDS = [made_rows(40, 1), made_rows(33, 2)]
+
+FIM = {"rate": 0.5, "spm_rate": 0.5, "ids": {"prefix": 257, "middle": 258, "suffix": 259}}
+
+
+class Case(NamedTuple):
+    scheme: str
+    column: str
+    options: dict[str, Any]
+
+
+CASES = {
+    **{f"{scheme} text": Case(scheme, "text", {}) for scheme in WRITERS},
+    **{f"{scheme} nested text": Case(scheme, "meta.text", {}) for scheme in ("parquet", "arrow", "jsonl")},
+    **{f"{scheme} ids": Case(scheme, "ids", {"epochs": 2}) for scheme in ("parquet", "arrow")},
+    **{f"{scheme} fim": Case(scheme, "text", {"fim": FIM, "epochs": 2}) for scheme in ("txt", "parquet")},
+    **{
+        f"{scheme} {name}": Case(scheme, "text", options)
+        for scheme in ("parquet", "arrow", "jsonl")
+        for name, options in {
+            "filter": {"filter": ["score >= 0.25", 'meta.lang in ["en", "de"]'], "epochs": 2.5},
+            "template": {"template": "{{{title}}} {meta.lang}: {text}!"},
+            "all": {
+                "filter": "score < 0.8",
+                "template": "{title}\n{text}",
+                "fim": FIM,
+                "epochs": 2,
+            },
+        }.items()
+    },
+    "parquet ids filter": Case("parquet", "ids", {"filter": 'meta.lang != "fr"'}),
+    "arrow ids filter": Case("arrow", "ids", {"filter": 'meta.lang != "fr"'}),
+}
+
+
+def passes(row: Row, options: dict[str, Any]) -> bool:
+    """What the filters above mean."""
+    given = options.get("filter", [])
+    tests = {
+        "score >= 0.25": row.score is not None and row.score >= 0.25,
+        "score < 0.8": row.score is not None and row.score < 0.8,
+        'meta.lang in ["en", "de"]': row.lang in ("en", "de"),
+        'meta.lang != "fr"': row.lang != "fr",
+    }
+    return all(tests[text] for text in ([given] if isinstance(given, str) else given))
+
+
+def tokens_of(case: Case, row: Row) -> list[int] | None:
+    """A row's tokens without fill in the middle, or None where it is bad."""
+    if case.column == "ids":
+        return None if row.text is None else [*[i for i in row.ids if i is not None], EOT] if row.ids else []
+    if row.text is None:
+        return None
+    template = case.options.get("template")
+    if template is None:
+        text = row.text
+    elif template.startswith("{title}\n"):
+        text = f"{row.title or ''}\n{row.text}"
+    else:
+        text = f"{{{row.title or ''}}} {row.lang}: {row.text}!"
+    return [*text.encode(), EOT] if text else []
+
+
+class Expected(NamedTuple):
+    tokens: list[int]
+    bad: int
+    filtered: int
+
+
+def expected(case: Case) -> Expected:
+    """All that the source is to give, and how many rows are bad or filtered."""
+    epochs = case.options.get("epochs", 1)
+    total = sum(map(len, SHARDS))
+    fim = None
+    if "fim" in case.options:
+        ids = {f"{name}_id": value for name, value in FIM["ids"].items()}  # type: ignore[attr-defined]
+        fim = FillInMiddle(rate=0.5, spm_rate=0.5, seed=7, source_id=0, bos_id=None, eot_id=EOT, **ids)
+    tokens: list[int] = []
+    bad = filtered = 0
+    epoch = 0
+    while epoch < epochs:
+        left = total if epochs - epoch >= 1 else -(-total * (epochs - epoch) // 1)
+        for shard, rows in enumerate(SHARDS):
+            for number, row in enumerate(rows):
+                left -= 1
+                if left < 0:
+                    break
+                if not passes(row, case.options):
+                    filtered += 1
+                    continue
+                found = tokens_of(case, row)
+                if found is None:
+                    bad += 1
+                    continue
+                if fim is not None and found:
+                    # Tested by itself in tests/packing/test_fim.py; here, that it is asked for the right row.
+                    ends, lies = np.array([len(found)]), (np.array([shard]), np.array([number]))
+                    ids, _, _ = fim.rearranged(np.array(found, np.uint16), ends, epoch, *lies)
+                    found = ids.tolist()
+                tokens += found
+        epoch += 1
+    return Expected(tokens, bad, filtered)
+
+
+def write(folder: Path, scheme: str) -> None:
+    (folder / "data").mkdir()
+    for shard, rows in enumerate(SHARDS):
+        WRITERS[scheme][0](folder / "data", shard, rows)
+
+
+def order_over(folder: Path, case: Case, **run: Any) -> Order:
+    source = {"source": WRITERS[case.scheme][1] + case.column} | case.options
+    document = {
+        "run": "rows",
+        "seed": 7,
+        "tokenizer": "bytes",
+        "vocab_size": 300,
+        "sequence_length": LENGTH,
+        "on_bad_row": "skip",
+        "mixture": {"policy": "sequential", "children": [source]},
+    }
+    return order_of(folder, document | run)
+
+
+def samples_from(order: Order, state: State) -> Iterator[tuple[list[int], State]]:
+    """Sample by sample, with the state behind each, which went through its text."""
+    pipeline = order.pipeline(state)
+    count = 64
+    while pipeline.ended is None:
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=count)
+        group = pipeline.begin_group(plan)
+        pipeline.fill(group, count)
+        for step, ids in enumerate(group.ids(0, 0, len(group.marks))):
+            yield np.frombuffer(ids, "<u2").tolist(), order.decode(order.encode(group.state_behind(step)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    write(tmp_path, case.scheme)
+    order = order_over(tmp_path, case)
+    known = expected(case)
+    whole = list(samples_from(order, order.initial()))
+    assert [token for ids, _ in whole for token in ids] == known.tokens[: len(whole) * LENGTH]
+    assert len(known.tokens) - len(whole) * LENGTH < LENGTH
+    tallies = [state.sources[0].tally for _, state in whole]
+    # Behind the last sample lie fewer rows than make one.
+    assert known.bad - 4 <= tallies[-1].bad_rows <= known.bad
+    assert known.filtered - 12 <= tallies[-1].filtered_rows <= known.filtered
+    assert known.bad
+    assert bool(known.filtered) == ("filter" in case.options)
+    for index in range(0, len(whole), 1 if len(whole) < 120 else 5):
+        _, state = whole[index]
+        again = [(ids, behind) for (ids, behind), _ in zip(samples_from(order, state), range(12), strict=False)]
+        assert again == whole[index + 1 : index + 13]
+
+
+@pytest.mark.parametrize("name", ["parquet all", "arrow ids filter", "jsonl all", "txt fim"])
+@pytest.mark.parametrize("shuffle", ["shards", "rows"])
+def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    write(tmp_path, case.scheme)
+
+    def rows_of(options: dict[str, Any]) -> dict[tuple[int, int, int], tuple[list[int], int, int]]:
+        """By epoch and place: a row's tokens, what became of it, and how it was rearranged."""
+        order = order_over(tmp_path, case._replace(options=case.options | options))
+        found = {}
+        for piece in order.documents(0).read(Cursor()):
+            begins = [0, *piece.ends.tolist()]
+            for at, (begin, end) in enumerate(pairwise(begins)):
+                fate = 0 if piece.fates is None else int(piece.fates[at])
+                middle = 0 if piece.middles is None else int(piece.middles[at])
+                found[(piece.epoch, *piece.origin(at))] = (piece.ids[begin:end].tolist(), fate, middle)
+                assert (fate == BAD) == (piece.origin(at) in piece.reasons and not end - begin)
+        return found
+
+    options = {"shuffle": shuffle} | ({"shuffle_window_rows": 16} if shuffle == "rows" else {})
+    known, found = rows_of({}), rows_of(options)
+    assert found == known
+    # Two files have one other order; it is that of the second epoch, where there is one.
+    assert shuffle == "shards" or list(found) != list(known)
+    # And from any sample on.
+    order = order_over(tmp_path, case._replace(options=case.options | options))
+    whole = list(samples_from(order, order.initial()))
+    for index in range(0, len(whole), 7):
+        again = [pair for pair, _ in zip(samples_from(order, whole[index][1]), range(5), strict=False)]
+        assert again == whole[index + 1 : index + 6]
+
+
+def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").write_bytes(
+        b"0123456\n" + BAD_TEXT + b"\n" + BAD_TEXT + b"\n0123456\n" + BAD_TEXT + b"\n"
+    )
+    order = order_over(tmp_path, Case("txt", "text", {}))
+    found = [
+        (state.sources[0].cursor, state.sources[0].rows, state.sources[0].tally.bad_rows)
+        for _, state in samples_from(order, order.initial())
+    ]
+    assert found == [(Cursor(0, 0, 1, 0), 1, 0), (Cursor(0, 0, 4, 0), 4, 2)]
+    entry = json.loads(order.encode(list(samples_from(order, order.initial()))[-1][1]))["datasets"][0]
+    assert entry["bad_rows"] == 2
+    assert "filtered_rows" not in entry
+
+
+BREAKS: dict[str, tuple[str, list[str]]] = {
+    "txt": ("txt:data/a.txt:text", ["'data/a.txt': line 5 is not UTF-8", "convert the file"]),
+    "jsonl": ("jsonl:data/a.jsonl:text", ["'data/a.jsonl': line 5 is malformed JSON"]),
+    "parquet": ("parquet:data/a.parquet:ids", ["'data/a.parquet': row 4 has a null among its ids"]),
+    "vocabulary": ("parquet:data/v.parquet:ids", ["data/v.parquet: row 4: the id 999 is outside the vocabulary"]),
+}
+
+
+def write_breaking(folder: Path) -> None:
+    """Rows 2, 4 and 6 of eight are bad, in each file."""
+    data = folder / "data"
+    data.mkdir()
+    good = [b"0123456"] * 8
+    (data / "a.txt").write_bytes(b"".join((BAD_TEXT if i in (2, 4, 6) else g) + b"\n" for i, g in enumerate(good)))
+    lines = [b'{"text": "0123456"' + (b"" if i in (2, 4, 6) else b"}") + b"\n" for i in range(8)]
+    (data / "a.jsonl").write_bytes(b"".join(lines))
+    for name, wrong in (("a", None), ("v", 999)):
+        rows = [[1, 2, 3, 4, 5, 6, wrong if i in (2, 4, 6) else 7] for i in range(8)]
+        pq.write_table(pa.table({"ids": rows}), data / f"{name}.parquet")
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_one_bad_row_too_many_is_an_error_that_names_it_at_the_same_sample_from_everywhere(
+    name: str, tmp_path: Path
+) -> None:
+    spec, parts = BREAKS[name]
+    write_breaking(tmp_path)
+    options = {"source": spec, "max_bad_rows": 1}
+    order = order_over(tmp_path, Case("txt", "text", options), max_bad_rows=7)
+    states = [order.initial()]
+    with pytest.raises(SourceError) as caught:
+        for _, state in step_by_step(order, states[0]):
+            states.append(state)
+    # Rows 0, 1 and 3 make a sample each.
+    assert len(states) == 4
+    for part in [*parts, "bad row number 2", "max_bad_rows allows 1", "repair the file"]:
+        assert part in str(caught.value)
+    for index, state in enumerate(states):
+        found = 0
+        with pytest.raises(SourceError) as again:
+            for _ in step_by_step(order, state):
+                found += 1
+        assert (index + found, str(again.value)) == (3, str(caught.value))
+
+
+def step_by_step(order: Order, state: State) -> Iterator[tuple[list[int], State]]:
+    """As a producer does behind a bad row: so that good samples before it go out."""
+    pipeline = order.pipeline(state)
+    while pipeline.ended is None:
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=1)
+        group = pipeline.begin_group(plan)
+        pipeline.fill(group, 1)
+        for ids in group.ids(0, 0, len(group.marks)):
+            yield np.frombuffer(ids, order.dtype).tolist(), order.decode(order.encode(group.state_behind(0)))
+
+
+def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: Path) -> None:
+    write_breaking(tmp_path)
+    case = Case("txt", "text", {"source": "txt:data/a.txt:text", "epochs": 4})
+    order = order_over(tmp_path, case, max_bad_rows=3)
+    last = list(samples_from(order, order.initial()))[-1][1]
+    assert (last.sample_index, last.sources[0].tally.bad_rows) == (20, 12)
+    with pytest.raises(SourceError, match=r"line 7 is not UTF-8 .* bad row number 3 of .* allows 2 up to epoch 0"):
+        list(samples_from(order_over(tmp_path, case, max_bad_rows=2), order.initial()))
+
+
+def test_without_skip_the_first_bad_row_is_an_error_behind_all_before_it(tmp_path: Path) -> None:
+    write_breaking(tmp_path)
+    for spec, parts in BREAKS.values():
+        case = Case("txt", "text", {"source": spec, "on_bad_row": "fail"})
+        order = order_over(tmp_path, case)
+        found = 0
+        with pytest.raises((SourceError, TokenizerError)) as caught:
+            for _ in step_by_step(order, order.initial()):
+                found += 1
+        assert parts[0].replace("line 5", "line 3").replace("row 4", "row 2") in str(caught.value)
+        # Ids outside the vocabulary are found when the rows beside them have their ids.
+        assert found == (0 if "v.parquet" in spec else 2)
+
+
+def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> None:
+    write_breaking(tmp_path)
+    failing = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail")
+    states = [failing.initial()]
+    with pytest.raises(SourceError):
+        for _, behind in step_by_step(failing, states[0]):
+            states.append(behind)
+    config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
+    skipping = Order.load(config, tmp_path, None, failing.record())
+    assert skipping.config.digest == failing.config.digest
+    assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
+
+
+def test_skipped_rows_are_told_in_the_log_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_breaking(tmp_path)
+    order = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}))
+    with caplog.at_level(logging.WARNING):
+        list(samples_from(order, order.initial()))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "'data/a.txt': line 3 is not UTF-8" in told[0]
+    assert "bad rows are skipped, and counted" in told[0]
+
+
+def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").write_bytes(BAD_TEXT + b"\n" + BAD_TEXT + b"\n")
+    order = order_over(tmp_path, Case("txt", "text", {}))
+    with pytest.raises(
+        SourceError, match=r"no token in any of its rows; .* \(2 of them are bad, and 0 do not pass the filter"
+    ):
+        list(samples_from(order, order.initial()))
+
+
+def test_damage_of_a_page_is_never_skipped(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data/a.parquet"
+    pq.write_table(pa.table({"text": ["0123456" * 9] * 40}), path, write_page_checksum=True, compression="none")
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(b"0123456") + 3] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(SourceError, match=r"'data/a.parquet' cannot be read in row group 0 \(.*checksum"):
+        order = order_over(tmp_path, Case("parquet", "text", {}))
+        list(samples_from(order, order.initial()))
+
+
+#: Makes engines crash as native code does, in whatever Python starts from now on.
+DEADLY = """
+import ctypes
+from tokenloom_server.tokenizer import engine
+
+def deadly(kind):
+    encode = kind.encode
+    def encoded(self, texts):
+        if any("this one kills" in text for text in texts.to_pylist()):
+            ctypes.string_at(0)
+        return encode(self, texts)
+    kind.encode = encoded
+
+for kind in (engine.GigatokenEngine, engine.TokenizersEngine):
+    deadly(kind)
+"""
+
+
+@pytest.mark.parametrize("policy", ["skip", "fail"])
+def test_a_document_at_which_both_engines_crash_is_a_bad_row(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    texts = [f"row {i} of some" for i in range(12)]
+    trainer = BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts[5] += ", and this one kills"
+    (tmp_path / "a.txt").write_text("".join(text + "\n" for text in texts))
+    # As two servers that died of these rows leave it behind.
+    (tmp_path / "index").mkdir()
+    suspect = Suspect(0, 0, 0, len(texts), deaths=2)
+    (tmp_path / "index/rows@suspects.json").write_text(json.dumps([asdict(suspect)]))
+    document = {
+        "run": "rows",
+        "tokenizer": "tokenizer.json",
+        "sequence_length": LENGTH,
+        "on_bad_row": policy,
+        "mixture": {"policy": "sequential", "children": [{"source": "txt:a.txt:text"}]},
+    }
+    order = Order.create(parsed(document), tmp_path, tmp_path / "index")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(DEADLY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    try:
+        if policy == "fail":
+            with pytest.raises(TokenizerError, match=r"a\.txt: row 5: a process that encodes") as caught:
+                list(samples_from(order, order.initial()))
+            assert "or set on_bad_row: skip" in str(caught.value)
+            return
+        whole = list(samples_from(order, order.initial()))
+    finally:
+        order.close()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    known = [token for i, text in enumerate(texts) if i != 5 for token in [*tokenizer.encode(text).ids, end]]
+    assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
+    assert len(known) - len(whole) * LENGTH < LENGTH
+    assert whole[-1][1].sources[0].tally.bad_rows == 1
