@@ -423,7 +423,6 @@ class Order:
         self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
-        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
         return Documents(
             source.source,
             Watched(reader, self.traffic, source.spec),
@@ -433,9 +432,15 @@ class Order:
             self.reading(source_id, reader),
             lane,
             bad_rows=bad_rows,
-            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            max_bad_rows=self.max_bad_rows(source_id),
             fim=self._fim(source),
         )
+
+    def max_bad_rows(self, source_id: int) -> int | None:
+        """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
+        source = self.config.sources[source_id]
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return most if self.config.skips_bad_rows(source) else None
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
         if source.fim is None:

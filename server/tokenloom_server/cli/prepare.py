@@ -111,9 +111,13 @@ def prepare(
         console(stderr=True).print("stopped; the same command goes on behind what is done")
         raise typer.Exit(130) from None
     print_done = console()
+    without = [
+        f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count
+    ]
+    rows = f"{done.rows:,} rows" + (f" ({' and '.join(without)} ones, without tokens)" if without else "")
     before = f" ({done.found} were there already)" if done.found else ""
     print_done.print(
-        f"{done.rows:,} rows, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}",
+        f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}",
         highlight=False,
     )
     print_done.print(f"serve it: tokenloom serve {done.mixture}", highlight=False, soft_wrap=True)

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import xxhash
 
@@ -31,13 +31,22 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard that is done. ``checksum``: XXH3-128 of all of its bytes."""
+    """A shard that is done. ``bad_rows`` and ``filtered_rows`` are among its rows, as empty ones. ``checksum``: XXH3-128
+    of all of its bytes."""
 
     name: str
     rows: int
+    bad_rows: int
+    filtered_rows: int
     tokens: int
     bytes: int
     checksum: str
+
+
+class Finish(Protocol):
+    """Takes a shard that is written, with so many rows and tokens; of the rows, those without tokens for a reason."""
+
+    def __call__(self, rows: int, tokens: int, *, bad: int, filtered: int) -> None: ...
 
 
 class Journal:
@@ -72,16 +81,16 @@ class Journal:
         return self._done[task.name]
 
     @contextmanager
-    def writing(self, task: Task) -> Iterator[tuple[Path, Callable[[int, int], None]]]:
-        """Where a task's shard is to be written, and what to call with its rows and tokens once it is whole."""
+    def writing(self, task: Task) -> Iterator[tuple[Path, Finish]]:
+        """Where a task's shard is to be written, and what to call once it is whole."""
         path = self.folder / task.name
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.draft")
 
-        def finish(rows: int, tokens: int) -> None:
+        def finish(rows: int, tokens: int, *, bad: int, filtered: int) -> None:
             with draft.open("rb") as file:
                 os.fsync(file.fileno())
-            shard = Shard(task.name, rows, tokens, draft.stat().st_size, checksum(draft))
+            shard = Shard(task.name, rows, bad, filtered, tokens, draft.stat().st_size, checksum(draft))
             draft.replace(path)
             with self._lock:
                 self._file.write(json.dumps(asdict(shard)).encode() + b"\n")
