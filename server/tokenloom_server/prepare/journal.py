@@ -31,8 +31,8 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard that is done. ``bad_rows`` and ``filtered_rows`` are among its rows, as empty ones. ``checksum``: XXH3-128
-    of all of its bytes."""
+    """A shard that is done. ``bad_rows`` and ``filtered_rows`` are among its rows, as empty ones. ``checksum``:
+    XXH3-128 of all of its bytes."""
 
     name: str
     rows: int
