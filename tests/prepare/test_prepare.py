@@ -315,7 +315,10 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
 
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, mixture())
-    with Journal.open(tmp_path / "out", job), pytest.raises(ConfigError, match="another process prepares into it now"):
+    with (
+        Journal.open(tmp_path / "out", job, lambda *_: None),
+        pytest.raises(ConfigError, match="another process prepares into it now"),
+    ):
         run(job, folder, tmp_path / "out")
 
 

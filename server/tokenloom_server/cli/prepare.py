@@ -80,6 +80,7 @@ def prepare(
     """
     from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.prepare.job import Job
+    from tokenloom_server.prepare.journal import refuse_others
     from tokenloom_server.prepare.preparer import input_bytes
     from tokenloom_server.prepare.preparer import prepare as make
 
@@ -89,6 +90,7 @@ def prepare(
         roots = DataRoots.of(data_root or ())
         fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
         found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
+        refuse_others(out)
         with console(stderr=True).status("opening sources and tokeniser"):
             job = Job.create(
                 found,

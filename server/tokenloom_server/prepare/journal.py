@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,11 +60,12 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, job: Job) -> Iterator[Journal]:
-        """Takes the folder, and up what is done there: verified to the byte.
+    def open(cls, folder: Path, job: Job, found: Callable[[Task, Shard], None]) -> Iterator[Journal]:
+        """Takes the folder, and up what is done there, verified to the byte; ``found`` is told of it, from any thread.
 
         Raises ``ConfigError`` where something else was prepared there, or lies there, or another process is at work.
         """
+        refuse_others(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "journal.jsonl").open("a+b") as file:
             try:
@@ -72,7 +73,7 @@ class Journal:
             except OSError:
                 raise ConfigError(f"{folder}: another process prepares into it now; wait for it, or end it") from None
             _agree(folder, job)
-            yield cls(folder, file, _whole(folder, job, _read(file)))
+            yield cls(folder, file, _whole(folder, job, _read(file), found))
 
     def is_done(self, task: Task) -> bool:
         return task.name in self._done
@@ -123,16 +124,22 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def refuse_others(folder: Path) -> None:
+    """Raises ``ConfigError`` for a folder that has something in it, and nothing that was prepared."""
+    if not folder.is_dir() or (folder / "job.json").exists():
+        return
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("journal.jsonl", ".index"))
+    if others:
+        raise ConfigError(
+            f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder or a "
+            "new one"
+        )
+
+
 def _agree(folder: Path, job: Job) -> None:
     path = folder / "job.json"
     ours = job.document()
     if not path.exists():
-        others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("journal.jsonl", ".index"))
-        if others:
-            raise ConfigError(
-                f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder "
-                "or a new one"
-            )
         write_whole(path, json.dumps(ours, indent=1) + "\n")
         return
     try:
@@ -187,18 +194,27 @@ def _read(file: IO[bytes]) -> dict[str, Shard]:
     return found
 
 
-def _whole(folder: Path, job: Job, journalled: dict[str, Shard]) -> dict[str, Shard]:
+def _whole(
+    folder: Path, job: Job, journalled: dict[str, Shard], found: Callable[[Task, Shard], None]
+) -> dict[str, Shard]:
     """Of the job's shards, those that lie there as they were journalled."""
-    names = {task.name for task in job.tasks}
+    tasks = {task.name: task for task in job.tasks}
     for prepared in job.sources:
         for path in sorted((folder / prepared.folder).glob("*")):
             name = f"{prepared.folder}/{path.name}"
             if path.name.endswith(".draft"):
                 path.unlink()
-            elif name not in names:
+            elif name not in tasks:
                 raise ConfigError(f"{path}: is no shard of this job, and would be served with them; take it away")
-    known = [shard for name, shard in journalled.items() if name in names]
-    faults: Sequence[str | None] = in_threads(lambda shard: _fault(folder, shard), known)
+    known = [shard for name, shard in journalled.items() if name in tasks]
+
+    def looked_at(shard: Shard) -> str | None:
+        fault = _fault(folder, shard)
+        if fault is None:
+            found(tasks[shard.name], shard)
+        return fault
+
+    faults = in_threads(looked_at, known)
     for shard, fault in zip(known, faults, strict=True):
         if fault is not None:
             _log.warning("%s %s: it is made again", folder / shard.name, fault)

@@ -67,12 +67,8 @@ def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell,
 
 def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, found: Tell) -> Done:
     stop = threading.Event()
-    with Journal.open(folder, job) as journal:
+    with Journal.open(folder, job, lambda task, shard: found(shard.rows, shard.tokens, task.bytes)) as journal:
         missing = [task for task in job.tasks if not journal.is_done(task)]
-        for task in job.tasks:
-            if journal.is_done(task):
-                shard = journal.shard(task)
-                found(shard.rows, shard.tokens, task.bytes)
         with ThreadPoolExecutor(threads, thread_name_prefix="prepare") as pool:
             # Large ones first would end sooner, but in order of the files a disk reads them faster.
             work = [pool.submit(_make, job, task, journal, tell, stop) for task in missing]
