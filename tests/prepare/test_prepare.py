@@ -302,6 +302,7 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
     (other / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds thesis.tex already, and nothing that was prepared"):
         run(job_of(folder, mixture()), folder, other)
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     out = tmp_path / "out"
     run(job_of(folder, mixture()), folder, out)
     (out / "sources/001-docs/mine.arrow").write_bytes(b"x")

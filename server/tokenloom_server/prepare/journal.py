@@ -128,11 +128,13 @@ def refuse_others(folder: Path) -> None:
     """Raises ``ConfigError`` for a folder that has something in it, and nothing that was prepared."""
     if not folder.is_dir() or (folder / "job.json").exists():
         return
-    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("journal.jsonl", ".index"))
+    # What a call leaves that was killed before it had written what it makes.
+    ours = ("journal.jsonl", ".index", ".job.json.draft")
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
     if others:
         raise ConfigError(
-            f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder or a "
-            "new one"
+            f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder, or "
+            "a new one"
         )
 
 
