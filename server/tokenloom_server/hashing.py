@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     TIE = 1
     CHOICE = 2
     SLICE = 3
+    BUCKET = 8
     #: Of a shuffled source: which file comes when, which block, and which row within a window.
     SHARDS = 16
     BLOCKS = 17

@@ -52,7 +52,7 @@ class SourceStats(_Figures):
     cut_documents: int
     """Documents that do not lie in one sample as a whole, though the packing would have had them so."""
     lost_tokens: int
-    """Tokens of documents that were cut off."""
+    """Tokens of documents that were cut off; with ``batching``, rows that filled no batch of an epoch that ended."""
     skipped_samples: int
     """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
     skipped_rows: int
