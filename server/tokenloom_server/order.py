@@ -612,7 +612,6 @@ class Order:
             mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.traffic, source.spec)
             watched = PairedSource(watched, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
-        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
         return Documents(
             source.source,
             watched,
@@ -622,9 +621,14 @@ class Order:
             self.reading(source_id, reader),
             lane,
             bad_rows=bad_rows,
-            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            max_bad_rows=self.max_bad_rows(source_id),
             fim=self._fim(source),
         )
+
+    def max_bad_rows(self, source_id: int) -> int | None:
+        """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
+        source = self.config.sources[source_id]
+        return most if self.config.skips_bad_rows(source) else None
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
         if source.fim is None:
