@@ -628,6 +628,7 @@ class Order:
     def max_bad_rows(self, source_id: int) -> int | None:
         """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
         source = self.config.sources[source_id]
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
         return most if self.config.skips_bad_rows(source) else None
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
