@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.block_index import row_counts
 from tokenloom_server.sources.line_index import BOM
 from tokenloom_server.sources.lines import LinesSource
 
@@ -105,7 +106,7 @@ def measure(order: Readable, source_id: int) -> Extent:
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
         return _of_many_lines(reader, encoder)
-    counts = [reader.row_count(shard) for shard in range(len(reader.shards))]
+    counts = row_counts(reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
     strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))

@@ -1,0 +1,113 @@
+"""Where the blocks of all files of a source begin: looked up many files at once, and kept under their signatures.
+
+A shuffle of rows, lanes and fractions of an epoch need to know how many rows lie before any row; of 10,000 files behind
+a network, one after the other, that would take minutes at each start.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tokenloom_server.sources import line_index
+from tokenloom_server.sources.base import Shard, Source
+from tokenloom_server.sources.files import in_threads
+from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.spec import Spec
+from tokenloom_server.storage.urls import is_remote
+
+_log = logging.getLogger(__name__)
+_Int64s = npt.NDArray[np.int64]
+_Out = TypeVar("_Out")
+
+#: Version of the cached form.
+FORMAT = 1
+#: Sources with fewer files are looked up anew.
+KEPT_FILES = 16
+#: A line in the log after so long, and again after each further, seconds.
+PROGRESS_S = 10.0
+
+
+def row_counts(source: Source) -> list[int]:
+    """The rows of each file, many files at once. Raises ``SourceError``."""
+    return _of_each(source, source.row_count)
+
+
+def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -> list[_Int64s]:
+    """``source.blocks`` of each file: from ``index_dir`` where they are kept there, else many files at once.
+
+    What is kept is known by the spec and by path, size, fingerprint and (of local files) time of modification of each
+    file; one that is damaged is made again, with a line in the log. Raises ``SourceError``.
+    """
+    files = len(source.shards)
+    key = _key(spec, source.shards, base_dir) if files >= KEPT_FILES else None
+    cache = index_dir / f"blocks-v{FORMAT}-{key}.npy" if index_dir is not None and key is not None else None
+    if cache is not None:
+        kept = line_index.stored(cache, files)
+        if kept is not None:
+            edges, owners = kept.entries[:-1, 0], kept.entries[:-1, 1]
+            return np.split(edges, np.searchsorted(owners, np.arange(1, files)))
+    found = _of_each(source, source.blocks)
+    if cache is not None:
+        owners = np.repeat(np.arange(files), [len(each) for each in found])
+        rows = sum(int(each[-1]) for each in found)
+        table = np.stack((np.concatenate(found), owners), axis=1)
+        # The last entry says what all of it is about, as that of an index of lines does.
+        line_index.keep(cache, LineIndex(np.vstack((table, np.array([[rows, files]], np.int64)))))
+    return found
+
+
+def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:
+    files = len(source.shards)
+    progress = _Progress(source.shards[0].path, files)
+
+    def asked(shard: int) -> _Out:
+        found = ask(shard)
+        progress.one_more()
+        return found
+
+    if files < KEPT_FILES:
+        return [asked(shard) for shard in range(files)]
+    return in_threads(asked, range(files), remote=any(is_remote(shard.path) for shard in source.shards))
+
+
+def _key(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> str | None:
+    """None where a file is not there: whoever asks for its rows says so."""
+
+    def described(shard: Shard) -> str:
+        modified = "" if is_remote(shard.path) else (base_dir / shard.path).stat().st_mtime_ns
+        return f"{shard.path}\n{shard.size}\n{shard.fingerprint}\n{modified}\n"
+
+    try:
+        lines = in_threads(described, shards)
+    except OSError:
+        return None
+    return xxhash.xxh3_128_hexdigest("\n".join([str(spec), *lines]).encode())
+
+
+class _Progress:
+    """Thread-safe."""
+
+    def __init__(self, first: str, files: int) -> None:
+        self._first = first
+        self._files = files
+        self._done = 0
+        self._lock = threading.Lock()
+        self._say_at = time.monotonic() + PROGRESS_S
+
+    def one_more(self) -> None:
+        with self._lock:
+            self._done += 1
+            if time.monotonic() < self._say_at:
+                return
+            self._say_at += PROGRESS_S
+            done = self._done
+        _log.info("looking up where rows lie: %d of %d files (the first is %s)", done, self._files, self._first)
