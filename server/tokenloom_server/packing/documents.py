@@ -226,8 +226,17 @@ class Documents:
                     return
                 rows = rows.cut(0, min(left, len(rows.column)))
                 left -= len(rows.column)
-            piece = self._piece(at.epoch, at.shard, rows)
+            fault = None
+            try:
+                piece = self._piece(at.epoch, at.shard, rows)
+            except TokenizerError as error:
+                if not error.at:
+                    raise
+                # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
+                piece, fault = self._piece(at.epoch, at.shard, rows.cut(0, error.at)), error
             yield self._without_excluded(piece, begun) if at.shard in self._excluded else piece
+            if fault is not None:
+                raise fault
 
     def _window(
         self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
@@ -270,7 +279,7 @@ class Documents:
         try:
             documents = self._encoder.encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
-            raise TokenizerError(f"{where}: {error}") from None
+            raise TokenizerError(f"{where}: {error}", error.at) from None
         piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends)
         if not rows.bad and not documents.bad and rows.filtered is None:
             return piece
