@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
 from tokenloom_server import config
 from tokenloom_server.config import RunConfig
@@ -567,7 +568,9 @@ def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
     # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
     outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline", "mask_boundaries"}
     outside |= {"on_bad_row", "max_bad_rows"}
-    inside = {"mixture", "packing", "add_eot"} | {what for what in OTHER_ORDER if what in RunConfig.model_fields}
+    inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
+        what for what in OTHER_ORDER if what in RunConfig.model_fields
+    }
     assert set(RunConfig.model_fields) == outside | inside
 
 
@@ -600,3 +603,117 @@ def test_a_spec_may_contain_colons_in_its_location() -> None:
     found = parsed(flat(["parquet:s3://bucket/a:b/*.parquet:text"])).sources[0].spec
     assert (found.scheme, found.location, found.column) == ("parquet", "s3://bucket/a:b/*.parquet", "text")
     assert str(found) == "parquet:s3://bucket/a:b/*.parquet:text"
+
+
+BATCHED = """
+run: latents
+seed: 7
+batching: {bucket_by: resolution}
+global_batch_size: 8
+mixture:
+  policy: weighted
+  children:
+    - {source: "parquet:data/*.parquet:*", weight: 0.9}
+    - {source: "arrow:data/more:*", weight: 0.1}
+"""
+
+
+def batched(change: Change = lambda _: None) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(BATCHED)
+    change(found)
+    return found
+
+
+def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_batch() -> None:
+    config = parsed(batched())
+    assert (config.sequence_length, config.pick_samples, config.pick_tokens) == (1, 8, 8)
+    assert config.batching is not None
+    assert (config.batching.bucket_column, config.batching.length_of) == ("resolution", None)
+    by_length = parsed(batched(put("batching", {"bucket_by": "length(audio)", "edges": [8, 16], "pad": ["mel"]})))
+    assert by_length.batching is not None
+    assert (by_length.batching.bucket_column, by_length.batching.length_of) == ("audio", "audio")
+    assert by_length.batching.padded == {"audio", "mel"}
+    assert (parsed(mixture()).pick_samples, parsed(mixture()).pick_tokens) == (1, 8)
+
+
+def test_a_batched_run_read_from_its_record_is_the_same() -> None:
+    config = parsed(batched())
+    assert RunConfig.model_validate(config.model_dump()) == config
+    assert config.order_fields() == {
+        "seed": 7,
+        "batching": {"bucket_by": "resolution"},
+        "global_batch_size": 8,
+        "mixture": {
+            "policy": "weighted",
+            "on_exhausted": "drop",
+            "children": [
+                {"weight": "0.9", "source": "parquet:data/*.parquet:*", "epochs": "1"},
+                {"weight": "0.1", "source": "arrow:data/more:*", "epochs": "1"},
+            ],
+        },
+    }
+
+
+BATCHED_ORDER: dict[str, Change] = {
+    "bucket_by": put("batching", {"bucket_by": "aspect"}),
+    "a length": put("batching", {"bucket_by": "length(resolution)"}),
+    "edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8]}),
+    "other edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 9]}),
+    "pad": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8], "pad": ["mel"]}),
+    "columns": put("batching", {"bucket_by": "resolution", "columns": ["latent"]}),
+    "the order of columns": put("batching", {"bucket_by": "resolution", "columns": ["text", "latent"]}),
+    "the same columns the other way round": put("batching", {"bucket_by": "resolution", "columns": ["latent", "text"]}),
+    "dtypes": put("batching", {"bucket_by": "resolution", "dtypes": {"latent": "bfloat16"}}),
+    "global_batch_size": put("global_batch_size", 16),
+}
+BATCHED_ORDER_FIELDS = ("batching", "global_batch_size")
+
+
+def test_the_digest_depends_on_how_batches_are_made() -> None:
+    digests = {what: parsed(batched(change)).digest for what, change in BATCHED_ORDER.items()}
+    digests["as it is"] = parsed(batched()).digest
+    assert len(set(digests.values())) == len(digests)
+
+
+BAD_BATCHED: list[tuple[str, Change, str]] = [
+    ("no global batch size", lambda d: d.pop("global_batch_size"), "global_batch_size: is missing"),
+    ("a global batch size of its own", lambda d: d.pop("batching"), "sequence_length: is missing"),
+    ("a sequence length", put("sequence_length", 8), "sequence_length: does not apply with batching"),
+    ("a tokeniser", put("tokenizer", "bytes"), "tokenizer: does not apply with batching"),
+    ("labels", put("labels", "shifted"), "labels: does not apply with batching"),
+    ("padding of the last step", put("last_step", "pad"), "last_step: does not apply with batching"),
+    ("add_eot of a source", put("mixture.children.0.add_eot", False), "mixture.children.0.add_eot: does not apply"),
+    ("one column", put("mixture.children.0.source", "parquet:a.parquet:b"), "mixture.children.0.source: with batching"),
+    ("lines", put("mixture.children.0.source", "jsonl:a.jsonl:*"), "mixture.children.0.source: 'jsonl' files"),
+    ("edges of a value", put("batching.edges", [8]), "batching: edges: are for lengths"),
+    (
+        "edges that descend",
+        put("batching", {"bucket_by": "length(a)", "edges": [8, 8]}),
+        "batching: edges: 8 stands behind 8; expected them ascending",
+    ),
+    ("padding without edges", put("batching.pad", ["mel"]), "batching: pad: rows are only padded up to edges"),
+    (
+        "a padded column that stays",
+        put("batching", {"bucket_by": "length(a)", "edges": [8], "columns": ["b"]}),
+        "batching: columns: a is padded, but not among those that travel",
+    ),
+    ("a column twice", put("batching.columns", ["a", "a"]), "batching: columns: a stands there twice"),
+    ("no buckets", put("batching.bucket_by", ""), "batching.bucket_by: "),
+    ("another dtype", put("batching.dtypes", {"a": "float16"}), "batching.dtypes.a: "),
+    ("a limit below a batch", put("mixture.children.0.max_tokens", 7), "is less than one sample of 8 tokens"),
+    ("a phase's length", put("phases", [{"sequence_length": 8}]), "phases.0.sequence_length: does not apply"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), [bad[1:] for bad in BAD_BATCHED], ids=[bad[0] for bad in BAD_BATCHED])
+def test_what_makes_no_batches_is_refused(change: Change, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(batched(change))
+    assert f"mixture.yaml: {says}" in str(caught.value) or says in str(caught.value).splitlines()[0]
+
+
+def test_batching_has_its_own_fields_alone() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size: is for batching"):
+        parsed(changed(put("global_batch_size", 8)))
+    with pytest.raises(ConfigError, match=r"children.0.source: the column .\*. is for batching"):
+        parsed(changed(put("mixture.children.0.source", "parquet:data/code-*.parquet:*")))

@@ -76,6 +76,9 @@ class Layout:
     loss_mask: bool = False
     cu_seqlens: bool = False
 
+    rows: bool = False
+    """Samples are rows in batches from buckets; ``sequence_length`` is 1, and ``id_type`` says nothing."""
+
     @property
     def id_bytes(self) -> int:
         """Width of an id on the wire."""

@@ -64,7 +64,7 @@ class RemoteDataset(IterableDataset[Batch]):
     def __init__(
         self,
         url: str,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,
@@ -303,7 +303,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 credentials=self._credentials,
                 stream=self._stream,
                 topology=self._topology,
-                batch_size=self._batch_size,
+                batch_size=self._batch_size or 0,
                 resume="" if loaded else self._resume,
                 state=loaded.text if loaded else "",
                 position_ids=self._position_ids,

@@ -187,6 +187,9 @@ class Figures:
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        if order.config.batching is not None:
+            given = order.stands_in(source, state.cursor)[1]
+            return given or None, min(1.0, state.cursor.row / given) if given else 0.0
         shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
         if config.lanes > 1:

@@ -62,6 +62,8 @@ class Forking:
         host = self._host
         self._refuse_other_tokens(found)
         theirs, same = self._sources(text, found)
+        if same is None:
+            self._refuse_other_batches(found)
         ours = {source.source for source in host.order.config.sources}
         kept = [source.state for source in theirs if source.spec in ours]
         origin = Origin(
@@ -89,6 +91,37 @@ class Forking:
                 f"the state's tokenizer is {theirs}, this run's is {ours}: places within documents are "
                 "counted in tokens, so a fork needs the same tokeniser and engine"
             )
+
+    def _refuse_other_batches(self, found: Foreign) -> None:
+        """A place among batches from buckets is one only where these are made in the same way."""
+        parent, ours = self._parent(found.run), self._host.order
+        if ours.config.batching is None:
+            return
+        if parent is None:
+            raise SnapshotInvalid(
+                f"whether run {found.run!r} made its batches as this one does cannot be told: serve its mixture file "
+                "with this server, too (tokenloom serve A.yaml B.yaml)"
+            )
+        theirs = parent.order_at(found.sample_index)
+        there = {source.source: source.id for source in theirs.config.sources}
+        compared = [
+            (field, getattr(theirs.config, field), getattr(ours.config, field))
+            for field in ("batching", "global_batch_size", "seed")
+        ]
+        for source in ours.config.sources:
+            known = there.get(source.source)
+            if known is not None:
+                # The buckets of a source's batches are drawn by its number.
+                compared += [
+                    (f"{source.source!r}: place in the mixture (source id)", known, source.id),
+                    (f"{source.source!r}: files", theirs.shards[known], ours.shards[source.id]),
+                ]
+        for field, before, now in compared:
+            if before != now:
+                raise SnapshotInvalid(
+                    f"{field}: {before!r} in run {found.run!r}, {now!r} in {ours.name!r}: its batches would be others, "
+                    "and a place among them another one; make them the same"
+                )
 
     def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""

@@ -99,7 +99,7 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
     ),
     Figure(
         "tokenloom_source_lost_tokens_total",
-        "Tokens of documents that were cut off.",
+        "Tokens of documents that were cut off; with batching, rows that filled no batch of an epoch that ended.",
         lambda source: source.lost_tokens,
     ),
     Figure(

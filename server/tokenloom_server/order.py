@@ -41,8 +41,9 @@ from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.packing.base import Packer, PackerFactory
+from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window, windowed_samples
+from tokenloom_server.packing.buckets import BucketPacker, Epochs
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.packing.fim import FillInMiddle
@@ -56,6 +57,8 @@ from tokenloom_server.readahead import Late, Pools, ReadAhead
 from tokenloom_server.rules import RowRules
 from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.buckets import Bucketing, bucket_index
+from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
@@ -142,9 +145,11 @@ class Order:
             mixture=tuple(_described(node) for node in config.nodes),
             best_fit=config.packing == "best_fit",
         )
-        self.vocab_size = _vocab_size(config, definition)
-        self.dtype = id_dtype(self.vocab_size)
-        if config.pad_id >= self.vocab_size:
+        self._buckets_lock = threading.Lock()
+        self._epochs: dict[int, Epochs] = {}
+        self.vocab_size = _vocab_size(config, definition) if config.batching is None else 0
+        self.dtype = id_dtype(self.vocab_size) if config.batching is None else np.dtype(np.uint8)
+        if config.batching is None and config.pad_id >= self.vocab_size:
             raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
         first_config = first.config if first is not None else config
         if config.masks_loss and not first_config.masks_loss:
@@ -152,10 +157,12 @@ class Order:
                 "loss_mask: the run began without a source that has one, and its samples have no room for it; begin "
                 "a new run"
             )
+        # Rows that are tensors travel as bytes, about so many a row.
+        width = config.sequence_length + (config.labels == "shifted") if config.batching is None else self._row_bytes()
         #: How samples travel.
         self.form = SampleFormat(
             length=config.sequence_length,
-            width=config.sequence_length + (config.labels == "shifted"),
+            width=width,
             dtype=self.dtype,
             lengths=config.packing != "concat" or config.tail == "pad",
             masked=first_config.masks_loss,
@@ -196,6 +203,8 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        if config.batching is not None:
+            return cls(config, base_dir, index_dir, manifest, None, None, roots=roots)._measured()
         eot_id = _end_of_text_id(config, definition)
         opened = in_threads(
             lambda source: open_source(
@@ -320,19 +329,36 @@ class Order:
                 )
         order._check_masks(len(self.specs))
         for i, source in enumerate(config.sources):
-            if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
+            if (
+                config.batching is None
+                and self.engine is None
+                and source.source not in self.specs
+                and order.open(i).content is Content.TEXT
+            ):
                 raise ConfigError(
                     f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
                     "chosen for it: prepare the source's ids, or begin a new run"
                 )
+        if config.batching is not None:
+            self._hand_on_buckets(order)
         known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
-        order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
+        order.extents = {i: known[i] if i in known else order.measure(i) for i in config.measured_sources}
         return order
 
     def _measured(self) -> Order:
         self._check_masks()
-        self.extents = {source: measure(self, source) for source in self.config.measured_sources}
+        if self.config.batching is not None:
+            for i in range(len(self.config.sources)):
+                self.epochs_of(i)
+        self.extents = {source: self.measure(source) for source in self.config.measured_sources}
         return self
+
+    def measure(self, source_id: int) -> Extent:
+        """One epoch of a source. Raises what ``extents.measure`` does."""
+        if self.config.batching is None:
+            return measure(self, source_id)
+        epochs = self.epochs_of(source_id)
+        return Extent(epochs.batches * epochs.size, 1000)
 
     def check_named(self, config: RunConfig, *paths: str) -> None:
         """That what a changed config names, and these files, lies below a data root, before anything of it is looked
@@ -345,7 +371,7 @@ class Order:
         found = (
             order_warning(source.spec, shards)
             for source, shards in zip(self.config.sources, self.shards, strict=True)
-            if source.shuffle == "none"
+            if source.shuffle == "none" and self.config.batching is None
         )
         return [text for text in found if text is not None]
 
@@ -410,6 +436,8 @@ class Order:
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
+        if self.config.batching is not None:
+            return self._batches
         engine = self._load_engine()
         remote = [any(is_remote(shard.path) for shard in shards) for shards in self.shards]
         # Those of one pipeline, and gone with it.
@@ -455,7 +483,7 @@ class Order:
         """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""
         return self._packer(source_id, state, self.open(source_id), self._load_engine()).parts(count)
 
-    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> Packer:
+    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> DocumentPacker:
         lanes = self.config.sources[source_id].lanes
         if lanes == 1:
             return self._lane(source_id, state, reader, engine)
@@ -469,7 +497,7 @@ class Order:
         reader: Source,
         engine: Engine | None,
         lane: tuple[int, int] = (0, 1),
-    ) -> Packer:
+    ) -> DocumentPacker:
         config = self.config
         documents = self._documents(source_id, reader, engine, state.tally.bad_rows, lane)
         match config.packing:
@@ -499,6 +527,75 @@ class Order:
                 return UnpackedPacker(
                     documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
                 )
+
+    def _batches(self, source_id: int, source_state: SourceState) -> Packer:
+        assert self.config.batching is not None
+        return BucketPacker(
+            self.config.sources[source_id].source,
+            self.features(source_id),
+            self.epochs_of(source_id),
+            source_state,
+            source_id=source_id,
+            padding=self.config.batching,
+        )
+
+    def features(self, source_id: int) -> FeatureSource:
+        """A new reader of a source's rows, of a run with ``batching``."""
+        batching, source = self.config.batching, self.config.sources[source_id]
+        assert batching is not None
+        return FeatureSource(
+            source.spec,
+            self.shards[source_id],
+            self.base_dir,
+            self.traffic,
+            names=batching.columns,
+            dtypes=batching.dtypes,
+        )
+
+    def epochs_of(self, source_id: int) -> Epochs:
+        """The batches of a source, of a run with ``batching``; makes its index of buckets, or takes it from the cache,
+        when it is first asked for."""
+        batching, source = self.config.batching, self.config.sources[source_id]
+        assert batching is not None
+        with self._buckets_lock:
+            found = self._epochs.get(source_id)
+            if found is None:
+                reader = self.features(source_id)
+                bucketing = Bucketing(
+                    batching.bucket_column, batching.length_of is not None, tuple(batching.edges or ())
+                )
+                index = bucket_index(reader, bucketing, self.index_dir, f"source {source.source!r}")
+                found = self._epochs[source_id] = Epochs(
+                    index,
+                    size=self.config.pick_samples,
+                    seed=self.config.seed,
+                    source_id=source_id,
+                    epochs=self.config.epochs[source_id],
+                )
+                _log.info("source %r: %s", source.source, _of_buckets(found))
+                for name, why in reader.left_out.items():
+                    _log.info("column %r does not travel: %s", name, why)
+                if not found.batches:
+                    _log.warning(
+                        "source %r gives nothing: none of its buckets has the %d rows of a batch; take a smaller "
+                        "global_batch_size, or buckets that hold more", source.source, found.size,
+                    )  # fmt: skip
+            return found
+
+    def told_of_buckets(self, source_id: int) -> str:
+        """What a source's buckets give and lose, for people."""
+        return _of_buckets(self.epochs_of(source_id))
+
+    def _hand_on_buckets(self, order: Order) -> None:
+        """What is known of buckets to another order of the run, which makes those of new sources now."""
+        for i, shards in enumerate(order.shards):
+            if i < len(self.shards) and shards == self.shards[i] and order.config.epochs[i] == self.config.epochs[i]:
+                order._epochs[i] = self.epochs_of(i)
+            else:
+                order.epochs_of(i)
+
+    def _row_bytes(self) -> int:
+        return max(self.features(i).sample_bytes() for i in range(len(self.config.sources)))
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
@@ -566,7 +663,13 @@ class Order:
         return self._layout(source_id, reader).counts(len(self.shards[source_id]))
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
-        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
+        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``.
+
+        With ``batching`` a cursor counts the rows that its epoch gave, whatever their files.
+        """
+        if self.config.batching is not None:
+            epochs = self.epochs_of(source_id)
+            return "an epoch of its batches", epochs.batches * epochs.size
         reading = self.reading(source_id, self.open(source_id))
         if reading.windows is not None:
             return f"window {cursor.shard}", reading.rows_in(cursor.shard)
@@ -766,6 +869,15 @@ def _check_files(manifest: Manifest, base_dir: Path, roots: DataRoots) -> None:
         roots.check_paths(f"source {source.spec!r}", base_dir, [shard.path for shard in source.shards])
 
 
+def _of_buckets(epochs: Epochs) -> str:
+    index = epochs.index
+    told = (
+        f"{index.row_count} rows in {len(index.keys)} buckets, {epochs.batches} batches an epoch; "
+        f"{epochs.lost_rows} rows of an epoch fill no batch of {epochs.size}"
+    )
+    return f"{told} ({index.left_out} of them are longer than the last edge)" if index.left_out else told
+
+
 def _described(node: NodeConfig) -> dict[str, Any]:
     """A node for readers of a snapshot who have no mixture file."""
     alias = {} if node.alias is None else {"alias": node.alias}
@@ -805,7 +917,7 @@ def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> in
 
 
 def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:
-    needed = any(config.adds_eot(source) for source in config.sources)
+    needed = config.batching is None and any(config.adds_eot(source) for source in config.sources)
     return end_of_text_id(definition, config.end_of_text_id, needed=needed)
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from tokenloom_server.packing.base import Block, Packer
-from tokenloom_server.packing.origins import Part
 
 #: Threads that make blocks, for each run; never more than the machine has cores.
 MAX_THREADS = 4
@@ -39,9 +38,6 @@ class ReadAhead:
     def dropped_tokens(self) -> int:
         return self._packer.dropped_tokens
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
-        return self._packer.parts(count)
-
     def blocks(self) -> Iterator[Block]:
         yield from _ahead(self._packer.blocks(), self._pool)
 
@@ -62,9 +58,6 @@ class Late:
     @property
     def dropped_tokens(self) -> int:
         return self._packer.dropped_tokens if self._packer is not None else 0
-
-    def parts(self, count: int) -> Iterator[list[Part]]:
-        return self._make().parts(count)
 
     def blocks(self) -> Iterator[Block]:
         opened = None if self._opened is None or self._opened.cancel() else self._opened.result()

@@ -265,23 +265,25 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         owed = _owed(
             node.policy,
             known_nodes[node.id].policy if node.id in known_nodes else None,
-            _kept(node, [before.get(key) for key in keys], found[node.id]),
+            _kept(node, [before.get(key) for key in keys], found[node.id], new.pick_samples),
             [earlier.get(key, 0) for key in keys],
             later[node.id],
-            [child.samples for child in found[node.id]],
-            new.sequence_length,
+            [child.samples // new.pick_samples for child in found[node.id]],
+            new.pick_tokens,
         )
         nodes.append(tuple(replace(child, credit=own) for child, own in zip(found[node.id], owed, strict=True)))
     return replace(state, sources=tuple(sources), nodes=tuple(nodes))
 
 
-def _kept(node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState]) -> list[int]:
+def _kept(
+    node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState], pick_samples: int
+) -> list[int]:
     """The credits of before; 0 for a child that was not there."""
     if node.policy != "round_robin":
         return [was.credit if was is not None else 0 for was in before]
     # A node that sources joined or left counts other samples than before; its turns are what they were.
     return [
-        was.samples + was.credit - is_now.samples if was is not None else 0
+        was.samples // pick_samples + was.credit - is_now.samples // pick_samples if was is not None else 0
         for was, is_now in zip(before, now, strict=True)
     ]
 

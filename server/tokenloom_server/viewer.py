@@ -25,6 +25,8 @@ from tokenloom_proto.resume import NamedSource, sources_of
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.packing.base import Batch, Feature
+from tokenloom_server.packing.buckets import described, size_of
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.remote import ServerUnreachable, token_to_look
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
@@ -52,7 +54,7 @@ class Seen:
     spec: str
     ids: npt.NDArray[np.integer[Any]]
     documents: int
-    #: The rolling digest behind it.
+    #: The rolling digest behind it; of a batch of rows behind its last one.
     digest: str
     #: Total tokens of the run behind it.
     total_tokens: int
@@ -60,9 +62,13 @@ class Seen:
     read: npt.NDArray[np.integer[Any]]
     #: Where documents begin among these, ascending; not where it goes on with one from the sample before.
     starts: tuple[int, ...]
+    #: Of a row that travels as it is, its columns, for people.
+    row: Mapping[str, Any] | None = None
 
     def text(self, decode: Decode | None, most: int | None = None) -> str:
         """Its text, of the first ``most`` tokens if given; its ids where the run has no tokeniser."""
+        if self.row is not None:
+            return json.dumps(self.row, ensure_ascii=False)
         ids = self.ids[:most].tolist()
         return decode(ids) if decode is not None else " ".join(map(str, ids))
 
@@ -72,7 +78,8 @@ class Seen:
             "sample": self.index,
             "source": self.source,
             "spec": self.spec,
-            "tokens": len(self.ids),
+            "tokens": len(self.ids) if self.row is None else 1,
+            **({} if self.row is None else {"row": self.row}),
             "documents": self.documents,
             "digest": self.digest,
             "ids": self.ids.tolist(),
@@ -231,6 +238,11 @@ class Following:
         metadata = self._servers.metadata
         request = wire.JoinRequest(run=self._servers.run, peek=True, world_size=1, batch_size=1, resume=str(self.index))
         joined = stub.Join(request, timeout=_DEADLINE_S, metadata=metadata)
+        if joined.global_batch_size:
+            raise ConfigError(
+                f"run {self._servers.run!r} gives batches of rows (batching), which are tensors and no ids: its files "
+                "are what there is to export"
+            )
         self._begin(joined)
         sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
         seen_all = threading.Event()
@@ -280,12 +292,13 @@ def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, c
             if response.batches.HasField("base"):
                 # A revision may have brought more since the Join.
                 sources |= sources_of(response.batches.base.resume_state)
-            samples += _samples(joined, sources, response.batches)
+            made = _rows if joined.global_batch_size else _samples
+            samples += [seen for seen in made(joined, sources, response.batches) if seen.index >= (at or 0)]
             if len(samples) >= count:
                 break
     finally:
         seen_all.set()
-    return View(run=run, committed=committed, samples=samples, end=end, decode=_decoder(stub, metadata, run))
+    return View(run=run, committed=committed, samples=samples[:count], end=end, decode=_decoder(stub, metadata, run))
 
 
 def _requests(
@@ -297,7 +310,11 @@ def _requests(
             run=run,
             run_uid=joined.run_uid,
             received_through=start,
-            progress=wire.Progress(consumed_through=start, credit_steps=count),
+            # Of batches one more: the sample that was asked for may lie within the first.
+            progress=wire.Progress(
+                consumed_through=start,
+                credit_steps=count if not joined.global_batch_size else count // joined.global_batch_size + 2,
+            ),
             document_starts=True,
             peek=True,
             batch_size=1,
@@ -341,6 +358,32 @@ def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batc
             read=ids,
             starts=tuple(start - begin for start in starts),
         )
+
+
+def _rows(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
+    """The samples of a message whose steps are batches of rows."""
+    size, at, data = joined.global_batch_size, 0, memoryview(batches.ids)
+    nothing = np.empty(0, np.uint8)
+    for number, (step, bucket) in enumerate(zip(batches.steps, batches.buckets, strict=True)):
+        batch = Batch(
+            bucket.name, tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
+        )
+        source = sources[batches.source_ids[number * size]]
+        for place in range(size):
+            own = bucket.sample_bytes[place] if bucket.sample_bytes else size_of(batch, data[at:])
+            yield Seen(
+                index=step.end_index - size + place,
+                source=source.alias,
+                spec=source.spec,
+                ids=nothing,
+                documents=1,
+                digest=step.digest,
+                total_tokens=step.total_tokens,
+                read=nothing,
+                starts=(),
+                row={"bucket": batch.bucket, **described(batch, data[at : at + own])},
+            )
+            at += own
 
 
 def _decoder(stub: DataLoaderStub, metadata: _Metadata, run: str) -> Decode | None:

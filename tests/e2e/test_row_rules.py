@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,8 @@ def get(server: ServerProcess, path: str) -> Any:
     return httpx.get(f"{server.rest_url}{path}", trust_env=False, timeout=60).raise_for_status().json()
 
 
-def test_the_example_of_the_docs_runs_and_its_rows_are_told(
-    tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block("python"), "rows.md", "exec"), {})
+def test_the_example_of_the_docs_runs_and_its_rows_are_told(tmp_path: Path, start_server: StartServer) -> None:
+    subprocess.run([sys.executable, "-c", block("python")], cwd=tmp_path, check=True)
     (tmp_path / "mixture.yaml").write_text(block("yaml"), encoding="utf-8")
     server = start_server(tmp_path / "mixture.yaml")
     with World(server.url("rows"), 1, 4) as world:

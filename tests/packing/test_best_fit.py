@@ -295,7 +295,7 @@ def test_bad_and_filtered_rows_and_masks_go_with_every_packing(
         {"ids": [5 + i] * (1 + i % 7), "mask": [i % 2] * (1 + i % 7), "score": i % 4 / 4}
         if i % 11 != 5
         else {"ids": "bad", "mask": [], "score": 1.0}
-        for i in range(33)
+        for i in range(34)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"source": "jsonl:rows.jsonl:ids", "filter": "score > 0.2", "on_bad_row": "skip", "epochs": 2} | drawn
@@ -317,7 +317,7 @@ def test_bad_and_filtered_rows_and_masks_go_with_every_packing(
     counted = [bin(int.from_bytes(raw[-order.form.mask_bytes :], "little")).count("1") for raw in found]
     assert sum(counted) == 2 * sum(len(row["ids"]) + 1 for row in kept if row["mask"][0])
     end = states[-1].sources[0].tally
-    assert (end.bad_rows, end.filtered_rows) == (6, 2 * (33 - 3 - len(kept)))
+    assert (end.bad_rows, end.filtered_rows) == (6, 2 * (len(rows) - 3 - len(kept)))
     for k, state in enumerate(states[:-1]):
         again = order.pipeline(order.decode(order.encode(state)))
         again.advance(1 if k % 8 else 10**6)

@@ -69,7 +69,9 @@ def reading_of(kind: str, source: Numbered, window_rows: int = 7, seed: int = SE
             return FileOrder(source)
         case "shards":
             return ShuffledFiles(source, seed, SOURCE_ID)
-    return Windows(Layout.of(source), seed, SOURCE_ID, window_rows)
+    return Windows(
+        Layout.of([source.blocks(shard) for shard in range(len(source.shards))]), seed, SOURCE_ID, window_rows
+    )
 
 
 def documents_of(

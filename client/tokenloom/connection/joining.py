@@ -134,7 +134,15 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
 
 
 def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
-    if answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED):
+    of_rows = answer.global_batch_size > 0
+    if of_rows and (request.position_ids or request.document_ids):
+        raise ProtocolError(
+            f"{request.address} gives batches of rows from buckets, which have no documents: leave position_ids and "
+            "document_ids out"
+        )
+    if not of_rows and (
+        answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED)
+    ):
         raise ProtocolError(
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
@@ -144,9 +152,10 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         generation=answer.generation,
         start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
         layout=Layout(
-            batch_size=request.batch_size,
+            batch_size=answer.batch_size or request.batch_size,
             sequence_length=answer.sequence_length,
-            id_type=np.dtype(f"<u{int(answer.id_type)}").str,
+            id_type=np.dtype(f"<u{int(answer.id_type) or 1}").str,
+            rows=of_rows,
             shifted=answer.labels == wire.LABELS_SHIFTED,
             position_ids=request.position_ids,
             document_ids=request.document_ids,

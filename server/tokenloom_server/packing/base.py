@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.packing.origins import Part
+from tokenloom_server.sources.features import item_bytes
 from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
 
@@ -25,6 +27,28 @@ class Place(NamedTuple):
     def of(cls, state: SourceState) -> Place:
         """The place of a state."""
         return cls(state.cursor, state.rows, state.tally, state.lanes)
+
+
+class Feature(NamedTuple):
+    """A column of a batch of rows: ``dtype`` by its torch name, and the shape of each sample's tensor; ``string`` and
+    ``binary`` have none."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes of the part of a sample that has one size: of a text, its own size in bytes (uint32)."""
+        size = item_bytes(self.dtype)
+        return math.prod(self.shape) * size if size else 4
+
+
+class Batch(NamedTuple):
+    """What a batch of rows is made of: its bucket's name, and the columns, as they lie in each sample's bytes."""
+
+    bucket: str
+    features: tuple[Feature, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +70,8 @@ class Places:
     tallies: npt.NDArray[np.int64]
     #: Whether a document that begins with the next sample does so in this one, too, which has its first id as a label.
     overlaps: bool = False
+    #: Of a block that is a batch of rows.
+    batch: Batch | None = field(default=None, kw_only=True)
 
     def behind(self, sample: int) -> Place:
         """Where the source stands behind a sample (its number within the source)."""
@@ -83,12 +109,16 @@ class Packer(Protocol):
     def blocks(self) -> Iterator[Block]:
         """Blocks until the source is out."""
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
-        """What each of the next ``count`` samples is made of, by reading their rows; fewer where the source ends."""
-
     @property
     def dropped_tokens(self) -> int:
         """The tail that filled no sample; valid once ``blocks`` ended."""
+
+
+class DocumentPacker(Packer, Protocol):
+    """One whose samples are documents' tokens."""
+
+    def parts(self, count: int) -> Iterator[list[Part]]:
+        """What each of the next ``count`` samples is made of, by reading their rows; fewer where the source ends."""
 
 
 #: Builds the packer of a source (by id) that goes on from a state.

@@ -35,7 +35,7 @@ class Window(NamedTuple):
 
 
 class BestFitPacker:
-    """Implements ``Packer``."""
+    """Implements ``DocumentPacker``."""
 
     #: Every document is in a sample.
     dropped_tokens = 0

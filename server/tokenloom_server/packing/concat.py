@@ -21,7 +21,7 @@ from tokenloom_server.state import SourceState
 
 
 class ConcatPacker:
-    """Implements ``Packer``."""
+    """Implements ``DocumentPacker``."""
 
     def __init__(
         self,

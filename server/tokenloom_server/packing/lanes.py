@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.packing.base import Block, Packer, Place, Places
+from tokenloom_server.packing.base import Block, DocumentPacker, Packer, Place, Places
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.state import Lane, SourceState, Tally
 
@@ -92,9 +92,9 @@ class _Lane:
 
 
 class LanesPacker:
-    """Implements ``Packer`` around those of the lanes."""
+    """Implements ``DocumentPacker`` around those of the lanes."""
 
-    def __init__(self, packers: Sequence[Packer], state: SourceState) -> None:
+    def __init__(self, packers: Sequence[DocumentPacker], state: SourceState) -> None:
         """``packers`` go on from the ``lane_state`` of their lanes."""
         self._packers = packers
         self._state = state

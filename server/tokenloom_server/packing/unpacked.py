@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 22
 
 
 class UnpackedPacker:
-    """Implements ``Packer``."""
+    """Implements ``DocumentPacker``."""
 
     #: Every row is in a sample; what is cut off is told by the tally.
     dropped_tokens = 0
