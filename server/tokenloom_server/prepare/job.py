@@ -108,6 +108,11 @@ class Job:
 
         Raises ``ConfigError`` where there is nothing to prepare, ``SourceError`` and ``TokenizerError``.
         """
+        if config.batching is not None:
+            raise ConfigError(
+                f"run {config.run!r} gives batches of rows (batching), which are tensors already: there is nothing to "
+                "tokenise"
+            )
         order = Order.create(_reading(config, shuffled), base_dir, index_dir, roots, engines=threads)
         job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)
         if not job.sources:
