@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from support.corpora import (
     id_rows,
@@ -68,6 +71,22 @@ def _npy(folder: Path) -> str:
     return "npy:*.npy"
 
 
+def _gzip(folder: Path) -> str:
+    for shard, rows in enumerate(TEXTS):
+        content = "".join(json.dumps({"meta": {"text": row}}) + "\n" for row in rows)
+        (folder / f"{shard}.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    return "jsonl:*.jsonl.gz:meta.text"
+
+
+def _remote(folder: Path) -> str:
+    written = fsspec.filesystem("memory")
+    place = f"/{folder.name}-{uuid.uuid4().hex}"
+    for shard, rows in enumerate(IDS):
+        write_parquet(folder / "local.parquet", rows)
+        written.pipe(f"{place}/{shard}.parquet", (folder / "local.parquet").read_bytes())
+    return f"parquet:memory:/{place}/*.parquet:ids"
+
+
 #: Makes the files of a source below a folder, and returns its spec.
 SCHEMES: dict[str, Callable[[Path], str]] = {
     "parquet": _parquet,
@@ -76,6 +95,8 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "arrow": _arrow,
     "megatron": _megatron,
     "npy": _npy,
+    "gzip": _gzip,
+    "remote": _remote,
 }
 #: Options of the source.
 SHUFFLES: dict[str, dict[str, Any]] = {
@@ -89,6 +110,11 @@ SHUFFLES: dict[str, dict[str, Any]] = {
 PACKINGS: dict[str, dict[str, Any]] = {
     "concat": {},
     "concat, shifted": {"labels": "shifted"},
+    "concat, tail padded": {"labels": "shifted", "tail": "pad", "padding": "left"},
+    "best fit": {"packing": "best_fit"},
+    "best fit, shifted, in windows": {"packing": "best_fit", "pack_window_rows": 5, "labels": "shifted"},
+    "unpacked": {"packing": "none"},
+    "unpacked, split": {"packing": "none", "long_rows": "split", "padding": "left"},
 }
 
 
