@@ -79,6 +79,7 @@ class BestFitPacker:
                 yield self._block(window, packed, here, number, rows + passed - passed[emitted], tallies)
             number += count
             rows += int(passed[-1] - passed[emitted]) if every else window.rows
+            del window, packed
 
     def parts(self, count: int) -> Iterator[list[Part]]:
         """What each of the next ``count`` samples is made of."""
@@ -111,6 +112,8 @@ class BestFitPacker:
                     "tokeniser are not what the run began with; put them back, or begin a new run"
                 )
             yield window, packed, emitted
+            # Not to be held while the next one is read.
+            del window, packed
             emitted = 0
 
     def _rows(self) -> Iterator[_Rows]:
