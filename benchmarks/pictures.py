@@ -9,10 +9,13 @@ on dark pages: the background is transparent, and nothing is black or white.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from benchmarks.results import FOLDER, ROOT, Result, Row, newest
 
@@ -174,6 +177,18 @@ def peers(path: Path, folder: Path) -> None:
             axes.margins(x=0.15)
             title = {"ids": "ids (W1)", "text": "text (W2)"}[data]
             axes.set_title(f"{title}: M tokens per CPU-second", loc="left", fontsize=10)
+
+
+def places(path: Path, ways: Mapping[str, npt.NDArray[np.int64]], points: int) -> None:
+    """Where the samples of an order lie in the files, a panel for each way to read them; so many points in each."""
+    with _picture(path, len(ways)) as panels:
+        for axes, (way, found) in zip(panels, ways.items(), strict=True):
+            at = np.linspace(0, len(found) - 1, min(points, len(found))).astype(np.int64)
+            # As dots of an image: as lines of text they would be a megabyte.
+            axes.plot(at, found[at], ".", markersize=2, color=COLOURS[0], rasterized=True)
+            axes.set_title(way, loc="left", fontsize=10)
+            axes.set_xlabel("sample")
+            axes.set_ylabel("its place in the files")
 
 
 def _data(row: Row) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
 from tokenloom_server import config
 from tokenloom_server.config import RunConfig
@@ -57,6 +59,17 @@ def scheduled(points: Any, **node: Any) -> Change:
     return change
 
 
+def packed(packing: str, *, loss_mask: str | None = None, **fields: Any) -> Change:
+    """Another packing, with options of its own."""
+
+    def change(document: dict[str, Any]) -> None:
+        document |= {"packing": packing} | fields
+        if loss_mask is not None:
+            document["mixture"]["children"][0]["loss_mask"] = loss_mask
+
+    return change
+
+
 BAD = [
     ("sequenze_length", 8, "unknown key"),
     ("mixture.children.0.epoch", 2, "unknown key"),
@@ -75,6 +88,13 @@ BAD = [
     ("mixture.children.0.source", "parquet::text", "no part empty"),
     ("mixture.children.0.source", "parquet:x:", "no part empty"),
     ("mixture.children.0.source", "txt:a.txt:body", "'body' was asked for"),
+    ("mixture.children.0.source", "hf:org/name:train", "the split or the column is missing"),
+    ("mixture.children.0.source", "hf:org/name:train[:10%]:text", "expected a whole split such as 'train'"),
+    ("mixture.children.0.source", "hf:org/name@:train:text", "the revision is ''"),
+    ("mixture.children.0.source", "hf:org/name@../x:train:text", "the revision is '../x'"),
+    ("mixture.children.0.source", "hf:org//x:train:text", "the repository is 'org/'"),
+    ("mixture.children.0.source", "hf:org/name/:train:text", "the config is ''"),
+    ("mixture.children.0.source", "hf:../name:train:text", "the repository is '../name'"),
     ("mixture.children.0.source", "", "the scheme is ''"),
     ("mixture.children.0.source", 7, "valid string"),
     ("mixture.children.2.children.0.source", CODE, "mixture.children.0"),
@@ -91,7 +111,20 @@ BAD = [
     ("mixture", [], "valid dictionary"),
     ("tokenizer", None, "expected a tokenizer.json"),
     ("labels", "next", "'same' or 'shifted'"),
-    ("packing", "best_fit", "'concat'"),
+    ("packing", "greedy", "'concat', 'best_fit' or 'none'"),
+    ("tail", "keep", "'drop' or 'pad'"),
+    ("long_rows", "drop", "'truncate' or 'split'"),
+    ("padding", "both", "'right' or 'left'"),
+    ("long_rows", "split", "it is for packing: none; leave it out"),
+    ("pack_window_rows", 16, "it is for packing: best_fit; leave it out"),
+    ("pack_window_rows", 0, ""),
+    ("pack_window_tokens", 2**13, "it is for packing: best_fit; leave it out"),
+    ("padding", "left", "it is for samples that are padded (packing: best_fit or none, or tail: pad); leave it out"),
+    ("pad_id", 3, "it is for samples that are padded"),
+    ("pad_id", -1, ""),
+    ("mask_boundaries", 1, ""),
+    ("mixture.children.0.loss_mask", "mask", "mixture.children.0.loss_mask: is for packing: none or best_fit"),
+    ("mixture.children.0.loss_mask", "", ""),
     ("last_step", "keep", "'drop' or 'pad'"),
     ("add_eot", "never", ""),
     ("add_bos", "auto", ""),
@@ -101,6 +134,8 @@ BAD = [
     ("end_of_text_id", -1, ""),
     ("window_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
+    ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
+    ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "should match pattern"),
     ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
@@ -248,6 +283,20 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         config.load(tmp_path / "latin.yaml")
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"packing": "best_fit", "tail": "pad"}, "tail: found 'pad', but it is for packing: concat"),
+        ({"packing": "best_fit", "pack_window_tokens": 7}, "pack_window_tokens: 7 do not fill a sample of 8 tokens"),
+        ({"packing": "none", "vocab_size": 300, "pad_id": 300}, "pad_id: 300 is not below vocab_size 300"),
+        ({"packing": "none", "pack_window_rows": 7}, "pack_window_rows: found 7, but it is for packing: best_fit"),
+    ],
+)
+def test_options_of_another_packing_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parsed(mixture(**fields))
+
+
 def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL)
@@ -383,6 +432,7 @@ SAME_ORDER: dict[str, Change] = {
     "a number as text": put("mixture.children.1.epochs", "2"),
     "the window": put("window_steps", 9),
     "what becomes of the last step": put("last_step", "pad"),
+    "which labels count": put("mask_boundaries", True),
     "the tokeniser's path (its content is digested elsewhere)": put("tokenizer", "./elsewhere/tokenizer.json"),
     "the root's weight, which has no siblings": put("mixture.weight", 3),
     "what becomes of bad rows": lambda d: d.update(on_bad_row="skip", max_bad_rows=3),
@@ -392,6 +442,13 @@ SAME_ORDER: dict[str, Change] = {
 }
 DEFAULTS = {
     "packing": "concat",
+    "tail": "drop",
+    "pack_window_rows": 8192,
+    "pack_window_tokens": 4194304,
+    "long_rows": "truncate",
+    "padding": "right",
+    "pad_id": 0,
+    "mixture.children.0.loss_mask": None,
     "labels": "same",
     "add_bos": False,
     "add_eot": True,
@@ -414,6 +471,7 @@ DEFAULTS = {
     "mixture.interpolate": "linear",
     "mixture.children.0.max_tokens": None,
     "mixture.children.0.on_exhausted": None,
+    "mixture.children.0.commit": None,
     "mixture.children.0.shuffle": "none",
     "mixture.children.0.shuffle_window_rows": 65_536,
     "mixture.children.0.lanes": 1,
@@ -424,6 +482,16 @@ OTHER_ORDER: dict[str, Change] = {
     "seed": put("seed", 8),
     "sequence_length": put("sequence_length", 9),
     "labels": put("labels", "shifted"),
+    "packing, by best fit": packed("best_fit"),
+    "pack_window_rows": packed("best_fit", pack_window_rows=8191),
+    "pack_window_tokens": packed("best_fit", pack_window_tokens=8192),
+    "no packing": packed("none"),
+    "long_rows": packed("none", long_rows="split"),
+    "padding": packed("none", padding="left"),
+    "pad_id": packed("none", pad_id=1),
+    "a loss mask": packed("none", loss_mask="mask"),
+    "another loss mask": packed("none", loss_mask="masks"),
+    "tail": put("tail", "pad"),
     "special_tokens_in_text": put("special_tokens_in_text", "parse"),
     "vocab_size": put("vocab_size", 300),
     "end_of_text_id": put("end_of_text_id", 1),
@@ -505,9 +573,11 @@ def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
 
 def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
     # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
-    outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline"}
+    outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline", "mask_boundaries"}
     outside |= {"on_bad_row", "max_bad_rows"}
-    inside = {"mixture", "packing", "add_eot"} | {what for what in OTHER_ORDER if what in RunConfig.model_fields}
+    inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
+        what for what in OTHER_ORDER if what in RunConfig.model_fields
+    }
     assert set(RunConfig.model_fields) == outside | inside
 
 
@@ -540,3 +610,117 @@ def test_a_spec_may_contain_colons_in_its_location() -> None:
     found = parsed(flat(["parquet:s3://bucket/a:b/*.parquet:text"])).sources[0].spec
     assert (found.scheme, found.location, found.column) == ("parquet", "s3://bucket/a:b/*.parquet", "text")
     assert str(found) == "parquet:s3://bucket/a:b/*.parquet:text"
+
+
+BATCHED = """
+run: latents
+seed: 7
+batching: {bucket_by: resolution}
+global_batch_size: 8
+mixture:
+  policy: weighted
+  children:
+    - {source: "parquet:data/*.parquet:*", weight: 0.9}
+    - {source: "arrow:data/more:*", weight: 0.1}
+"""
+
+
+def batched(change: Change = lambda _: None) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(BATCHED)
+    change(found)
+    return found
+
+
+def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_batch() -> None:
+    config = parsed(batched())
+    assert (config.sequence_length, config.pick_samples, config.pick_tokens) == (1, 8, 8)
+    assert config.batching is not None
+    assert (config.batching.bucket_column, config.batching.length_of) == ("resolution", None)
+    by_length = parsed(batched(put("batching", {"bucket_by": "length(audio)", "edges": [8, 16], "pad": ["mel"]})))
+    assert by_length.batching is not None
+    assert (by_length.batching.bucket_column, by_length.batching.length_of) == ("audio", "audio")
+    assert by_length.batching.padded == {"audio", "mel"}
+    assert (parsed(mixture()).pick_samples, parsed(mixture()).pick_tokens) == (1, 8)
+
+
+def test_a_batched_run_read_from_its_record_is_the_same() -> None:
+    config = parsed(batched())
+    assert RunConfig.model_validate(config.model_dump()) == config
+    assert config.order_fields() == {
+        "seed": 7,
+        "batching": {"bucket_by": "resolution"},
+        "global_batch_size": 8,
+        "mixture": {
+            "policy": "weighted",
+            "on_exhausted": "drop",
+            "children": [
+                {"weight": "0.9", "source": "parquet:data/*.parquet:*", "epochs": "1"},
+                {"weight": "0.1", "source": "arrow:data/more:*", "epochs": "1"},
+            ],
+        },
+    }
+
+
+BATCHED_ORDER: dict[str, Change] = {
+    "bucket_by": put("batching", {"bucket_by": "aspect"}),
+    "a length": put("batching", {"bucket_by": "length(resolution)"}),
+    "edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8]}),
+    "other edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 9]}),
+    "pad": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8], "pad": ["mel"]}),
+    "columns": put("batching", {"bucket_by": "resolution", "columns": ["latent"]}),
+    "the order of columns": put("batching", {"bucket_by": "resolution", "columns": ["text", "latent"]}),
+    "the same columns the other way round": put("batching", {"bucket_by": "resolution", "columns": ["latent", "text"]}),
+    "dtypes": put("batching", {"bucket_by": "resolution", "dtypes": {"latent": "bfloat16"}}),
+    "global_batch_size": put("global_batch_size", 16),
+}
+BATCHED_ORDER_FIELDS = ("batching", "global_batch_size")
+
+
+def test_the_digest_depends_on_how_batches_are_made() -> None:
+    digests = {what: parsed(batched(change)).digest for what, change in BATCHED_ORDER.items()}
+    digests["as it is"] = parsed(batched()).digest
+    assert len(set(digests.values())) == len(digests)
+
+
+BAD_BATCHED: list[tuple[str, Change, str]] = [
+    ("no global batch size", lambda d: d.pop("global_batch_size"), "global_batch_size: is missing"),
+    ("a global batch size of its own", lambda d: d.pop("batching"), "sequence_length: is missing"),
+    ("a sequence length", put("sequence_length", 8), "sequence_length: does not apply with batching"),
+    ("a tokeniser", put("tokenizer", "bytes"), "tokenizer: does not apply with batching"),
+    ("labels", put("labels", "shifted"), "labels: does not apply with batching"),
+    ("padding of the last step", put("last_step", "pad"), "last_step: does not apply with batching"),
+    ("add_eot of a source", put("mixture.children.0.add_eot", False), "mixture.children.0.add_eot: does not apply"),
+    ("one column", put("mixture.children.0.source", "parquet:a.parquet:b"), "mixture.children.0.source: with batching"),
+    ("lines", put("mixture.children.0.source", "jsonl:a.jsonl:*"), "mixture.children.0.source: 'jsonl' files"),
+    ("edges of a value", put("batching.edges", [8]), "batching: edges: are for lengths"),
+    (
+        "edges that descend",
+        put("batching", {"bucket_by": "length(a)", "edges": [8, 8]}),
+        "batching: edges: 8 stands behind 8; expected them ascending",
+    ),
+    ("padding without edges", put("batching.pad", ["mel"]), "batching: pad: rows are only padded up to edges"),
+    (
+        "a padded column that stays",
+        put("batching", {"bucket_by": "length(a)", "edges": [8], "columns": ["b"]}),
+        "batching: columns: a is padded, but not among those that travel",
+    ),
+    ("a column twice", put("batching.columns", ["a", "a"]), "batching: columns: a stands there twice"),
+    ("no buckets", put("batching.bucket_by", ""), "batching.bucket_by: "),
+    ("another dtype", put("batching.dtypes", {"a": "float16"}), "batching.dtypes.a: "),
+    ("a limit below a batch", put("mixture.children.0.max_tokens", 7), "is less than one sample of 8 tokens"),
+    ("a phase's length", put("phases", [{"sequence_length": 8}]), "phases.0.sequence_length: does not apply"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), [bad[1:] for bad in BAD_BATCHED], ids=[bad[0] for bad in BAD_BATCHED])
+def test_what_makes_no_batches_is_refused(change: Change, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(batched(change))
+    assert f"mixture.yaml: {says}" in str(caught.value) or says in str(caught.value).splitlines()[0]
+
+
+def test_batching_has_its_own_fields_alone() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size: is for batching"):
+        parsed(changed(put("global_batch_size", 8)))
+    with pytest.raises(ConfigError, match=r"children.0.source: the column .\*. is for batching"):
+        parsed(changed(put("mixture.children.0.source", "parquet:data/code-*.parquet:*")))

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import tokenloom
 import yaml
-from tokenloom_server import config, errors, extents, peeking, picture, traced, tracing
+from tokenloom_server import config, errors, exporting, extents, peeking, picture, traced, tracing, viewer
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
@@ -20,6 +20,7 @@ from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
 from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.peeking import MAX_PEEKS
 from tokenloom_server.planning import stretches
+from tokenloom_server.prepare import shards
 from tokenloom_server.rest_api.app import MAX_PLANS, create_app
 from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
 from tokenloom_server.rest_api.http import MAX_CONNECTIONS
@@ -139,6 +140,14 @@ def test_the_bounds_of_traces_are_in_the_reference() -> None:
     assert all(f"`{status}`" in section for status in get_args(traced.Status))
 
 
+def test_the_bounds_of_prepared_shards_and_exports_are_in_the_reference() -> None:
+    section = REFERENCE.split("## Prepared shards")[1].split("\n## ")[0]
+    assert all(f" {bound:,} " in section for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS))
+    section = REFERENCE.split("## Exports")[1].split("\n## ")[0]
+    assert f" {exporting.BATCH_IDS:,} " in section
+    assert f"| {viewer.PATIENCE_S:g} s " in section
+
+
 def test_the_bound_of_skips_is_in_the_reference() -> None:
     assert f"{MAX_SKIPPED_TOKENS:,} tokens" in REFERENCE.split("## Skips")[1].split("\n## ")[0]
 
@@ -194,7 +203,11 @@ def test_every_setting_of_the_entry_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md", "docs/reference.md"]
+    "name",
+    [
+        *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md"),
+        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    ],
 )
 def test_links_between_the_documents_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +19,18 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-from support.corpora import numbers, order_of
+from support.corpora import numbers, order_of, parsed
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.order import Order
 from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.pipeline import BatchPlan
 from tokenloom_server.state import Cursor, State
+from tokenloom_server.suspects import Suspect
 
 EOT = 256  # of the `bytes` tokeniser
 LENGTH = 8
@@ -445,3 +452,66 @@ def test_damage_of_a_page_is_never_skipped(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"'data/a.parquet' cannot be read in row group 0 \(.*checksum"):
         order = order_over(tmp_path, Case("parquet", "text", {}))
         list(samples_from(order, order.initial()))
+
+
+#: Makes engines crash as native code does, in whatever Python starts from now on.
+DEADLY = """
+import ctypes
+from tokenloom_server.tokenizer import engine
+
+def deadly(kind):
+    encode = kind.encode
+    def encoded(self, texts):
+        if any("this one kills" in text for text in texts.to_pylist()):
+            ctypes.string_at(0)
+        return encode(self, texts)
+    kind.encode = encoded
+
+for kind in (engine.GigatokenEngine, engine.TokenizersEngine):
+    deadly(kind)
+"""
+
+
+@pytest.mark.parametrize("policy", ["skip", "fail"])
+def test_a_document_at_which_both_engines_crash_is_a_bad_row(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    texts = [f"row {i} of some" for i in range(12)]
+    trainer = BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts[5] += ", and this one kills"
+    (tmp_path / "a.txt").write_text("".join(text + "\n" for text in texts))
+    # As two servers that died of these rows leave it behind.
+    (tmp_path / "index").mkdir()
+    suspect = Suspect(0, 0, 0, len(texts), deaths=2)
+    (tmp_path / "index/rows@suspects.json").write_text(json.dumps([asdict(suspect)]))
+    document = {
+        "run": "rows",
+        "tokenizer": "tokenizer.json",
+        "sequence_length": LENGTH,
+        "on_bad_row": policy,
+        "mixture": {"policy": "sequential", "children": [{"source": "txt:a.txt:text"}]},
+    }
+    order = Order.create(parsed(document), tmp_path, tmp_path / "index")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(DEADLY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    try:
+        if policy == "fail":
+            with pytest.raises(TokenizerError, match=r"a\.txt: row 5: a process that encodes") as caught:
+                list(samples_from(order, order.initial()))
+            assert "or set on_bad_row: skip" in str(caught.value)
+            return
+        whole = list(samples_from(order, order.initial()))
+    finally:
+        order.close()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    known = [token for i, text in enumerate(texts) if i != 5 for token in [*tokenizer.encode(text).ids, end]]
+    assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
+    assert len(known) - len(whole) * LENGTH < LENGTH
+    assert whole[-1][1].sources[0].tally.bad_rows == 1

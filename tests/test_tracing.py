@@ -124,6 +124,16 @@ DOCUMENTS = {
     "with begins": mixture(add_bos=True, sequence_length=5),
     "without ends": flat([CODE, WIKI], add_eot=False, sequence_length=2),
     "long": mixture(sequence_length=64),
+    "shuffled": mixture(
+        mixture={
+            "policy": "weighted",
+            "children": [
+                {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5, "epochs": 2},
+                {"source": PROSE, "shuffle": "shards"},
+                {"source": DOCS, "shuffle": "rows"},
+            ],
+        }
+    ),
     "shifted, fractions of epochs": mixture(
         labels="shifted",
         sequence_length=3,
@@ -135,7 +145,7 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["nested", "shifted", "long", "shifted, fractions of epochs"])
+@pytest.mark.parametrize("name", ["nested", "shifted", "long", "shuffled", "shifted, fractions of epochs"])
 def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Path, name: str) -> None:
     with serving(folder, tmp_path, DOCUMENTS[name]) as served:
         order = served.host.order

@@ -14,9 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from tokenloom.batch import Batch, Message
+from tokenloom.batch import Batch
 from tokenloom.columns import Columns
 from tokenloom.errors import Fenced, ServerUnavailable
 from tokenloom.snapshot import Point
@@ -39,7 +39,14 @@ STARVED_S = 0.01
 TICK_S = 1.0
 
 #: Where the trainer stands after a step, and the step's place in its message.
-Step: TypeAlias = tuple[Point, Message, int]
+Step: TypeAlias = tuple[Point, "Steps", int]
+
+
+class Steps(Protocol):
+    """The steps of a message."""
+
+    def batch(self, step: int, columns: Columns) -> Batch:
+        """The batch of a step, counted from 0 in the message."""
 
 
 class StepBuffer:

@@ -68,7 +68,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch", "skipped_samples")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch", "skipped_samples", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,12 @@ class JoinResponse(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PADS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASKS_FIELD_NUMBER: _ClassVar[int]
+    MASK_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     generation: int
     start_index: int
@@ -99,7 +105,35 @@ class JoinResponse(_message.Message):
     base: Base
     server_epoch: int
     skipped_samples: int
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ...) -> None: ...
+    sample_lengths: bool
+    pads_left: bool
+    loss_masks: bool
+    mask_boundaries: bool
+    global_batch_size: int
+    batch_size: int
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class Bucket(_message.Message):
+    __slots__ = ("name", "columns", "sample_bytes", "source")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    columns: _containers.RepeatedCompositeFieldContainer[Column]
+    sample_bytes: _containers.RepeatedScalarFieldContainer[int]
+    source: str
+    def __init__(self, name: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., sample_bytes: _Optional[_Iterable[int]] = ..., source: _Optional[str] = ...) -> None: ...
+
+class Column(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StreamRequest(_message.Message):
     __slots__ = ("open", "progress")
@@ -190,7 +224,7 @@ class StepInfo(_message.Message):
     def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Batches(_message.Message):
-    __slots__ = ("begin_index", "steps", "ids", "source_ids", "document_counts", "document_starts", "base")
+    __slots__ = ("begin_index", "steps", "ids", "source_ids", "document_counts", "document_starts", "base", "buckets")
     BEGIN_INDEX_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +232,7 @@ class Batches(_message.Message):
     DOCUMENT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     begin_index: int
     steps: _containers.RepeatedCompositeFieldContainer[StepInfo]
     ids: bytes
@@ -205,7 +240,8 @@ class Batches(_message.Message):
     document_counts: _containers.RepeatedScalarFieldContainer[int]
     document_starts: _containers.RepeatedScalarFieldContainer[int]
     base: Base
-    def __init__(self, begin_index: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepInfo, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ...) -> None: ...
+    buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
+    def __init__(self, begin_index: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepInfo, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("waiting_for",)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import count, pairwise
@@ -21,6 +23,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -37,13 +40,13 @@ ENDED_SCHEMES = ("megatron", "npy")
 
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
 OUTSIDE_THE_ORDER = (
-    *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline"),
+    *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline", "mask_boundaries"),
     # Where bad rows end a run it has no order behind them, so a run may be served on with another answer.
     *("on_bad_row", "max_bad_rows"),
 )
 
 #: The same of a source.
-SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows")
+SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "commit")
 
 
 class _Model(BaseModel):
@@ -182,6 +185,11 @@ class SourceConfig(_Model):
     add_eot: Literal[True, False, "auto"] | None = None
     """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
     ``auto`` where the run says true."""
+    loss_mask: Annotated[str, Field(min_length=1)] | None = None
+    """A column beside the ids: for each of them 0 or 1, whether it counts for the loss."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
+    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
@@ -243,6 +251,14 @@ class SourceConfig(_Model):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_commit_is_on_the_hub(self) -> Self:
+        if self.commit is not None and not self.source.startswith("hf:"):
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
+        return self
+
     @property
     def in_file_order(self) -> bool:
         """Whether all that lies before a row in its files comes before it."""
@@ -250,7 +266,8 @@ class SourceConfig(_Model):
 
     @property
     def spec(self) -> Spec:
-        return Spec.parse(self.source)
+        spec = Spec.parse(self.source)
+        return spec if self.commit is None else replace(spec, commit=self.commit)
 
     @property
     def name(self) -> str:
@@ -371,6 +388,108 @@ class PhaseConfig(_Model):
     """The mixture from here on; what was in force if not given."""
 
 
+_LENGTH_OF = re.compile(r"length\((.+)\)")
+
+#: Of a run with ``batching``, the fields that mean something; the others keep their defaults.
+_WITH_BATCHING = {
+    "run",
+    "seed",
+    "batching",
+    "global_batch_size",
+    "sequence_length",
+    "window_steps",
+    "new_source_baseline",
+    "mixture",
+    "phases",
+}
+#: And of its sources.
+_SOURCE_WITH_BATCHING = {
+    *("id", "presence", "source", "alias", "weight", "epochs", "max_tokens", "on_exhausted"),
+    *("shuffle", "shuffle_window_rows"),
+}
+
+ALL_COLUMNS = "*"
+"""The column of a spec whose rows travel as they are: with ``batching``."""
+
+
+class BatchingConfig(_Model):
+    """Rows that are ready tensors, in batches of one shape each."""
+
+    bucket_by: Annotated[str, Field(min_length=1)]
+    """The column whose value names a row's bucket; or ``length(COLUMN)``, the length of its list."""
+    edges: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
+    """Of ``length(COLUMN)``: the greatest length of each bucket, ascending. Rows are padded to it with zeros; longer
+    ones than the last are left out."""
+    columns: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    """The columns that travel, in this order; all that can if not given."""
+    pad: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """With ``edges``: columns that are as long as the one that ``length`` names, and padded as it is."""
+    dtypes: dict[str, Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"]] = Field(default_factory=dict)
+    """By column, what its bits are where Arrow has no such type: bfloat16 is stored as uint16, float8 as uint8."""
+
+    @property
+    def length_of(self) -> str | None:
+        """The column whose length names the bucket; None where a value does."""
+        found = _LENGTH_OF.fullmatch(self.bucket_by)
+        return found[1] if found else None
+
+    @property
+    def bucket_column(self) -> str:
+        """The column that decides a row's bucket."""
+        return self.length_of or self.bucket_by
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """The columns that are padded to the edge."""
+        return frozenset((self.bucket_column, *self.pad)) if self.edges is not None else frozenset()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.edges is None:
+            if self.pad:
+                raise ValueError("pad: rows are only padded up to edges; give edges, or leave it out")
+            return self
+        if self.length_of is None:
+            raise ValueError(
+                f"edges: are for lengths, but bucket_by is {self.bucket_by!r}; write length({self.bucket_by}), or "
+                "leave edges out"
+            )
+        for before, behind in pairwise(self.edges):
+            if behind <= before:
+                raise ValueError(f"edges: {behind} stands behind {before}; expected them ascending")
+        if self.columns is not None and not set(self.columns) >= self.padded:
+            left = ", ".join(sorted(self.padded - set(self.columns)))
+            raise ValueError(f"columns: {left} is padded, but not among those that travel; add it")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_are_distinct(self) -> Self:
+        for name in ("columns", "pad"):
+            listed = getattr(self, name) or []
+            twice = sorted({column for column in listed if listed.count(column) > 1})
+            if twice:
+                raise ValueError(f"{name}: {', '.join(twice)} stands there twice; name each column once")
+        return self
+
+
+_NOT_GIVEN = "(not given)"
+
+
+def _sequence_length(value: object, info: ValidationInfo) -> object:
+    if "batching" not in info.data:
+        return 1 if value == _NOT_GIVEN else value  # that it is wrong is told already
+    if info.data["batching"] is None:
+        if value == _NOT_GIVEN:
+            raise ValueError("is missing")
+        if type(value) is int and value == 1:
+            raise ValueError("expected at least 2 tokens, found 1")
+        return value
+    # A model that was dumped has the 1.
+    if value != _NOT_GIVEN and not (type(value) is int and value == 1):
+        raise ValueError(f"does not apply with batching, where a sample is a row; found {value!r}: leave it out")
+    return 1
+
+
 class RunConfig(_Model):
     """One run: what is read, how it is cut into samples, and in which proportions."""
 
@@ -378,6 +497,11 @@ class RunConfig(_Model):
     """The run's name: what clients ask for and what the ledger's keys carry."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
+    batching: BatchingConfig | None = None
+    """For rows that are ready tensors: each step is a batch from one bucket of one source. Nothing is tokenised or
+    packed then."""
+    global_batch_size: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """With ``batching``: samples of a step, over all ranks."""
     tokenizer: str | None = None
     """A ``tokenizer.json``, a folder with one, or ``bytes``. Not needed where every source holds ids."""
     vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
@@ -388,10 +512,27 @@ class RunConfig(_Model):
     """Begins each document where ``add_bos`` is on; found in the tokeniser unless given here."""
     special_tokens_in_text: Literal["text", "parse"] = "text"
     """What strings such as ``<|endoftext|>`` inside documents are: plain text, or the special token."""
-    sequence_length: Annotated[int, Field(ge=2, le=2**24)]
-    """Tokens per sample."""
-    packing: Literal["concat"] = "concat"
-    """How documents become samples."""
+    sequence_length: Annotated[int, Field(ge=1, le=2**24), BeforeValidator(_sequence_length)] = Field(
+        default=_NOT_GIVEN, validate_default=True
+    )
+    """Tokens per sample, at least 2. Not given with ``batching``, where a sample is a row and counts as one token."""
+    packing: Literal["concat", "best_fit", "none"] = "concat"
+    """How documents become samples. ``concat``: joined and cut. ``best_fit``: whole, as they fit best. ``none``: a row
+    each."""
+    tail: Literal["drop", "pad"] = "drop"
+    """``concat``: what becomes of the tokens at a source's end that fill no sample."""
+    pack_window_rows: Annotated[int, Field(ge=1, le=2**20)] = 8192
+    """``best_fit``: rows that are packed at once, at most."""
+    pack_window_tokens: Annotated[int, Field(ge=2, le=2**28)] = 2**22
+    """``best_fit``: tokens that are packed at once; a window ends with the row that reaches them."""
+    long_rows: Literal["truncate", "split"] = "truncate"
+    """``none``: what becomes of a row that is longer than a sample."""
+    padding: Literal["right", "left"] = "right"
+    """On which side of its documents a sample is padded."""
+    pad_id: Annotated[int, Field(ge=0)] = 0
+    """The id that fills the rest of a sample. Labels and masks leave it out, whatever it is."""
+    mask_boundaries: bool = False
+    """The first token of a document is no label for the document before it."""
     labels: Literal["same", "shifted"] = "same"
     """``same``: labels equal input_ids. ``shifted``: labels are the next ids."""
     add_bos: bool = False
@@ -415,6 +556,45 @@ class RunConfig(_Model):
     phases: list[PhaseConfig] = Field(default_factory=list)
     """Parts of the run, one after the other; the run's own mixture and sequence length are those of the first where it
     gives none."""
+
+    @model_validator(mode="after")
+    def _batching_is_all_or_nothing(self) -> Self:
+        if self.batching is None:
+            if self.global_batch_size is not None:
+                raise ValueError(
+                    "global_batch_size: is for batching; without it any batch size gives the same order, so each "
+                    "client says its own: leave it out"
+                )
+            for mixture, at in self.mixtures():
+                for path, source in _walk(mixture, at):
+                    if source.spec.column == ALL_COLUMNS:
+                        raise ValueError(f"{path}.source: the column '*' is for batching; name one column")
+            return self
+        if self.global_batch_size is None:
+            raise ValueError("global_batch_size: is missing; with batching it is a part of the order")
+        _refuse_others(self, _WITH_BATCHING, "")
+        for i, phase in enumerate(self.phases):
+            if phase.sequence_length is not None:
+                raise ValueError(f"phases.{i}.sequence_length: does not apply with batching; leave it out")
+        for mixture, at in self.mixtures():
+            for path, source in _walk(mixture, at):
+                _refuse_others(source, _SOURCE_WITH_BATCHING, f"{path}.")
+                if source.shuffle == "shards":
+                    raise ValueError(
+                        f"{path}.shuffle: 'shards' does not apply with batching, where buckets go through all files; "
+                        "set shuffle: rows, or leave it out"
+                    )
+                if source.spec.scheme not in ("parquet", "arrow", "hf"):
+                    raise ValueError(
+                        f"{path}.source: {source.spec.scheme!r} files cannot be read row by row in any order, as "
+                        "batching does; convert them to parquet or arrow"
+                    )
+                if source.spec.column != ALL_COLUMNS:
+                    raise ValueError(
+                        f"{path}.source: with batching the rows travel as they are, so the column is '*', but this is "
+                        f"{source.spec.column!r}; name columns in batching.columns"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _phases_follow_each_other(self) -> Self:
@@ -443,6 +623,8 @@ class RunConfig(_Model):
             if isinstance(mixture.weight, list):
                 raise ValueError(f"{at}.weight: found points, but the root has no siblings; leave it out")
             _check_ends(mixture, at, False, None)
+        if self.batching is not None:
+            return self
         if self.tokenizer is None and (self.vocab_size is None or self.end_of_text_id is None):
             raise ValueError(
                 "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
@@ -457,6 +639,45 @@ class RunConfig(_Model):
                 raise ValueError(f"{at}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
         return self
 
+    @model_validator(mode="after")
+    def _packing_options_have_a_meaning(self) -> Self:
+        pads = self.packing != "concat" or self.tail == "pad"
+        for options, packing, applies in (
+            (("tail",), "packing: concat", self.packing == "concat"),
+            (("pack_window_rows", "pack_window_tokens"), "packing: best_fit", self.packing == "best_fit"),
+            (("long_rows",), "packing: none", self.packing == "none"),
+            (("padding", "pad_id"), "samples that are padded (packing: best_fit or none, or tail: pad)", pads),
+        ):
+            for option in options:
+                found = getattr(self, option)
+                if not applies and found != type(self).model_fields[option].default:
+                    raise ValueError(f"{option}: found {found!r}, but it is for {packing}; leave it out")
+        lengths = [self.sequence_length, *(phase.sequence_length or 0 for phase in self.phases)]
+        if self.packing == "best_fit" and self.pack_window_tokens < max(lengths):
+            raise ValueError(
+                f"pack_window_tokens: {self.pack_window_tokens} do not fill a sample of {max(lengths)} tokens; give a "
+                "multiple of that, or leave it out"
+            )
+        for path, source in self.named_sources():
+            if source.loss_mask is None:
+                continue
+            if self.packing == "concat":
+                raise ValueError(
+                    f"{path}.loss_mask: is for packing: none or best_fit, where a row's tokens stay together; this is "
+                    "'concat'"
+                )
+            for field in ("fim", "template"):
+                if getattr(source, field) is not None:
+                    raise ValueError(f"{path}.loss_mask: says nothing of the tokens that {field} makes; leave one out")
+        if self.vocab_size is not None and self.pad_id >= self.vocab_size:
+            raise ValueError(f"pad_id: {self.pad_id} is not below vocab_size {self.vocab_size}")
+        return self
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether samples carry a loss mask: a source has one, in whichever phase."""
+        return any(source.loss_mask is not None for _, source in self.named_sources())
+
     def adds_bos(self, source: SourceConfig) -> bool:
         """Whether each document of a source gets the begin-of-text id."""
         return self.add_bos if source.add_bos is None else source.add_bos
@@ -470,6 +691,16 @@ class RunConfig(_Model):
     def skips_bad_rows(self, source: SourceConfig) -> bool:
         """What the source says of bad rows, or the run."""
         return (source.on_bad_row or self.on_bad_row) == "skip"
+
+    @property
+    def pick_samples(self) -> int:
+        """Samples of one decision of the mixture: a whole global batch with ``batching``, else one."""
+        return self.global_batch_size or 1
+
+    @property
+    def pick_tokens(self) -> int:
+        """Their tokens."""
+        return self.sequence_length * self.pick_samples
 
     def mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
         """Every mixture in the file, with its place."""
@@ -556,6 +787,8 @@ class RunConfig(_Model):
         """
         fields = self.model_dump(mode="json", exclude_defaults=True, exclude=set(OUTSIDE_THE_ORDER))
         fields["sequence_length"] = self.sequence_length
+        if self.batching is not None:
+            del fields["sequence_length"]
         # The root has no siblings, so its weight decides nothing.
         fields["mixture"] = _order_of_node(self.mixture, self)
         for phase, given in zip(self.phases, fields.get("phases", []), strict=True):
@@ -567,6 +800,16 @@ class RunConfig(_Model):
     def digest(self) -> str:
         """SHA-256 of the order-affecting fields."""
         return hashlib.sha256(canonical(self.order_fields()).encode()).hexdigest()
+
+
+def _refuse_others(model: BaseModel, allowed: set[str], path: str) -> None:
+    """That fields that mean nothing with ``batching`` have their defaults."""
+    for name, field in type(model).model_fields.items():
+        if name not in allowed and getattr(model, name) != field.get_default(call_default_factory=True):
+            raise ValueError(
+                f"{path}{name}: does not apply with batching, where rows are ready tensors and each step is one batch "
+                "of them; leave it out"
+            )
 
 
 def _check_distinct(mixture: NodeConfig, at: str) -> None:
@@ -639,7 +882,7 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
 
 
 def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:
-    """A child's order-affecting fields: no alias, and no override that says what the run says."""
+    """A child's order-affecting fields: no name, no commit, and no override that says what the run says."""
     fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
         return fields | _order_of_node(child, run)
@@ -711,7 +954,7 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     found = list(given_by_the_server(document, ""))
     if found:
         raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
-    shortest = min([config.sequence_length, *(phase.sequence_length or math.inf for phase in config.phases)])
+    shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
     small = [line for mixture, at in config.mixtures() for line in _too_small_limits(mixture, at, int(shortest))]
     if small:
         raise ConfigError("\n".join(f"{where}: {line}" for line in small))

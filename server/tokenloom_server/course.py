@@ -126,9 +126,12 @@ class Course:
         return [max(found) for found in zip_longest(*had, fillvalue=0.0)]
 
     def index_at(self, total_tokens: int) -> int:
-        """The first sample index at which the run has had so many tokens."""
+        """The first sample index at which the run has had so many tokens; with ``batching`` behind a whole batch."""
         for stretch, behind in zip(self._stretches, [*self._stretches[1:], None], strict=True):
-            index = stretch.begin + max(0, -((stretch.tokens - total_tokens) // stretch.order.config.sequence_length))
+            config = stretch.order.config
+            index = (
+                stretch.begin + max(0, -((stretch.tokens - total_tokens) // config.pick_tokens)) * config.pick_samples
+            )
             if behind is None or index < behind.begin:
                 return index
         raise AssertionError("unreachable: the last stretch has no end")
@@ -245,6 +248,7 @@ class Course:
 
     def _content_of(self, change: MixtureChange, sample_index: int, generation: int) -> dict[str, Any]:
         order = self.at(sample_index)
+        _check_batches(order.config, change, sample_index)
         config = changed(order.config, change)
         if change.mixture is not None and config.mixture.max_tokens is None and self._in_last_phase(sample_index):
             # The mixture is another one; where the run ends is not a part of it.
@@ -287,7 +291,7 @@ class Course:
         ends = phases[-1].until_tokens if phases else None
         found = config.mixture.max_tokens
         # To the next whole sample (see ``_in_phase``).
-        if ends is not None and found is not None and 0 <= found - max(1, ends - left) < config.sequence_length:
+        if ends is not None and found is not None and 0 <= found - max(1, ends - left) < config.pick_tokens:
             content = content_of(config)
             del content["mixture"]["max_tokens"]
             return with_content(config, content)
@@ -357,7 +361,8 @@ class Course:
             length = stretch.order.config.sequence_length
             end = None
             if phase is not None and phase.until_tokens is not None:
-                end = stretch.begin - ((stretch.tokens - phase.until_tokens) // length)
+                pick = stretch.order.config.pick_samples
+                end = stretch.begin - ((stretch.tokens - phase.until_tokens) // (length * pick)) * pick
             while waiting and (end is None or waiting[0].sample_index < end):
                 revision = waiting.pop(0)
                 content = json.loads(revision.content)
@@ -417,7 +422,8 @@ def _in_phase(order: Order, number: int, left_tokens: int, tokens: int, gone: Co
     if ends is not None:
         # What the mixture gives is what the run has, but for what a fork left behind: after its last phase it ends.
         # To the next whole sample, like every phase.
-        ends = tokens + -(-(ends - tokens) // length) * length if ends > tokens else ends
+        unit = length * order.config.pick_samples
+        ends = tokens + -(-(ends - tokens) // unit) * unit if ends > tokens else ends
         root, ends = mixture or order.config.mixture, max(1, ends - left_tokens)
         mixture = root.model_copy(update={"max_tokens": min(ends, root.max_tokens or ends)})
     config = (
@@ -439,6 +445,22 @@ def _content(
     return content
 
 
+def _check_batches(config: RunConfig, change: MixtureChange, sample_index: int) -> None:
+    """That with ``batching`` a change leaves the buckets as they are. Raises ``ConfigError``."""
+    if config.batching is None:
+        return
+    for field, given in (("append_files", change.append_files), ("exclude", change.exclude)):
+        if given:
+            raise ConfigError(
+                f"{field}: this run is made of batches from buckets, and which rows these have stays for a whole "
+                "epoch; put new rows into a source of their own, or begin a new run"
+            )
+    if sample_index % config.pick_samples:
+        raise ConfigError(
+            f"sample {sample_index} lies within a global batch of {config.pick_samples}; expected a multiple of that"
+        )
+
+
 def _check_limits(old: RunConfig, new: RunConfig) -> None:
     """That a limit that was asked for holds a sample, as in a mixture file. Raises ``ConfigError``."""
     before: list[SourceConfig | NodeConfig] = [*old.sources, *old.nodes]
@@ -446,9 +468,9 @@ def _check_limits(old: RunConfig, new: RunConfig) -> None:
     now: list[SourceConfig | NodeConfig] = [*new.sources, *new.nodes]
     for child in now:
         most = child.max_tokens
-        if most is not None and most < new.sequence_length and known.get((type(child), child.id)) != most:
+        if most is not None and most < new.pick_tokens and known.get((type(child), child.id)) != most:
             raise ConfigError(
-                f"{child.name}: max_tokens is {most}, which is less than one sample of {new.sequence_length} tokens; "
+                f"{child.name}: max_tokens is {most}, which is less than one sample of {new.pick_tokens} tokens; "
                 "give at least that many, or pause or drop it"
             )
 

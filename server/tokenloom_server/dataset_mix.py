@@ -21,7 +21,9 @@ import yaml
 
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
+from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources import locations
+from tokenloom_server.sources.compressed import ending_of
 from tokenloom_server.sources.glimpse import columns_of
 from tokenloom_server.spec import SCHEMES, Spec
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
@@ -29,7 +31,22 @@ from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 #: The option that all this is about; begins every error.
 OPTION = "--dataset-mix"
 #: Schemes by the ends of file names. Arrow files are read by folder.
-ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".npy": "npy"}
+ENDINGS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".ndjson": "jsonl",
+    ".ndjson.gz": "jsonl",
+    ".ndjson.zst": "jsonl",
+    ".json": "jsonl",
+    ".json.gz": "jsonl",
+    ".json.zst": "jsonl",
+    ".txt": "txt",
+    ".txt.gz": "txt",
+    ".txt.zst": "txt",
+    ".npy": "npy",
+}
 #: A column of one of these names is meant where a file has one of them only.
 COLUMNS = ("text", "input_ids", "ids", "tokens")
 _ANYWHERE = DataRoots()
@@ -96,7 +113,7 @@ class _Reader:
 
     def _read(self) -> _Item:
         head, weight = self._weight()
-        if head.partition(":")[0] in SCHEMES and ":" in head:
+        if head.partition(":")[0] in SCHEMES and ":" in head and not is_hub(head):
             return self._item(Spec.parse(head), weight)
         path, column = head, ""
         if not self._matches(path):
@@ -183,9 +200,9 @@ class _Reader:
             return Spec("arrow", path, column)
         for pattern in ("*", "**/*"):
             matches = glob.glob(f"{glob.escape(path)}/{pattern}", root_dir=self._base_dir, recursive=True)  # noqa: PTH207
-            names_ = [name for name in matches if Path(name).suffix in ENDINGS and (self._base_dir / name).is_file()]
+            names_ = [name for name in matches if ending_of(name) in ENDINGS and (self._base_dir / name).is_file()]
             if names_:
-                endings = sorted({Path(name).suffix for name in names_})
+                endings = sorted({ending_of(name) for name in names_})
                 if len(endings) > 1:
                     raise ConfigError(
                         f"{self._where}: the folder holds files of several kinds ({', '.join(endings)}); name one: "
@@ -198,7 +215,7 @@ class _Reader:
         )
 
     def _scheme(self, files: Sequence[str]) -> str:
-        endings = sorted({Path(name).suffix for name in files})
+        endings = sorted({ending_of(name) for name in files})
         if endings == [".arrow"]:
             raise ConfigError(f"{self._where}: Arrow files are read by folder; name the folder that they lie in")
         if len(endings) > 1 and len({ENDINGS.get(ending) for ending in endings}) > 1:
@@ -270,7 +287,7 @@ def _names(spec: Spec) -> list[str]:
         parts = (*spec.hub.repo.split("/"), spec.hub.config, spec.hub.split)
         return [part for part in parts if part and part != "train"]
     path = Path(spec.location.partition("://")[2] or spec.location)
-    last = path.name if spec.scheme in ("arrow", "megatron") else path.name.removesuffix(path.suffix)
+    last = path.name if spec.scheme in ("arrow", "megatron") else path.name.removesuffix(ending_of(path.name))
     names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]
     plain = [re.sub(r"\[[^]]*\]|[*?]", "", name).strip("-_. ") for name in names]
     return [name for name in plain if name] or [str(spec)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,13 +159,14 @@ class _Megatron:
         self._kind = dtype if dtype.itemsize < 4 else np.dtype(np.int32 if vocab_size <= 2**31 else np.int64)
         self._data = data.open("wb")
         self._index = index
-        self._lengths: list[int] = []
-        self._edges = [0]
+        # Numbers as they lie in the index, which comes last: a range may have very many.
+        self._lengths = array("i")
+        self._edges = array("q", [0])
 
     def add(self, sample: Seen) -> None:
         self._data.write(sample.read.astype(self._kind.newbyteorder("<"), copy=False).tobytes())
         edges = sorted({0, *sample.starts, len(sample.read)})
-        self._lengths += [behind - begin for begin, behind in pairwise(edges)]
+        self._lengths.extend(behind - begin for begin, behind in pairwise(edges))
         self._edges.append(len(self._lengths))
 
     def finish(self) -> None:
@@ -174,8 +176,8 @@ class _Megatron:
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._kind.itemsize
         with self._index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._edges)))
-            for array in (lengths, pointers.astype("<i8"), np.array(self._edges, "<i8")):
-                file.write(array.tobytes())
+            for part in (lengths, pointers.astype("<i8"), np.array(self._edges, "<i8")):
+                file.write(part.tobytes())
 
 
 class _Parquet:

@@ -164,6 +164,10 @@ class Figures:
             dropped_tokens=state.dropped_tokens,
             excluded_rows=order.excluded.count(spec),
             **state.tally._asdict(),
+            fill_rate=1 - state.tally.padding_tokens / state.tokens if state.tokens else 1.0,
+            cut_rate=None
+            if order.config.packing == "concat" or not state.rows
+            else min(1.0, state.tally.cut_documents / state.rows),
             skipped_samples=state.skipped_samples,
             skipped_rows=state.skipped_rows,
             skipped_tokens=state.skipped_tokens,
@@ -183,6 +187,9 @@ class Figures:
 
     def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        if order.config.batching is not None:
+            given = order.stands_in(source, state.cursor)[1]
+            return given or None, min(1.0, state.cursor.row / given) if given else 0.0
         shards, config = order.shards[source], order.config.sources[source]
         at = state.cursor.shard
         if config.lanes > 1:
@@ -207,10 +214,8 @@ class Figures:
             if key not in self._rows:
                 self._rows[key] = None
                 reader = reader_of(order.config.sources[source].spec, order.shards[source])
-                if (
-                    reader in ("parquet", "arrow", "megatron")
-                    or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES
-                ):
+                is_counted = reader in ("parquet", "arrow", "megatron")
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:

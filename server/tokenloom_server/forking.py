@@ -13,7 +13,7 @@ from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import Foreign, Source
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
 
 class Forking:
@@ -62,6 +62,8 @@ class Forking:
         host = self._host
         self._refuse_other_tokens(found)
         theirs, same = self._sources(text, found)
+        if same is None:
+            self._refuse_other_batches(found)
         ours = {source.source for source in host.order.config.sources}
         kept = [source.state for source in theirs if source.spec in ours]
         origin = Origin(
@@ -89,6 +91,37 @@ class Forking:
                 f"the state's tokenizer is {theirs}, this run's is {ours}: places within documents are "
                 "counted in tokens, so a fork needs the same tokeniser and engine"
             )
+
+    def _refuse_other_batches(self, found: Foreign) -> None:
+        """A place among batches from buckets is one only where these are made in the same way."""
+        parent, ours = self._parent(found.run), self._host.order
+        if ours.config.batching is None:
+            return
+        if parent is None:
+            raise SnapshotInvalid(
+                f"whether run {found.run!r} made its batches as this one does cannot be told: serve its mixture file "
+                "with this server, too (tokenloom serve A.yaml B.yaml)"
+            )
+        theirs = parent.order_at(found.sample_index)
+        there = {source.source: source.id for source in theirs.config.sources}
+        compared = [
+            (field, getattr(theirs.config, field), getattr(ours.config, field))
+            for field in ("batching", "global_batch_size", "seed")
+        ]
+        for source in ours.config.sources:
+            known = there.get(source.source)
+            if known is not None:
+                # The buckets of a source's batches are drawn by its number.
+                compared += [
+                    (f"{source.source!r}: place in the mixture (source id)", known, source.id),
+                    (f"{source.source!r}: files", theirs.shards[known], ours.shards[source.id]),
+                ]
+        for field, before, now in compared:
+            if before != now:
+                raise SnapshotInvalid(
+                    f"{field}: {before!r} in run {found.run!r}, {now!r} in {ours.name!r}: its batches would be others, "
+                    "and a place among them another one; make them the same"
+                )
 
     def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
@@ -178,6 +211,7 @@ def _named(order: Order, state: State) -> tuple[Source, ...]:
             shard=None if config.shuffle == "rows" else shards[source.cursor.shard],
             state=source,
             shuffle=config.shuffle,
+            in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
         )
         for config, shards, source in zip(order.config.sources, order.shard_paths, state.sources, strict=True)
     )
@@ -192,18 +226,27 @@ def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) 
         if known is None:
             sources.append(SourceState())
             continue
-        if known.shard is None:
-            sources.append(replace(known.state, exhausted=False, dropped_tokens=0))
-            continue
-        if known.shard not in shards:
+        if known.shard is not None and known.shard not in shards:
             raise SnapshotInvalid(
                 f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
                 f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
                 "another way to begin it anew"
             )
-        cursor = replace(known.state.cursor, shard=shards.index(known.shard))
+        source = known.state
+        if known.shard is not None:
+            source = replace(source, cursor=replace(source.cursor, shard=shards.index(known.shard)))
+        if order.config.packing == "best_fit":
+            # What is under way, a window of rows or a row, has other samples under these rules.
+            source = packed_again(source)
+        elif known.in_window:
+            if known.shuffle != "none" or source.lanes:
+                raise SnapshotInvalid(
+                    f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
+                    "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
+                )
+            source = replace(source, cursor=replace(source.cursor, offset=0))
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
-        sources.append(replace(known.state, cursor=cursor, exhausted=False, dropped_tokens=0))
+        sources.append(replace(source, exhausted=False, dropped_tokens=0))
     return State(
         sample_index=origin.sample_index,
         total_tokens=origin.total_tokens,

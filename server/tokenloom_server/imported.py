@@ -112,6 +112,11 @@ def resume_point(payload: Payload, course: Course) -> ResumePoint:
             generation=0,
             notes=(note,),
         )
+    if course.first.config.batching is not None:
+        raise SnapshotInvalid(
+            "resume_state.datasets: an older data loader's checkpoint tells rows of files, but this run's order is "
+            "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
+        )
     state, notes = _state(payload.datasets, _order_in_force(payload.datasets, course))
     return ResumePoint(
         sample_index=state.sample_index,

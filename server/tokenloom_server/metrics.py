@@ -99,8 +99,18 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
     ),
     Figure(
         "tokenloom_source_lost_tokens_total",
-        "Tokens of documents that were cut off.",
+        "Tokens of documents that were cut off; with batching, rows that filled no batch of an epoch that ended.",
         lambda source: source.lost_tokens,
+    ),
+    Figure(
+        "tokenloom_source_fill_rate",
+        "Part of the source's tokens that documents fill (0 to 1).",
+        lambda source: source.fill_rate,
+    ),
+    Figure(
+        "tokenloom_source_cut_rate",
+        "Documents that were cut, for each row (0 to 1); absent where the packing joins and cuts all.",
+        lambda source: source.cut_rate,
     ),
     Figure(
         "tokenloom_source_dropped_tokens_total",

@@ -42,7 +42,9 @@ def _lines(report: RunReport) -> Iterator[str]:
         map(_source, report.sources),
     )
     yield ""
-    yield from (f"- {_code(source.alias)}: {_code(source.spec)}" for source in report.sources)
+    for source in report.sources:
+        at = f", read at {', '.join(map(_code, source.commits))}" if source.commits else ""
+        yield f"- {_code(source.alias)}: {_code(source.spec)}{at}"
     yield ""
     yield "### How they were read"
     yield ""
@@ -50,7 +52,7 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield from _table(
         ("", ""),
         (
-            ("tokeniser", f"{tokenizer.engine} {tokenizer.version}".strip() + f", vocabulary {report.vocab_size:,}"),
+            ("tokeniser", _tokeniser(report)),
             ("tokeniser's files, SHA-256", _code(tokenizer.digest or "none")),
             ("packing, labels", f"{report.packing}, {report.labels}"),
             ("seed", str(report.seed)),
@@ -151,6 +153,12 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[s
     for row in (headings, ["---"] * len(headings), *rows):
         # Names come from mixture files: a bar in one would begin another cell.
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+
+
+def _tokeniser(report: RunReport) -> str:
+    named = f"{report.tokenizer.engine} {report.tokenizer.version}".strip()
+    # Rows that travel as they are have no ids.
+    return f"{named}, vocabulary {report.vocab_size:,}" if report.vocab_size else named
 
 
 def _code(text: str) -> str:

@@ -93,7 +93,7 @@ class Opener:
         Raises ``JoinRefused``, ``AttemptUsed``, ``RunBusy``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
-        call = self._as_own(call)
+        call = self._as_own(self._sized(call))
         joined = self.try_join(call)
         if joined is not None:
             return joined
@@ -112,6 +112,7 @@ class Opener:
 
     def try_join(self, call: JoinCall) -> Joined | None:
         """``join`` without waiting: None where rank 0 has to join first."""
+        call = self._sized(call)
         _check(call, self._host.course.sample_bytes)
         self._host.require_lead()
         call = self._as_own(call)
@@ -134,6 +135,25 @@ class Opener:
         host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
         host.heard(opening.generation, call.rank)
         return Joined(uid=host.uid, opening=opening, start=host.course.decode(opening.start_state))
+
+    def _sized(self, call: JoinCall) -> JoinCall:
+        """With the batch size that a run with ``batching`` has on so many ranks. Raises ``JoinRefused``."""
+        config = self._host.order.config
+        size, world = config.global_batch_size, call.world_size
+        if size is None or world < 1:
+            return call
+        if size % world:
+            raise JoinRefused(
+                f"run {self._host.name!r} gives global batches of {size} samples, each from one bucket, and {size} "
+                f"cannot be divided among {world} ranks: launch a number of ranks that divides {size}, or begin a new "
+                "run with another global_batch_size (which is another order)"
+            )
+        if call.batch_size not in (0, size // world):
+            raise JoinRefused(
+                f"batch size is {call.batch_size}, but run {self._host.name!r} gives global batches of {size} samples, "
+                f"which are {size // world} for each of {world} ranks: leave batch_size out"
+            )
+        return replace(call, batch_size=size // world)
 
     def _as_own(self, call: JoinCall) -> JoinCall:
         """A call whose state is one of this run: of a fork it is made from the other run's. What it says of the run's

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,6 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
@@ -38,20 +41,28 @@ from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.packing.base import Packer, PackerFactory
+from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
+from tokenloom_server.packing.best_fit import BestFitPacker, Window, windowed_samples
+from tokenloom_server.packing.buckets import BucketPacker, Epochs
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
+from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
+from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import Late, Pools, ReadAhead
 from tokenloom_server.rules import RowRules
+from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.block_index import blocks
+from tokenloom_server.sources.buckets import Bucketing, bucket_index
+from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.paired import PairedSource
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
@@ -62,6 +73,7 @@ from tokenloom_server.tokenizer import (
     Encoded,
     Engine,
     EngineRecord,
+    MaskedEncoder,
     TokenizerDefinition,
     begin_of_text_id,
     choose_engine,
@@ -132,12 +144,37 @@ class Order:
             shuffles=tuple(source.shuffle for source in config.sources),
             lanes=tuple(source.lanes for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
+            best_fit=config.packing == "best_fit",
         )
-        self.vocab_size = _vocab_size(config, definition)
-        self.dtype = id_dtype(self.vocab_size)
-        self.width = config.sequence_length + (config.labels == "shifted")
+        self._buckets_lock = threading.Lock()
+        self._epochs: dict[int, Epochs] = {}
+        self.vocab_size = _vocab_size(config, definition) if config.batching is None else 0
+        self.dtype = id_dtype(self.vocab_size) if config.batching is None else np.dtype(np.uint8)
+        if config.batching is None and config.pad_id >= self.vocab_size:
+            raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
+        first_config = first.config if first is not None else config
+        if config.masks_loss and not first_config.masks_loss:
+            raise ConfigError(
+                "loss_mask: the run began without a source that has one, and its samples have no room for it; begin "
+                "a new run"
+            )
+        # Rows that are tensors travel as bytes, about so many a row.
+        width = config.sequence_length + (config.labels == "shifted") if config.batching is None else self._row_bytes()
+        #: How samples travel.
+        self.form = SampleFormat(
+            length=config.sequence_length,
+            width=width,
+            dtype=self.dtype,
+            lengths=config.packing != "concat" or config.tail == "pad",
+            masked=first_config.masks_loss,
+            padding=config.padding,
+            pad_id=config.pad_id,
+        )
+        self.width = self.form.width
         #: Bytes of a sample as it travels.
-        self.sample_bytes = self.width * self.dtype.itemsize
+        self.sample_bytes = self.form.sample_bytes
+        #: By source: numbers of files that it had at times before.
+        self._ended_before: Mapping[int, frozenset[int]] = {}
         adds_bos = any(config.adds_bos(source) for source in config.sources)
         #: Ends each document; None where there is none.
         self.end_of_text_id = _end_of_text_id(config, definition)
@@ -167,6 +204,8 @@ class Order:
         manifest = build([source.spec for source in named], base_dir)
         _check_files(manifest, base_dir, roots)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+        if config.batching is not None:
+            return cls(config, base_dir, index_dir, manifest, None, None, roots=roots)._measured()
         eot_id = _end_of_text_id(config, definition)
         opened = in_threads(
             lambda source: open_source(
@@ -257,6 +296,7 @@ class Order:
     ) -> Order:
         """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
         given are those of before, or measured."""
+        _refuse_moved_windows(self.config, config)
         known_files = {source.spec: set(source.shards) for source in self.manifest.sources}
         new = Manifest(
             tuple(
@@ -278,19 +318,48 @@ class Order:
             first=self._first or self,
             roots=self._roots,
         )
+        order._ended_before = {
+            i: self._ended_before.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(self.shards)
+        }
+        for source, before, now in zip(config.sources, self.shards, order.shards, strict=False):
+            drawn = source.shuffle != "none" or source.lanes > 1
+            if config.packing == "best_fit" and drawn and before != now:
+                raise ConfigError(
+                    f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
+                    "others would make other samples of rows that are under way; add them as a source of their own"
+                )
+        order._check_masks(len(self.specs))
         for i, source in enumerate(config.sources):
-            if self.engine is None and source.source not in self.specs and order.open(i).content is Content.TEXT:
+            if (
+                config.batching is None
+                and self.engine is None
+                and source.source not in self.specs
+                and order.open(i).content is Content.TEXT
+            ):
                 raise ConfigError(
                     f"{source.source!r} holds text, but run {self.name!r} began with ids alone, so no tokeniser was "
                     "chosen for it: prepare the source's ids, or begin a new run"
                 )
+        if config.batching is not None:
+            self._hand_on_buckets(order)
         known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
-        order.extents = {i: known[i] if i in known else measure(order, i) for i in config.measured_sources}
+        order.extents = {i: known[i] if i in known else order.measure(i) for i in config.measured_sources}
         return order
 
     def _measured(self) -> Order:
-        self.extents = {source: measure(self, source) for source in self.config.measured_sources}
+        self._check_masks()
+        if self.config.batching is not None:
+            for i in range(len(self.config.sources)):
+                self.epochs_of(i)
+        self.extents = {source: self.measure(source) for source in self.config.measured_sources}
         return self
+
+    def measure(self, source_id: int) -> Extent:
+        """One epoch of a source. Raises what ``extents.measure`` does."""
+        if self.config.batching is None:
+            return measure(self, source_id)
+        epochs = self.epochs_of(source_id)
+        return Extent(epochs.batches * epochs.size, 1000)
 
     def check_named(self, config: RunConfig, *paths: str) -> None:
         """That what a changed config names, and these files, lies below a data root, before anything of it is looked
@@ -303,7 +372,7 @@ class Order:
         found = (
             order_warning(source.spec, shards)
             for source, shards in zip(self.config.sources, self.shards, strict=True)
-            if source.shuffle == "none"
+            if source.shuffle == "none" and self.config.batching is None
         )
         return [text for text in found if text is not None]
 
@@ -361,14 +430,15 @@ class Order:
             self.config,
             packers,
             state,
-            width=self.width,
-            dtype=self.dtype,
+            sample_bytes=self.sample_bytes,
             switches=switches,
             extents=self.extents,
         )
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""
+        if self.config.batching is not None:
+            return self._batches
         engine = self._load_engine()
         remote = [any(is_remote(shard.path) for shard in shards) for shards in self.shards]
         # Those of one pipeline, and gone with it.
@@ -392,7 +462,29 @@ class Order:
 
         return packer
 
-    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> Packer:
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row makes samples of its own."""
+        return self.config.packing == "none"
+
+    def given(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
+        config = self.config
+        match config.packing:
+            case "concat":
+                return int(lengths.sum())
+            case "best_fit":
+                window = Window(config.pack_window_rows, config.pack_window_tokens)
+                return config.sequence_length * windowed_samples(lengths, self.form, window)
+            case "none":
+                splits = config.long_rows == "split"
+                return config.sequence_length * unpacked_samples(lengths, self.form, splits=splits)
+
+    def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[Part]]:
+        """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""
+        return self._packer(source_id, state, self.open(source_id), self._load_engine()).parts(count)
+
+    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> DocumentPacker:
         lanes = self.config.sources[source_id].lanes
         if lanes == 1:
             return self._lane(source_id, state, reader, engine)
@@ -406,36 +498,139 @@ class Order:
         reader: Source,
         engine: Engine | None,
         lane: tuple[int, int] = (0, 1),
-    ) -> Packer:
-        return ConcatPacker(
-            self._documents(source_id, reader, engine, state.tally.bad_rows, lane),
-            state,
+    ) -> DocumentPacker:
+        config = self.config
+        documents = self._documents(source_id, reader, engine, state.tally.bad_rows, lane)
+        match config.packing:
+            case "concat":
+                return ConcatPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    pads=config.tail == "pad",
+                    label_starts=config.mask_boundaries,
+                )
+            case "best_fit":
+                return BestFitPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    window=Window(config.pack_window_rows, config.pack_window_tokens),
+                    seed=config.seed,
+                    # In a drawn order nothing is appended (see ``under``).
+                    closed_before=self._ended_before.get(source_id, ())
+                    if (config.sources[source_id].shuffle, config.sources[source_id].lanes) == ("none", 1)
+                    else (),
+                )
+            case "none":
+                return UnpackedPacker(
+                    documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
+                )
+
+    def _batches(self, source_id: int, source_state: SourceState) -> Packer:
+        assert self.config.batching is not None
+        return BucketPacker(
+            self.config.sources[source_id].source,
+            self.features(source_id),
+            self.epochs_of(source_id),
+            source_state,
             source_id=source_id,
-            length=self.config.sequence_length,
-            lookahead=self.width - self.config.sequence_length,
+            padding=self.config.batching,
         )
+
+    def features(self, source_id: int) -> FeatureSource:
+        """A new reader of a source's rows, of a run with ``batching``."""
+        batching, source = self.config.batching, self.config.sources[source_id]
+        assert batching is not None
+        return FeatureSource(
+            source.spec,
+            self.shards[source_id],
+            self.base_dir,
+            self.traffic,
+            names=batching.columns,
+            dtypes=batching.dtypes,
+        )
+
+    def epochs_of(self, source_id: int) -> Epochs:
+        """The batches of a source, of a run with ``batching``; makes its index of buckets, or takes it from the cache,
+        when it is first asked for."""
+        batching, source = self.config.batching, self.config.sources[source_id]
+        assert batching is not None
+        with self._buckets_lock:
+            found = self._epochs.get(source_id)
+            if found is None:
+                reader = self.features(source_id)
+                bucketing = Bucketing(
+                    batching.bucket_column, batching.length_of is not None, tuple(batching.edges or ())
+                )
+                index = bucket_index(reader, bucketing, self.index_dir, f"source {source.source!r}")
+                found = self._epochs[source_id] = Epochs(
+                    index,
+                    size=self.config.pick_samples,
+                    seed=self.config.seed,
+                    source_id=source_id,
+                    epochs=self.config.epochs[source_id],
+                    window_rows=source.shuffle_window_rows if source.shuffle == "rows" else None,
+                )
+                _log.info("source %r: %s", source.source, _of_buckets(found))
+                for name, why in reader.left_out.items():
+                    _log.info("column %r does not travel: %s", name, why)
+                if not found.batches:
+                    _log.warning(
+                        "source %r gives nothing: none of its buckets has the %d rows of a batch; take a smaller "
+                        "global_batch_size, or buckets that hold more", source.source, found.size,
+                    )  # fmt: skip
+            return found
+
+    def told_of_buckets(self, source_id: int) -> str:
+        """What a source's buckets give and lose, for people."""
+        return _of_buckets(self.epochs_of(source_id))
+
+    def _hand_on_buckets(self, order: Order) -> None:
+        """What is known of buckets to another order of the run, which makes those of new sources now."""
+        for i, shards in enumerate(order.shards):
+            if i < len(self.shards) and shards == self.shards[i] and order.config.epochs[i] == self.config.epochs[i]:
+                order._epochs[i] = self.epochs_of(i)
+            else:
+                order.epochs_of(i)
+
+    def _row_bytes(self) -> int:
+        return max(self.features(i).sample_bytes() for i in range(len(self.config.sources)))
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
-        return self._documents(source_id, self.open(source_id), self._load_engine(), 0)
+        return self._documents(source_id, self.open(source_id), self._load_engine())
 
     def _documents(
-        self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int, lane: tuple[int, int] = (0, 1)
+        self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
-        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        watched: Source = Watched(reader, self.traffic, source.spec)
+        encoder: Encoder = self._encoder(source_id, reader, engine)
+        if source.loss_mask is not None:
+            mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.traffic, source.spec)
+            watched = PairedSource(watched, mask)
+            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
         return Documents(
             source.source,
-            Watched(reader, self.traffic, source.spec),
-            self._encoder(source_id, reader, engine),
+            watched,
+            encoder,
             self.config.epochs[source_id],
             self.excluded.of(source.source),
             self.reading(source_id, reader),
             lane,
             bad_rows=bad_rows,
-            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            max_bad_rows=self.max_bad_rows(source_id),
             fim=self._fim(source),
         )
+
+    def max_bad_rows(self, source_id: int) -> int | None:
+        """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
+        source = self.config.sources[source_id]
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return most if self.config.skips_bad_rows(source) else None
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
         if source.fim is None:
@@ -457,16 +652,31 @@ class Order:
         """In which order a source's rows come, for a reader of it. Raises ``SourceError`` where that takes every file's
         index, and one cannot be read."""
         source = self.config.sources[source_id]
-        # Lanes need to know where each begins; else a file is opened when its turn comes.
-        counts = self._layout(source_id, reader).counts(len(self.shards[source_id])) if source.lanes > 1 else None
+        epochs = self.config.epochs[source_id]
+        # Lanes, and parts of an epoch, need to know how many rows there are; else a file is opened when its turn comes.
+        is_counted = source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
+        counts = self.row_counts(source_id, reader) if is_counted else None
         if source.shuffle == "none":
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
             return ShuffledFiles(reader, self.config.seed, source_id, counts)
-        return Windows(self._layout(source_id, reader), self.config.seed, source_id, source.shuffle_window_rows)
+        layout = self._layout(source_id, reader)
+        # All lanes together hold a window's rows, and none has less than a window of its own.
+        rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
+        return Windows(layout, self.config.seed, source_id, rows)
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]:
+        """Rows of each of a source's files. Raises ``SourceError``."""
+        return self._layout(source_id, reader).counts(len(self.shards[source_id]))
 
     def stands_in(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
-        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``."""
+        """What a cursor stands in, a file or a window, and the rows of that. Raises ``SourceError``.
+
+        With ``batching`` a cursor counts the rows that its epoch gave, whatever their files.
+        """
+        if self.config.batching is not None:
+            epochs = self.epochs_of(source_id)
+            return "an epoch of its batches", epochs.batches * epochs.size
         reading = self.reading(source_id, self.open(source_id))
         if reading.windows is not None:
             return f"window {cursor.shard}", reading.rows_in(cursor.shard)
@@ -484,8 +694,8 @@ class Order:
         if self._shares_layout(source_id):
             assert self._first is not None
             return self._first.known_rows(source_id)
-        with self._layout_lock:
-            layout = self._layouts.get(source_id)
+        # Without the lock: figures must not wait for an index that is made.
+        layout = self._layouts.get(source_id)
         return int(layout.rows.sum()) if layout is not None else None
 
     def _layout(self, source_id: int, reader: Source) -> Layout:
@@ -494,15 +704,15 @@ class Order:
             assert self._first is not None
             return self._first._layout(source_id, reader)
         with self._layout_lock:
-            # One for each source: to look one up over a network keeps no other one waiting.
+            # One for each source: while one is looked up over a network, the others go on.
             lock = self._looking_up.setdefault(source_id, threading.Lock())
         with lock:
             layout = self._layouts.get(source_id)
             if layout is None:
                 spec = self.config.sources[source_id].spec
-                layout = Layout.of(blocks(reader, spec, self.base_dir, self.index_dir))
-                with self._layout_lock:
-                    self._layouts[source_id] = layout
+                with self.traffic.waiting(f"the index of source {str(spec)!r}", at_once=True):
+                    layout = Layout.of(block_index.load_or_build(spec, reader, self.base_dir, self.index_dir))
+                self._layouts[source_id] = layout
             return layout
 
     def _shares_layout(self, source_id: int) -> bool:
@@ -567,6 +777,30 @@ class Order:
             rules=_rules(self.config, source),
             end_of_text_id=self.end_of_text_id,
         )
+
+    def _check_masks(self, first: int = 0) -> None:
+        """That the columns which hold loss masks do so, of the sources from ``first`` on."""
+        for i, source in enumerate(self.config.sources[first:], first):
+            if source.loss_mask is not None:
+                self._open_mask(i, self.open(i), source.loss_mask)
+
+    def _open_mask(self, source_id: int, reader: Source, column: str) -> Source:
+        spec = self.config.sources[source_id].spec
+        found = open_source(
+            replace(spec, column=column),
+            self.base_dir,
+            self.shards[source_id],
+            self.index_dir,
+            self.traffic,
+            rules=RowRules(skip_bad=self.config.skips_bad_rows(self.config.sources[source_id])),
+        )
+        for what, source in ((spec.column, reader), (column, found)):
+            if source.content is not Content.IDS:
+                raise ConfigError(
+                    f"{str(spec)!r}: {what!r} holds text, but loss_mask is for rows of ids, with a list of 0 and 1 "
+                    "beside them: prepare both, or leave loss_mask out"
+                )
+        return found
 
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
@@ -646,6 +880,15 @@ def _check_files(manifest: Manifest, base_dir: Path, roots: DataRoots) -> None:
         roots.check_paths(f"source {source.spec!r}", base_dir, [shard.path for shard in source.shards])
 
 
+def _of_buckets(epochs: Epochs) -> str:
+    index = epochs.index
+    told = (
+        f"{index.row_count} rows in {len(index.keys)} buckets, {epochs.batches} batches an epoch; "
+        f"{epochs.lost_rows} rows of an epoch fill no batch of {epochs.size}"
+    )
+    return f"{told} ({index.left_out} of them are longer than the last edge)" if index.left_out else told
+
+
 def _described(node: NodeConfig) -> dict[str, Any]:
     """A node for readers of a snapshot who have no mixture file."""
     alias = {} if node.alias is None else {"alias": node.alias}
@@ -656,6 +899,21 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     ]
     interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
+
+
+def _refuse_moved_windows(old: RunConfig, new: RunConfig) -> None:
+    """A part of an epoch ends within a window of rows; another part would make other samples of it, some of which were
+    given. Raises ``ConfigError``."""
+    for source in new.sources[: len(old.sources)]:
+        before, now = old.epochs[source.id], new.epochs[source.id]
+        if new.packing == "best_fit" and source.presence != "dropped" and before != now:
+            for epochs in (before, now):
+                if not math.isinf(epochs) and not float(epochs).is_integer():
+                    raise ConfigError(
+                        f"{source.name}: epochs is {before:g} and would be {now:g}, but with packing: best_fit a "
+                        "window of rows that has begun cannot end elsewhere: change whole epochs to whole ones, or "
+                        "give max_tokens instead"
+                    )
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:
@@ -670,7 +928,7 @@ def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> in
 
 
 def _end_of_text_id(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:
-    needed = any(config.adds_eot(source) for source in config.sources)
+    needed = config.batching is None and any(config.adds_eot(source) for source in config.sources)
     return end_of_text_id(definition, config.end_of_text_id, needed=needed)
 
 

@@ -46,6 +46,8 @@ AHEAD_SAMPLES = 2**16
 MAX_STEP_BYTES = 16 * 2**20
 #: Going forward, the thread of all peeks is free for the others after so many tokens.
 _TURN_TOKENS = 2**20
+#: Or bytes, where rows travel as they are.
+_TURN_BYTES = 2**25
 #: A peek that rests for so long lets its pipeline go, seconds: a notebook may stay open for days.
 REST_S = 30.0
 #: States that are remembered: each peek's last messages, so that a stream that breaks goes on at once.
@@ -107,6 +109,8 @@ class Peeks:
         with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
+                # Of a run of batches the one that has the sample comes as a whole.
+                index -= index % course.at(index).config.pick_samples
                 found = self.nearest(index)
                 generation, state = found.generation, self.advance(found.state, index, interrupted, course)
                 if state.sample_index < index:
@@ -146,6 +150,7 @@ class Peeks:
                 f"run {self._host.name!r} has uid {self._host.uid}, but this peek began with {uid}: its ledger is "
                 "another one now; peek again"
             )
+        batch_size = self._host.order.config.global_batch_size or batch_size
         with self.place():
             found = self.nearest(index)
             peek = Peek(self._host, self, found, index, batch_size, digest)
@@ -221,6 +226,8 @@ class Peeks:
         self._check_batch_size(call.batch_size)
 
     def _check_batch_size(self, batch_size: int) -> None:
+        if self._host.order.config.global_batch_size is not None:
+            return  # whole batches come, whatever is asked for
         step_bytes = batch_size * self._host.course.sample_bytes
         if batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
@@ -303,7 +310,11 @@ class _Way:
         self.course = course
         self.pipeline: Pipeline = course.pipeline(state)
         self.index = state.sample_index
-        self._turn_samples = max(1, _TURN_TOKENS // course.at(state.sample_index).config.sequence_length)
+        order = course.at(state.sample_index)
+        self._turn_samples = max(1, _TURN_TOKENS // order.config.sequence_length)
+        if order.config.batching is not None:
+            pick = order.config.pick_samples
+            self._turn_samples = max(1, _TURN_BYTES // (pick * order.sample_bytes)) * pick
 
     def take(self, course: Course) -> None:
         """Goes on under what is in force now. Raises ``OrderMismatch`` where it is behind a revision that came or went

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config import RunConfig
-from tokenloom_server.errors import CounterOverflow, TokenloomError
+from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused, TokenloomError
 from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, initial_nodes
 from tokenloom_server.mixing.totals import Extent
-from tokenloom_server.packing.base import Packer, PackerFactory, Place, Places
+from tokenloom_server.packing.base import Batch, Packer, PackerFactory, Place, Places
 from tokenloom_server.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
@@ -199,6 +199,20 @@ class Group:
         ]
         return _state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
 
+    @property
+    def of_rows(self) -> bool:
+        """Whether its steps are batches of rows (``batching``)."""
+        return bool(self.marks) and self.marks[0].segment.config.batching is not None
+
+    def batch_of(self, step: int) -> Batch:
+        """What a step is made of that is a batch of rows."""
+        picks = self.source_ids[0, : step + 1, 0]
+        source = int(picks[step])
+        before = self.base.sources[source].samples if source < len(self.base.sources) else 0
+        batch = self._places(source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples).batch
+        assert batch is not None, "only packers of rows are in a run with batching"
+        return batch
+
     def places_of(self, source: int) -> list[Places]:
         """Those of a source's samples, to be added to."""
         while len(self.places) <= source:
@@ -323,14 +337,13 @@ class Pipeline:
         packers: PackerFactory,
         state: State,
         *,
-        width: int,
-        dtype: npt.DTypeLike,
+        sample_bytes: int,
         extents: Mapping[int, Extent] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type. ``extents`` of the
-        ``RunConfig.measured_sources``, by id. ``switches``, in order, lie behind the state."""
-        self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
+        """``sample_bytes``: of a sample as it travels. ``extents`` of the ``RunConfig.measured_sources``, by id.
+        ``switches``, in order, lie behind the state."""
+        self._padding = memoryview(bytes(sample_bytes))
         self._switches = deque(switches)
         self._begin(config, packers, state, extents or {})
         self._index = state.sample_index
@@ -385,6 +398,7 @@ class Pipeline:
         done = count = 0
         while done < wanted and self.ended is None:
             segment = self._segment
+            self._check_step(size)
             asked = min(wanted - done, self._until_switch())
             picks, changed = self._decide(asked)
             changes += [(done + at, segment, regime) for at, regime in changed]
@@ -418,7 +432,13 @@ class Pipeline:
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
         while samples and self.ended is None:
-            picks, _ = self._decide(min(samples, 4096, self._until_switch()))
+            pick = self._segment.config.pick_samples
+            if samples % pick:
+                raise ConfigError(
+                    f"sample {self._index + samples} lies within a global batch of {pick}, which is given as a whole; "
+                    f"expected a multiple of {pick}, such as {self._index + samples // pick * pick}"
+                )
+            picks, _ = self._decide(min(samples, 4096 if pick == 1 else pick, self._until_switch()))
             samples -= len(picks)
             self._digest = _digest_behind(self._digest, self._take(None, picks, picks), self._powers)
             self._cross()
@@ -430,6 +450,14 @@ class Pipeline:
         samples = [feed.picked for feed in self._feeds]
         mark = Mark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.regime)
         return _state_at(mark, samples, places, dropped)
+
+    def _check_step(self, size: int) -> None:
+        """With ``batching`` a step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
+        batch = self._segment.config.global_batch_size
+        if batch is not None and size != batch:
+            raise JoinRefused(
+                f"a step of {size} samples was asked for, but this run's order is made of global batches of {batch}"
+            )
 
     def _until_switch(self) -> int:
         return self._switches[0].sample_index - self._index if self._switches else MAX_COUNTER
@@ -447,46 +475,54 @@ class Pipeline:
         """The sources of the next ``count`` samples, fewer where the data end; and from which of them on
         which regime is in force."""
         config, mixer, _ = self._segment
+        pick = config.pick_samples
         changes = [(0, mixer.regime)]
         parts: list[Picks] = []
         left = count
         while left and self.ended is None:
             index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
             # What follows the counters is made anew from those at this index, and holds for the next samples only.
-            some = min(left, mixer.begin(index, tokens, lambda source: self._feeds[source].rows_picked()))
+            some = min(left // pick, mixer.begin(index // pick, tokens, self._rows_picked))
             if mixer.regime is not changes[-1][1]:
                 changes.append((count - left, mixer.regime))
             plan = mixer.plan(some)
-            ready = self._ready(plan)
+            ready = self._ready(plan, pick)
             if ready:
                 mixer.issue(ready)
-                self._picked(plan[:ready])
-                parts.append(plan[:ready])
-                left -= ready
+                parts.append(plan[:ready] if pick == 1 else np.repeat(plan[:ready], pick))
+                self._picked(parts[-1])
+                left -= ready * pick
             if ready < len(plan):
                 source = mixer.pick(lambda source: self._feeds[source].has_sample())
                 changes.append((count - left, mixer.regime))
                 if source == NOTHING:
                     self.ended = mixer.why_over()
                     break
-                parts.append(np.array([source], np.int32))
+                parts.append(np.full(pick, source, np.int32))
                 self._picked(parts[-1])
-                left -= 1
+                left -= pick
         self._index += count - left
         self._tokens += (count - left) * config.sequence_length
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
 
-    def _ready(self, plan: Picks) -> int:
-        """How many of a plan's first samples are there; loads blocks as needed."""
+    def _rows_picked(self, source: int) -> tuple[int, int]:
+        """The rows counter of a source, and the tokens of the row that is not at its end, behind its last picked
+        sample."""
+        rows, offset = self._feeds[source].rows_picked()
+        # Of samples that are padded, no part of the tokens is a row's.
+        return rows, offset if self._segment.config.packing == "concat" else 0
+
+    def _ready(self, plan: Picks, pick: int) -> int:
+        """How many of a plan's first picks, of so many samples each, are there; loads blocks as needed."""
         ready = len(plan)
         nothing = np.flatnonzero(plan == NOTHING)
         if len(nothing):
             ready = int(nothing[0])
         counts = np.bincount(plan[:ready], minlength=1)
         for source in np.flatnonzero(counts).tolist():
-            found = self._feeds[source].load(int(counts[source]))
+            found = self._feeds[source].load(int(counts[source]) * pick) // pick
             if found < counts[source]:
                 ready = min(ready, int(np.flatnonzero(plan == source)[found]))
         return ready

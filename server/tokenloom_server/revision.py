@@ -19,7 +19,7 @@ from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.mixing.round_robin import levelled
 from tokenloom_server.mixture_change import Addition, MixtureChange, Setting
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
@@ -209,6 +209,9 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         known = state.sources[source.id] if source.id < len(old.sources) else SourceState()
         if known.exhausted and (source.id in grown or _may_give_more(old, new, source.id)):
             known = replace(known, exhausted=False, dropped_tokens=0)
+        if new.packing == "best_fit" and old.sequence_length != new.sequence_length:
+            # Its samples would be others: a window of rows that has begun is packed again, from its first row.
+            known = packed_again(known)
         sources.append(known)
     before = {
         (node.id, _key(child)): child_state
@@ -262,23 +265,25 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         owed = _owed(
             node.policy,
             known_nodes[node.id].policy if node.id in known_nodes else None,
-            _kept(node, [before.get(key) for key in keys], found[node.id]),
+            _kept(node, [before.get(key) for key in keys], found[node.id], new.pick_samples),
             [earlier.get(key, 0) for key in keys],
             later[node.id],
-            [child.samples for child in found[node.id]],
-            new.sequence_length,
+            [child.samples // new.pick_samples for child in found[node.id]],
+            new.pick_tokens,
         )
         nodes.append(tuple(replace(child, credit=own) for child, own in zip(found[node.id], owed, strict=True)))
     return replace(state, sources=tuple(sources), nodes=tuple(nodes))
 
 
-def _kept(node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState]) -> list[int]:
+def _kept(
+    node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState], pick_samples: int
+) -> list[int]:
     """The credits of before; 0 for a child that was not there."""
     if node.policy != "round_robin":
         return [was.credit if was is not None else 0 for was in before]
     # A node that sources joined or left counts other samples than before; its turns are what they were.
     return [
-        was.samples + was.credit - is_now.samples if was is not None else 0
+        was.samples // pick_samples + was.credit - is_now.samples // pick_samples if was is not None else 0
         for was, is_now in zip(before, now, strict=True)
     ]
 
@@ -310,13 +315,10 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
-    for field in ("add_bos", "add_eot", "filter", "template", "fim", "shuffle", "shuffle_window_rows", "lanes"):
+    drawn = ("shuffle", "shuffle_window_rows", "lanes")
+    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", *drawn):
         if getattr(known, field) != getattr(found, field):
-            makes = (
-                "another order of its rows"
-                if field in ("shuffle", "shuffle_window_rows", "lanes")
-                else "other documents"
-            )
+            makes = "another order of its rows" if field in drawn else "other documents of the same rows"
             raise ConfigError(
                 f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
                 f"{_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "

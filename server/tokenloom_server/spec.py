@@ -40,7 +40,9 @@ class HubLocation:
     @classmethod
     def parse(cls, text: str) -> HubLocation:
         """Raises ``ConfigError``, which does not name the source, for a part that is missing or cannot be a name."""
-        left, _, split = text.partition(":")
+        left, colon, split = text.partition(":")
+        if not colon:
+            raise ConfigError("the split or the column is missing")
         named, at, revision = left.partition("@")
         parts = named.split("/", 2)
         repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
@@ -67,6 +69,8 @@ class Spec:
     scheme: str
     location: str
     column: str
+    commit: str | None = None
+    """On the Hub: where files are resolved, they are those of this commit. No part of the spec's text."""
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -92,6 +96,24 @@ class Spec:
                 raise ConfigError(f"source {text!r}: {error}; a source on the Hub is {SCHEMES[scheme]}") from None
         return cls(scheme, location, column)
 
+    @classmethod
+    def _of_ids(cls, scheme: str, rest: str) -> Spec:
+        location, column = rest, IDS
+        known = (IDS, *RAW_TYPES) if scheme == "npy" else (IDS,)
+        before, colon, last = rest.rpartition(":")
+        if colon and last in known:
+            location, column = before, last
+        text = redacted(f"{scheme}:{rest}")
+        if not location:
+            raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
+        if scheme == "megatron" and location.endswith((".bin", ".idx")):
+            raise ConfigError(
+                f"source {text!r}: expected the prefix that both files share; leave {location[-4:]!r} out"
+            )
+        if is_remote(location):
+            refuse_unsafe(f"source {text!r}", location)
+        return cls(scheme, location, column)
+
     @property
     def hub(self) -> HubLocation:
         """What the location of an ``hf:`` spec names."""
@@ -101,22 +123,6 @@ class Spec:
     def place(self) -> str:
         """Where the files lie: a path or pattern, or for ``hf:`` the repository's URL."""
         return f"hf://datasets/{self.hub.repo}/" if self.scheme == "hf" else self.location
-
-    @classmethod
-    def _of_ids(cls, scheme: str, rest: str) -> Spec:
-        location, column = rest, IDS
-        known = (IDS, *RAW_TYPES) if scheme == "npy" else (IDS,)
-        before, colon, last = rest.rpartition(":")
-        if colon and last in known:
-            location, column = before, last
-        text = f"{scheme}:{rest}"
-        if not location:
-            raise ConfigError(f"source {text!r}: expected {SCHEMES[scheme]}, with no part empty")
-        if scheme == "megatron" and location.endswith((".bin", ".idx")):
-            raise ConfigError(
-                f"source {text!r}: expected the prefix that both files share; leave {location[-4:]!r} out"
-            )
-        return cls(scheme, location, column)
 
     def __str__(self) -> str:
         is_implied = self.scheme in ("megatron", "npy") and self.column == IDS

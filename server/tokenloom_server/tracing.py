@@ -6,10 +6,10 @@ turns with the peeks, makes the samples again, and reads their rows once more fr
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,10 +23,17 @@ from tokenloom_server.history import History, covering
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening
 from tokenloom_server.order import Order
-from tokenloom_server.packing.origins import Part, parts_behind
+from tokenloom_server.packing.buckets import described
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.pipeline import BatchPlan, Group
-from tokenloom_server.state import MAX_COUNTER, Cursor, State, digest_hex
+from tokenloom_server.state import (
+    DIGEST_MODULUS,
+    DIGEST_MULTIPLIER,
+    MAX_COUNTER,
+    SourceState,
+    State,
+    digest_hex,
+)
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 from tokenloom_server.traced import Status, TracedDocument, TracedRank, TracedSample, TracedStep
 
@@ -40,12 +47,10 @@ MAX_DOCUMENTS = 2**14
 
 
 class _Stretch(NamedTuple):
-    """Consecutive samples of one source: the first one's number in it, the cursor before it, and which steps of their
-    group they are."""
+    """Consecutive samples of one source: the state before them, and which steps of their group they are."""
 
     source: int
-    first: int
-    cursor: Cursor
+    state: SourceState
     steps: Sequence[int]
 
 
@@ -182,20 +187,23 @@ class Traces:
                     f"{' with their text' if text else ''}: ask for one rank of the step, or for a sample"
                 )
             line = nearest.generation
-            state = peeks.advance(nearest.state, first, lambda: time.monotonic() > deadline, course, line)
+            pick = course.at(first).config.pick_samples
+            lead = first % pick
+            state = peeks.advance(nearest.state, first - lead, lambda: time.monotonic() > deadline, course, line)
             found: dict[int, TracedSample] = {}
-            if state.sample_index == first:
+            if state.sample_index == first - lead:
                 peeks.remember(line, state, course)
             documents = 0
             # A revision, or a phase, makes what comes behind it from other rows.
-            for begin, end in _parts(course, first, first + count):
+            for begin, end in _parts(course, first - lead, first + count):
                 if state.sample_index < begin:
                     break
-                group, state = peeks.turn(partial(self._samples, course, state, end - begin))
+                group, state = peeks.turn(partial(self._samples, course, state, end - begin, pick))
                 order = course.at(begin)
+                explained = self._explained if order.config.batching is None else self._explained_rows
                 for stretch in _stretches(group):
                     # Reading the rows of one source again takes no longer than making the samples.
-                    for sample in peeks.turn(partial(self._explained, order, group, stretch, text)):
+                    for sample in peeks.turn(partial(explained, order, group, stretch, text)):
                         found[sample.sample] = sample
                         documents += len(sample.documents)
                     if count > 1 and documents > MAX_DOCUMENTS:
@@ -203,17 +211,68 @@ class Traces:
                             f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no "
                             "more: ask for one rank of the step, or for a sample"
                         )
-        return [found[index] for index in sorted(found)], state.sample_index
+        wanted = [found[index] for index in sorted(found) if first <= index < first + count]
+        return wanted, min(state.sample_index, first + count)
 
     # On the thread of all peeks:
 
-    def _samples(self, course: Course, state: State, count: int) -> tuple[Group, State]:
-        """The next samples, as many as there are, each a step of a world of one; and the state behind them."""
-        pipeline = course.pipeline(state)
-        plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=count)
+    def _samples(self, course: Course, state: State, count: int, pick: int) -> tuple[Group, State]:
+        """The next samples, as many as there are, each pick a step of a world of one; and the state behind them."""
+        pipeline, steps = course.pipeline(state), -(-count // pick)
+        plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=pick, group_steps=steps)
         group = pipeline.begin_group(plan)
-        pipeline.fill(group, count)
+        pipeline.fill(group, steps)
         return group, pipeline.state()
+
+    def _explained_rows(self, order: Order, group: Group, stretch: _Stretch, text: bool) -> list[TracedSample]:
+        """The samples of one source that are rows, by the batches that they came in."""
+        config, epochs = order.config.sources[stretch.source], order.epochs_of(stretch.source)
+        paths, size = order.shard_paths[stretch.source], epochs.size
+        epoch, number = stretch.state.cursor.epoch, stretch.state.cursor.row // size
+        samples: list[TracedSample] = []
+        for at, step in enumerate(stretch.steps):
+            while number == epochs.count(epoch):
+                epoch, number = epoch + 1, 0
+            shards, rows = epochs.rows_of(epoch, number)
+            batch = group.batch_of(step)
+            digest = group.marks[step - 1].digest if step else group.base.digest
+            for place, sample in enumerate(group.ids(0, step, step + 1)):
+                hashed = xxhash.xxh3_128_intdigest(sample, stretch.source)
+                digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
+                shard = int(shards[place])
+                told = {"bucket": batch.bucket, **described(batch, sample)} if text else None
+                samples.append(
+                    TracedSample(
+                        sample=group.begin + step * size + place,
+                        generation=0,
+                        status="committed",
+                        step=None,
+                        rank=None,
+                        place=None,
+                        source_id=stretch.source,
+                        source=config.name,
+                        spec=config.source,
+                        source_sample=stretch.state.samples + at * size + place,
+                        tokens=1,
+                        hash=f"{hashed:032x}",
+                        digest=digest_hex(digest),
+                        documents=[
+                            TracedDocument(
+                                position=0,
+                                shard=paths[shard],
+                                shard_index=shard,
+                                row=int(rows[place]),
+                                epoch=epoch,
+                                begin=0,
+                                end=1,
+                                row_tokens=1,
+                                text=json.dumps(told, ensure_ascii=False) if told is not None else None,
+                            )
+                        ],
+                    )
+                )
+            number += 1
+        return samples
 
     def _explained(self, order: Order, group: Group, stretch: _Stretch, text: bool) -> list[TracedSample]:
         """The samples of one source, by reading their rows once more. Raises ``OrderMismatch`` where these have other
@@ -222,11 +281,11 @@ class Traces:
         decode = self._decode() if text else None
         paths = order.shard_paths[stretch.source]
         samples = []
-        count = len(stretch.steps)
-        parts = list(parts_behind(order.documents(stretch.source), stretch.cursor, (count - 1) * length + order.width))
-        cut = _cut(parts, count, length, order.width)
-        for number, (step, own) in enumerate(zip(stretch.steps, cut, strict=True)):
-            ids = np.frombuffer(group.ids(0, step, step + 1)[0], order.dtype.newbyteorder("<"))
+        parts = order.parts(stretch.source, stretch.state, len(stretch.steps))
+        for number, step in enumerate(stretch.steps):
+            own = next(parts, [])
+            sample = group.ids(0, step, step + 1)[0]
+            ids = order.form.ids(sample)
             again = np.concatenate([part.ids for part in own]) if own else ids[:0]
             index = group.begin + step
             if not np.array_equal(ids, again):
@@ -234,7 +293,7 @@ class Traces:
                     f"sample {index} of run {self._host.name!r} has other tokens than its rows of {config.source!r} "
                     "when they are read again: the data or the tokeniser changed just now"
                 )
-            documents, position = [], 0
+            documents, position = [], order.form.begin(len(ids))
             for part in own:
                 documents.append(
                     TracedDocument(
@@ -262,9 +321,9 @@ class Traces:
                     source_id=stretch.source,
                     source=config.name,
                     spec=config.source,
-                    source_sample=stretch.first + number,
+                    source_sample=stretch.state.samples + number,
                     tokens=length,
-                    hash=f"{xxhash.xxh3_128_intdigest(ids.tobytes(), stretch.source):032x}",
+                    hash=f"{xxhash.xxh3_128_intdigest(sample, stretch.source):032x}",
                     digest=digest_hex(group.marks[step].digest),
                     documents=documents,
                     ids=ids.tolist() if text else None,
@@ -286,27 +345,10 @@ class Traces:
 def _stretches(group: Group) -> list[_Stretch]:
     """The samples of a group, of one rank and one sample a step, by source."""
     picks = group.source_ids[0, : len(group.marks), 0]
-    found = []
-    for source in np.unique(picks).tolist():
-        before = group.base.sources[source]
-        found.append(_Stretch(source, before.samples, before.cursor, np.flatnonzero(picks == source).tolist()))
-    return found
-
-
-def _cut(parts: Sequence[Part], count: int, length: int, width: int) -> Iterator[list[Part]]:
-    """The parts of ``count`` consecutive samples, which advance by ``length`` tokens and read ``width``."""
-    held, at = deque(parts), 0
-    for begin in range(0, count * length, length):
-        while held and at + len(held[0].ids) <= begin:
-            at += len(held.popleft().ids)
-        own, position = [], at
-        for part in held:
-            first, last = max(0, begin - position), min(len(part.ids), begin + width - position)
-            if last <= first:
-                break
-            own.append(part.cut(first, last))
-            position += len(part.ids)
-        yield own
+    return [
+        _Stretch(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
+        for source in np.unique(picks).tolist()
+    ]
 
 
 def _parts(course: Course, begin: int, end: int) -> list[tuple[int, int]]:

@@ -25,13 +25,16 @@ from tokenloom_proto.resume import NamedSource, sources_of
 
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.packing.base import Batch, Feature
+from tokenloom_server.packing.buckets import described, size_of
+from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.remote import ServerUnreachable, token_to_look
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 #: The server may have to go forward to the first sample, for as long as a client's Join waits, seconds.
 _DEADLINE_S = 300.0
 #: For so long whoever follows a run looks for a server that answers, seconds, with a pause between two attempts.
-_PATIENCE_S, _PAUSE_S = 60.0, 0.5
+PATIENCE_S, _PAUSE_S = 60.0, 0.5
 #: As many samples as one stream is asked for.
 _MANY = 2**31 - 1
 _Metadata = tuple[tuple[str, str], ...]
@@ -51,17 +54,21 @@ class Seen:
     spec: str
     ids: npt.NDArray[np.integer[Any]]
     documents: int
-    #: The rolling digest behind it.
+    #: The rolling digest behind it; of a batch of rows behind its last one.
     digest: str
     #: Total tokens of the run behind it.
     total_tokens: int
-    #: Its ids as a model reads them: where labels are the next ids, one more.
+    #: Its ids as a model reads them, without padding: where labels are the next ids, one more.
     read: npt.NDArray[np.integer[Any]]
     #: Where documents begin among these, ascending; not where it goes on with one from the sample before.
     starts: tuple[int, ...]
+    #: Of a row that travels as it is, its columns, for people.
+    row: Mapping[str, Any] | None = None
 
     def text(self, decode: Decode | None, most: int | None = None) -> str:
         """Its text, of the first ``most`` tokens if given; its ids where the run has no tokeniser."""
+        if self.row is not None:
+            return json.dumps(self.row, ensure_ascii=False)
         ids = self.ids[:most].tolist()
         return decode(ids) if decode is not None else " ".join(map(str, ids))
 
@@ -71,7 +78,8 @@ class Seen:
             "sample": self.index,
             "source": self.source,
             "spec": self.spec,
-            "tokens": len(self.ids),
+            "tokens": len(self.ids) if self.row is None else 1,
+            **({} if self.row is None else {"row": self.row}),
             "documents": self.documents,
             "digest": self.digest,
             "ids": self.ids.tolist(),
@@ -187,7 +195,7 @@ class Following:
         return self._start
 
     def samples(self) -> Iterator[Seen]:
-        """Goes on where it was when a server goes away, for ``_PATIENCE_S``.
+        """Goes on where it was when a server goes away, for ``PATIENCE_S``.
 
         Raises ``ServerUnreachable``, ``BeyondHorizon`` where the data end before, and what the server answers.
         """
@@ -200,7 +208,7 @@ class Following:
                     reason = yield from self._from(DataLoaderStub(channel))
             except grpc.RpcError as error:
                 heard = self._clock() if self.index > before else heard
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - heard > _PATIENCE_S:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - heard > PATIENCE_S:
                     raise _failure(self._servers.url, error) from None
                 time.sleep(_PAUSE_S)
                 continue
@@ -210,6 +218,11 @@ class Following:
                 )
 
     def _begin(self, joined: wire.JoinResponse) -> None:
+        if joined.global_batch_size:
+            raise ConfigError(
+                f"run {self._servers.run!r} gives rows that are ready tensors, which no file of ids can hold: read "
+                "them with RemoteDataset(…, peek=True)"
+            )
         if self._digest and joined.start_digest != self._digest:
             raise errors.OrderMismatch(
                 f"sample {self.index} has digest {joined.start_digest} at the server that answers now, but the samples "
@@ -230,6 +243,11 @@ class Following:
         metadata = self._servers.metadata
         request = wire.JoinRequest(run=self._servers.run, peek=True, world_size=1, batch_size=1, resume=str(self.index))
         joined = stub.Join(request, timeout=_DEADLINE_S, metadata=metadata)
+        if joined.global_batch_size:
+            raise ConfigError(
+                f"run {self._servers.run!r} gives batches of rows (batching), which are tensors and no ids: its files "
+                "are what there is to export"
+            )
         self._begin(joined)
         sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
         seen_all = threading.Event()
@@ -279,12 +297,13 @@ def _look(stub: DataLoaderStub, metadata: _Metadata, run: str, at: int | None, c
             if response.batches.HasField("base"):
                 # A revision may have brought more since the Join.
                 sources |= sources_of(response.batches.base.resume_state)
-            samples += _samples(joined, sources, response.batches)
+            made = _rows if joined.global_batch_size else _samples
+            samples += [seen for seen in made(joined, sources, response.batches) if seen.index >= (at or 0)]
             if len(samples) >= count:
                 break
     finally:
         seen_all.set()
-    return View(run=run, committed=committed, samples=samples, end=end, decode=_decoder(stub, metadata, run))
+    return View(run=run, committed=committed, samples=samples[:count], end=end, decode=_decoder(stub, metadata, run))
 
 
 def _requests(
@@ -296,7 +315,11 @@ def _requests(
             run=run,
             run_uid=joined.run_uid,
             received_through=start,
-            progress=wire.Progress(consumed_through=start, credit_steps=count),
+            # Of batches one more: the sample that was asked for may lie within the first.
+            progress=wire.Progress(
+                consumed_through=start,
+                credit_steps=count if not joined.global_batch_size else count // joined.global_batch_size + 2,
+            ),
             document_starts=True,
             peek=True,
             batch_size=1,
@@ -309,25 +332,63 @@ def _requests(
 def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
     """The samples of a message: its steps are of one sample each."""
     length = joined.sequence_length
-    width = length + (joined.labels == wire.LABELS_SHIFTED)
-    ids = np.frombuffer(batches.ids, np.dtype(f"<u{int(joined.id_type)}")).reshape(len(batches.steps), width)
-    first = 0
-    for step, row, source, begin in zip(batches.steps, ids, batches.source_ids, batches.document_counts, strict=True):
-        starts = batches.document_starts[first : first + begin]
-        first += begin
+    form = SampleFormat(
+        length=length,
+        width=length + (joined.labels == wire.LABELS_SHIFTED),
+        dtype=np.dtype(f"u{int(joined.id_type)}"),
+        lengths=joined.sample_lengths,
+        masked=joined.loss_masks,
+        padding="left" if joined.pads_left else "right",
+    )
+    size, first = form.sample_bytes, 0
+    samples = [batches.ids[at : at + size] for at in range(0, len(batches.ids), size)]
+    for step, sample, source, count in zip(
+        batches.steps, samples, batches.source_ids, batches.document_counts, strict=True
+    ):
+        starts = batches.document_starts[first : first + count]
+        first += count
+        ids = form.ids(sample)
+        begin = form.begin(len(ids))
         inside = sum(start < length for start in starts)
         yield Seen(
             index=step.end_index - 1,
             source=sources[source].alias,
             spec=sources[source].spec,
-            ids=row[:length],
+            # Of a sample that is full, the last id may be only a label.
+            ids=ids[: length - begin],
             # What goes on from the sample before is a document of this one, too.
-            documents=inside + (0 not in starts),
+            documents=inside + (begin not in starts),
             digest=step.digest,
             total_tokens=step.total_tokens,
-            read=row,
-            starts=tuple(starts),
+            read=ids,
+            starts=tuple(start - begin for start in starts),
         )
+
+
+def _rows(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
+    """The samples of a message whose steps are batches of rows."""
+    size, at, data = joined.global_batch_size, 0, memoryview(batches.ids)
+    nothing = np.empty(0, np.uint8)
+    for number, (step, bucket) in enumerate(zip(batches.steps, batches.buckets, strict=True)):
+        batch = Batch(
+            bucket.name, tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
+        )
+        source = sources[batches.source_ids[number * size]]
+        for place in range(size):
+            own = bucket.sample_bytes[place] if bucket.sample_bytes else size_of(batch, data[at:])
+            yield Seen(
+                index=step.end_index - size + place,
+                source=source.alias,
+                spec=source.spec,
+                ids=nothing,
+                documents=1,
+                digest=step.digest,
+                total_tokens=step.total_tokens - size + place + 1,
+                read=nothing,
+                starts=(),
+                row={"bucket": batch.bucket, **described(batch, data[at : at + own])},
+            )
+            at += own
 
 
 def _decoder(stub: DataLoaderStub, metadata: _Metadata, run: str) -> Decode | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,9 +72,13 @@ def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
         ("train.jsonl", jsonl),
         ("train.json", jsonl),
         ("train.txt", lines),
+        ("train.jsonl.gz", lambda rows: gzip.compress(jsonl(rows))),
+        ("train.txt.zst", lambda rows: pa.compress(lines(rows), "zstd", asbytes=True)),
     ],
 )
-def test_files_of_each_kind_are_read_from_any_row(hub: StandInHub, name: str, write: type) -> None:
+def test_files_of_each_kind_are_read_from_any_row(
+    hub: StandInHub, name: str, write: Callable[[list[str]], bytes]
+) -> None:
     hub.repo("org/name").commit({name: write(ROWS[0])})
     assert rows_of(SPEC) == ROWS[0]
     assert rows_of(SPEC, row=19) == ROWS[0][19:]
@@ -87,6 +92,26 @@ def test_json_that_is_no_lines_is_told(hub: StandInHub) -> None:
         rows_of(SPEC)
 
 
+def test_going_on_in_the_middle_of_a_large_dataset_costs_a_footer_and_a_row_group(hub: StandInHub) -> None:
+    rows = text_rows(400, 7, 800)
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": rows}), content, row_group_size=20, compression="none")
+    repo = hub.repo("org/name")
+    commit = repo.commit({f"data/train-{i:05}-of-00050.parquet": content.getvalue() for i in range(50)})
+    source = open_source(Spec.parse(SPEC), Path())
+    hub.forget()
+
+    first = next(source.read(37, 211)).column
+
+    assert first.to_pylist()[0] == rows[211]
+    assert len(hub.asked("")) == 1  # where the file lies
+    # The footer, and of what is read ahead no more than this file has.
+    assert hub.bytes_sent() < repo.size(commit) / 25
+    assert {request.path for request in hub.requests if request.place == "hub"} == {
+        f"/datasets/org/name/resolve/{commit}/data/train-00037-of-00050.parquet"
+    }
+
+
 def test_reading_goes_on_through_faults(hub: StandInHub) -> None:
     hub.repo("org/name").commit({"train.parquet": parquet(ROWS[0])})
     hub.fail("/resolve/", status=503)
@@ -98,7 +123,7 @@ def test_reading_goes_on_through_faults(hub: StandInHub) -> None:
 
 def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_path: Path) -> None:
     repo = hub.repo("org/name")
-    repo.commit({"train.parquet": parquet(ROWS[0])})
+    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
     order = create(tmp_path)
     repo.commit({"train.parquet": parquet(ROWS[1])})
     hub.forget()
@@ -107,7 +132,34 @@ def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_pa
 
     assert hub.asked("") == [], "loading a run asks the Hub for nothing"
     assert again.record() == order.record() != create(tmp_path).record()
+    assert again.manifest.commits == {SPEC: (f"org/name@{commit}",)}
     assert rows_of_order(again) == ROWS[0]
+
+
+def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
+    order = create(tmp_path)
+    repo.commit({"train.parquet": parquet(ROWS[1])})
+    document = flat([SPEC])
+    document["mixture"]["children"][0]["commit"] = commit
+
+    again = Order.create(parsed(document), tmp_path, None)
+
+    assert again.record() == order.record()
+    assert again.template("uid", "train", 1) == order.template("uid", "train", 1)
+
+
+def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
+    repo = hub.repo("org/name")
+    repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
+    content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}
+    commit = repo.commit(content, "refs/convert/parquet")
+    order = create(tmp_path)
+    repo.commit({}, "refs/convert/parquet")
+    document = flat([SPEC])
+    document["mixture"]["children"][0]["commit"] = commit
+    assert Order.create(parsed(document), tmp_path, None).record() == order.record()
 
 
 def rows_of_order(order: Order) -> list[str]:
@@ -197,6 +249,10 @@ def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) 
     assert found["mixture"]["children"] == [
         {"source": SPEC, "alias": "name", "weight": 0.9},
         {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
+    ]
+    found = dataset_mix.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
+    assert found["mixture"]["children"] == [
+        {"source": "parquet:hf://datasets/org/name/tr*.parquet:text", "alias": "tr"}
     ]
 
 

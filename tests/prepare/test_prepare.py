@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import subprocess
@@ -23,15 +24,30 @@ from tokenloom_server.prepare.job import Job, ShardFormat
 from tokenloom_server.prepare.journal import Journal, checksum
 from tokenloom_server.prepare.preparer import Done, Tell, prepare
 from tokenloom_server.prepare.shards import ShardWriter
+from tokenloom_server.sources import line_index
 from tokenloom_server.state import State
 
 
 def job_of(
-    folder: Path, document: dict[str, Any], *, form: ShardFormat = "arrow", shard_bytes: int = 100, ids: bool = False
+    folder: Path,
+    document: dict[str, Any],
+    *,
+    form: ShardFormat = "arrow",
+    shard_bytes: int = 100,
+    ids: bool = False,
+    shuffled: bool = False,
 ) -> Job:
     parsed = config.parse(document, where="test")
     return Job.create(
-        parsed, folder, folder / "index", DataRoots(), form=form, shard_bytes=shard_bytes, ids_too=ids, threads=2
+        parsed,
+        folder,
+        folder / "index",
+        DataRoots(),
+        form=form,
+        shard_bytes=shard_bytes,
+        ids_too=ids,
+        shuffled=shuffled,
+        threads=2,
     )
 
 
@@ -59,7 +75,9 @@ def files_of(out: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus whose files of lines have several blocks each."""
+    monkeypatch.setattr(line_index, "STRIDE_BYTES", 32)
     return write_corpus(tmp_path / "data folder")
 
 
@@ -85,6 +103,60 @@ def test_what_is_served_is_the_same_to_the_digest(
 
 def job_order(folder: Path, document: dict[str, Any]) -> Order:
     return Order.create(config.parse(document, where="test"), folder, None)
+
+
+@pytest.mark.parametrize("shuffle", [{"shuffle": "shards"}, {"shuffle": "rows", "shuffle_window_rows": 4}])
+def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
+    folder: Path, tmp_path: Path, shuffle: dict[str, Any]
+) -> None:
+    document = mixture()
+    for child in (document["mixture"]["children"][1], document["mixture"]["children"][2]["children"][0]):
+        child.update(shuffle, epochs=1)
+    for shuffled in (True, False):
+        job = job_of(folder, document, shuffled=shuffled)
+        done = run(job, folder, tmp_path / f"out-{shuffled}")
+        ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
+        assert (ours.sample_index, ours.total_tokens) == (theirs.sample_index, theirs.total_tokens)
+        assert (ours.digest == theirs.digest) is shuffled
+        options = yaml.safe_load(done.mixture.read_text())["mixture"]["children"][1]
+        assert ("shuffle" in options) is not shuffled
+    document["seed"] = 8
+    with pytest.raises(ConfigError, match="seed: it was 7, it is 8"):
+        run(job_of(folder, document, shuffled=True), folder, tmp_path / "out-True")
+
+
+def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(tmp_path: Path) -> None:
+    texts = text_rows(60, 3, 9)
+    rows = [{"title": f"t{i}", "text": text, "score": i % 5} for i, text in enumerate(texts)]
+    lines = [json.dumps(row) if i % 9 else '{"title": "t", "text": 5, "score": 3}' for i, row in enumerate(rows)]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    rules = {"filter": "score >= 2", "template": "{title}: {text}", "on_bad_row": "skip"}
+    source = {"source": "jsonl:a.jsonl.gz:text", "epochs": 1.5, "lanes": 2, **rules}
+    document = mixture(mixture={"policy": "sequential", "children": [source]})
+    job = job_of(tmp_path, document)
+    assert len(job.tasks) == 1, "a compressed file is read from its head"
+    done = run(job, tmp_path, tmp_path / "out")
+    ours, theirs = end_of(served(done.mixture)), end_of(job_order(tmp_path, document))
+    assert (ours.sample_index, ours.digest) == (theirs.sample_index, theirs.digest)
+    assert ours.sources[0].rows == theirs.sources[0].rows
+    (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
+    assert set(child) == {"source", "alias", "epochs", "lanes", "add_bos", "add_eot"}
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert (manifest["bad_rows"], manifest["filtered_rows"]) == (done.bad_rows, done.filtered_rows) == (7, 21)
+    child = document["mixture"]["children"][0]
+    child["max_bad_rows"] = 6
+    with pytest.raises(SourceError, match=r"7 rows are bad, and max_bad_rows allows 6 in an epoch"):
+        run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
+    with pytest.raises(SourceError, match=r"a.jsonl.gz': line \d+: 'text' is a number.*max_bad_rows allows 6"):
+        run(job_of(tmp_path, document), tmp_path, tmp_path / "too many")
+    del child["max_bad_rows"]
+    child["fim"] = {"rate": 1.0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
+    done = run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
+    assert done.found == done.shards, "what is drawn anew each epoch decides no shard"
+    (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
+    assert child["fim"]["ids"] == {"prefix": 1, "middle": 2, "suffix": 3}
+    ours, theirs = end_of(served(done.mixture)), end_of(job_order(tmp_path, document))
+    assert ours.total_tokens == theirs.total_tokens, "as many marks, though at other places"
 
 
 def test_phases_are_served_from_what_was_prepared(folder: Path, tmp_path: Path) -> None:
@@ -191,7 +263,7 @@ def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytes
     first.write_bytes(first.read_bytes()[:-40] + bytes(40))
     second.write_bytes(second.read_bytes() + b"x")
     third.unlink()
-    (out / "sources/001-docs/.000009-000000.arrow.draft").write_bytes(b"left by a kill")
+    (out / "sources/001-docs/.000009.arrow.draft").write_bytes(b"left by a kill")
     with (out / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"name": "sources/001-docs/00')
     again = run(job_of(folder, mixture()), folder, out)
@@ -230,6 +302,7 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
     (other / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds thesis.tex already, and nothing that was prepared"):
         run(job_of(folder, mixture()), folder, other)
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     out = tmp_path / "out"
     run(job_of(folder, mixture()), folder, out)
     (out / "sources/001-docs/mine.arrow").write_bytes(b"x")
@@ -243,13 +316,22 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
 
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, mixture())
-    with Journal.open(tmp_path / "out", job), pytest.raises(ConfigError, match="another process prepares into it now"):
+    with (
+        Journal.open(tmp_path / "out", job, lambda *_: None),
+        pytest.raises(ConfigError, match="another process prepares into it now"),
+    ):
         run(job, folder, tmp_path / "out")
 
 
 def test_nothing_to_prepare_is_told(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"every source holds ids already.*give --ids"):
         job_of(folder, flat([CODE]))
+
+
+def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
+        run(job_of(folder, mixture()), folder, tmp_path / "file/out")
 
 
 def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -260,12 +342,12 @@ def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> Non
 
 def test_parquet_shards_have_page_checksums_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
     done = run(job_of(folder, mixture(), form="parquet"), folder, tmp_path / "out")
-    path = tmp_path / "out/sources/001-docs/000000-000000.parquet"
+    path = tmp_path / "out/sources/001-docs/000000.parquet"
     offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
     content = bytearray(path.read_bytes())
     content[offset + 40] ^= 1
     path.write_bytes(content)
-    with pytest.raises(TokenloomError, match=r"000000-000000\.parquet"):
+    with pytest.raises(TokenloomError, match=r"000000\.parquet"):
         end_of(served(done.mixture))
 
 

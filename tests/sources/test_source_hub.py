@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,25 @@ def message(spec: str) -> str:
     with pytest.raises(SourceError) as caught:
         paths(spec)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("location", "parts"),
+    [
+        ("org/name:train", ("org/name", None, None, "train")),
+        ("name:train", ("name", None, None, "train")),
+        ("name@v1.0:train", ("name", None, "v1.0", "train")),
+        ("org/name/20231101.en:train", ("org/name", "20231101.en", None, "train")),
+        ("org/name/a b@refs/pr/3:partial-train", ("org/name", "a b", "refs/pr/3", "partial-train")),
+        ("org/n.a-m_e@feature/x:my_split.2", ("org/n.a-m_e", None, "feature/x", "my_split.2")),
+    ],
+)
+def test_a_spec_names_repository_config_revision_and_split(
+    location: str, parts: tuple[str, str | None, str | None, str]
+) -> None:
+    spec = Spec.parse(f"hf:{location}:text")
+    assert (spec.hub.repo, spec.hub.config, spec.hub.revision, spec.hub.split) == parts
+    assert (str(spec), spec.column) == (f"hf:{location}:text", "text")
 
 
 #: Repositories as they are met, and the splits that are asked of each.
@@ -146,7 +166,7 @@ def test_sources_of_one_repository_have_one_commit_and_few_requests(hub: StandIn
 
     assert f"@{before}/" in first
     assert f"@{before}/" in last
-    assert len(hub.asked("api/datasets/org/name$")) == 1
+    assert len(hub.asked(r"api/datasets/org/name\?")) == 1
     # Each folder once.
     assert len(hub.asked("/tree/")) == 2
 
@@ -156,6 +176,20 @@ def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
     hub.repo("org/name").commit(files(*names))
     assert paths("hf:org/name:train:text") == names
     assert len(hub.asked("/tree/")) == 4
+
+
+def test_many_sources_of_one_repository_do_not_list_it_once_each(hub: StandInHub) -> None:
+    hub.page = 1000
+    names = [f"c{i}" for i in range(50)]
+    configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in names]
+    hub.repo("org/name").commit({"README.md": card(*configs)} | files(*(f"{name}/0.parquet" for name in names)))
+    resolver = HubResolver()
+    for name in names:
+        (shard,) = resolver.shards(Spec.parse(f"hf:org/name/{name}:train:text"))
+        assert shard.path.endswith(f"/{name}/0.parquet")
+    assert len(hub.asked("/tree/")) == 17
+    assert len(hub.asked(r"api/datasets/org/name\?")) == 1
+    assert len(hub.asked("README")) == 2  # which leads to a copy
 
 
 @pytest.mark.parametrize("revision", ["v1", "refs/pr/2", "COMMIT"])
@@ -255,12 +289,35 @@ def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
         ("configs: [{config_name: a, data_files: [{split: t, path: x}, {split: t, path: y}]}]", "the split 't' twice"),
         ("configs: [{config_name: a, data_files: 'https://example.org/x.parquet'}]", "names files elsewhere"),
         ("configs: [{config_name: a, data_files: 'data/**.parquet'}]", "the pattern 'data/**.parquet', which is none"),
+        (
+            "configs: [{config_name: a, data_files: [train.parquet, b.parquet]}]",
+            "the file 'b.parquet', which it does not",
+        ),
         ("configs: [", "is no YAML"),
     ],
 )
 def test_a_card_that_says_something_else_is_told(hub: StandInHub, header: str, told: str) -> None:
     hub.repo("org/name").commit(files("train.parquet") | {"README.md": f"---\n{header}\n---\n".encode()})
     assert told in message("hf:org/name:train:text")
+
+
+@pytest.mark.parametrize(
+    ("answer", "path"),
+    [
+        (b"[]", "org/name?"),
+        (b'{"id": "org/name"}', "org/name?"),
+        (b'{"id": "../../etc", "sha": "' + b"0" * 40 + b'"}', "org/name?"),
+        (b'{"id": "org/name", "sha": "../main"}', "org/name?"),
+        (b'{"error": "?"}', "/tree/"),
+        (b"[3]", "/tree/"),
+        (b'[{"type": "file", "path": "a.parquet"}]', "/tree/"),
+        (b'[{"type": "file", "path": "../../a.parquet", "size": 1, "oid": "0"}]', "/tree/"),
+    ],
+)
+def test_an_answer_that_no_hub_gives_is_refused(hub: StandInHub, answer: bytes, path: str) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    hub.fail(re.escape(path), status=200, body=answer, times=1e9)
+    assert "cannot be looked up: http://127.0.0.1:" in message("hf:org/name:train:text")
 
 
 # --- whom it lets in ------------------------------------------------------------------------------------
@@ -301,7 +358,7 @@ def test_an_answer_that_repeats_the_token_is_not_repeated(
 
 def test_a_busy_hub_is_asked_again_when_it_says_or_soon(hub: StandInHub, slept: list[float]) -> None:
     hub.repo("org/name").commit(files("train.parquet"))
-    hub.fail("org/name$", status=429, headers={"Retry-After": "7"})
+    hub.fail(r"org/name\?", status=429, headers={"Retry-After": "7"})
     hub.fail("/tree/", status=503)
     hub.fail(r"/tree/\w+\?", cut=10)
     hub.fail(r"/tree/\w+\?", status=429, headers={"RateLimit": '"api";r=0;t=55'})

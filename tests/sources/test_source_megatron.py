@@ -92,6 +92,13 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
     assert rows_of(open_source(Spec.parse("megatron:data/[b]*"), tmp_path)) == [[7]]
 
 
+def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
+    for prefix, count in (("a", 0), ("b", 1)):
+        write(tmp_path / f"data/{prefix}", DOCUMENTS)
+        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, where="test"), tmp_path, None)
+        assert len(run.warnings()) == count
+
+
 def test_a_spec_is_a_prefix_and_its_column_is_implied() -> None:
     for text in ("megatron:data/corpus", "megatron:data/corpus:ids"):
         assert (str(Spec.parse(text)), Spec.parse(text).column) == ("megatron:data/corpus", "ids")

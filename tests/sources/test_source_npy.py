@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpora import flat
-from tokenloom_server import config
-from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
+from tokenloom_server import config, forking
+from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order import Order
 from tokenloom_server.sources import npy
 from tokenloom_server.sources.base import Content, Source
@@ -266,6 +266,14 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_row(tmp_path: Pa
     write_npy("int32")(tmp_path / "a.npy", [1, END, 2, 60_000, END])
     with pytest.raises(TokenizerError, match=r"a.npy: row 1: the id 60000 is outside the vocabulary"):
         ids_of(order(tmp_path, "npy:a.npy"))
+
+
+def test_runs_with_other_ends_of_text_have_other_documents(tmp_path: Path) -> None:
+    write_npy("uint16")(tmp_path / "a.npy", IDS)
+    ours, same, other = (order(tmp_path, "npy:a.npy", end_of_text_id=end) for end in (END, END, 5))
+    forking._refuse_other_documents(ours, same)
+    with pytest.raises(SnapshotInvalid, match=r"'npy:a.npy': end_of_text_id is 5 in run 'test' and 9 in 'test'"):
+        forking._refuse_other_documents(other, ours)
 
 
 def test_the_order_goes_on_from_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     CLIENT: (
         ("errors", "columns"),
-        ("address", "batch", "snapshot", "topology"),
+        ("address", "batch", "features", "snapshot", "topology"),
         ("buffer",),
         ("connection",),
         ("dataset", "lr_scheduler"),

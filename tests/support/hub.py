@@ -7,9 +7,11 @@ signature that runs out. Everything is counted, and any request can be made to f
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -49,10 +51,12 @@ class Repo:
         return sum(map(len, self.commits[commit].values()))
 
 
+@functools.cache
 def hash_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@functools.cache
 def blob_id(content: bytes) -> str:
     """Git's id of a blob."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -77,12 +81,13 @@ class Request:
 
 @dataclass
 class Fault:
-    """What becomes of the next ``times`` requests whose path matches: an answer with an error, a body that ends after
+    """What becomes of the next ``times`` requests whose path matches: an answer of its own, a body that ends after
     ``cut`` bytes, a delay. Each ``every``-th of them alone, where that is more than 1."""
 
     path: str
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b'{"error":"made to fail"}'
     cut: int | None = None
     delay_s: float = 0.0
     place: str = "hub storage"
@@ -233,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.delay_s:
             time.sleep(fault.delay_s)
         if fault is not None and fault.status:
-            answer = _Answer(fault.status, dict(fault.headers), b'{"error":"made to fail"}')
+            answer = _Answer(fault.status, dict(fault.headers), fault.body)
         else:
             try:
                 answer = self._storage() if self.server.place == "storage" else self._answer(body)
@@ -459,3 +464,11 @@ def stand_in_hub(page: int = 1000) -> Iterator[StandInHub]:
     """A server that is up."""
     with StandInHub(page) as hub:
         yield hub
+
+
+@contextmanager
+def hub_environment() -> Iterator[Mapping[str, str]]:
+    """What a process needs to take a stand-in for the Hub, and may write there."""
+    with stand_in_hub() as hub, tempfile.TemporaryDirectory() as cache:
+        hub.tokens.add("hf_of_a_writer")
+        yield hub.environment(cache, HF_TOKEN="hf_of_a_writer")

@@ -49,6 +49,9 @@ class Request:
     state: str
     position_ids: bool
     document_ids: bool
+    attention_mask: bool
+    loss_mask: bool
+    cu_seqlens: bool
     prefetch_steps: int | None
     takeover: bool
     peek: bool
@@ -131,7 +134,15 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
 
 
 def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
-    if answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED):
+    of_rows = answer.global_batch_size > 0
+    if of_rows and (request.position_ids or request.document_ids):
+        raise ProtocolError(
+            f"{request.address} gives batches of rows from buckets, which have no documents: leave position_ids and "
+            "document_ids out"
+        )
+    if not of_rows and (
+        answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED)
+    ):
         raise ProtocolError(
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
@@ -141,12 +152,20 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         generation=answer.generation,
         start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
         layout=Layout(
-            batch_size=request.batch_size,
+            batch_size=answer.batch_size or request.batch_size,
             sequence_length=answer.sequence_length,
-            id_type=np.dtype(f"<u{int(answer.id_type)}").str,
+            id_type=np.dtype(f"<u{int(answer.id_type) or 1}").str,
+            rows=of_rows,
             shifted=answer.labels == wire.LABELS_SHIFTED,
             position_ids=request.position_ids,
             document_ids=request.document_ids,
+            attention_mask=request.attention_mask,
+            loss_mask=request.loss_mask,
+            cu_seqlens=request.cu_seqlens,
+            lengths=answer.sample_lengths,
+            pads_left=answer.pads_left,
+            loss_masks=answer.loss_masks,
+            mask_boundaries=answer.mask_boundaries,
         ),
         sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
         group_steps=answer.group_steps,

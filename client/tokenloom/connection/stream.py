@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from itertools import count, cycle, repeat
 from operator import lt
+from typing import cast
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
@@ -24,11 +25,12 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom import topology
 from tokenloom.batch import Batch, Message
-from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
+from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ProtocolError, ServerUnavailable
+from tokenloom.features import Bucket, Feature, RowsMessage
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
@@ -65,7 +67,7 @@ class Connection:
         self.buffer = StepBuffer(
             self.opening.start,
             capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
-            step_samples=request.topology.world_size * request.batch_size,
+            step_samples=request.topology.world_size * self.opening.layout.batch_size,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
             counted=not request.peek,
@@ -193,17 +195,35 @@ class Connection:
         if not ends or not all(map(lt, begins, ends)):
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
         totals = [info.total_tokens for info in infos]
-        message = Message(
-            self.opening.layout,
-            begin_indices=begins,
-            end_indices=ends,
-            slices=[info.slice for info in infos],
-            total_tokens=totals,
-            ids=ids,
-            source_ids=batches.source_ids[:],
-            document_counts=batches.document_counts,
-            document_starts=batches.document_starts,
-        )
+        slices, layout = [info.slice for info in infos], self.opening.layout
+        message: Steps
+        if layout.rows:
+            # Batches of rows have a type of their own, which who asks for a run of them knows.
+            message = cast(
+                "Steps",
+                RowsMessage(
+                    layout.batch_size,
+                    begin_indices=begins,
+                    end_indices=ends,
+                    slices=slices,
+                    total_tokens=totals,
+                    data=ids,
+                    source_ids=batches.source_ids[:],
+                    buckets=[_bucket(bucket) for bucket in batches.buckets],
+                ),
+            )
+        else:
+            message = Message(
+                layout,
+                begin_indices=begins,
+                end_indices=ends,
+                slices=slices,
+                total_tokens=totals,
+                ids=ids,
+                source_ids=batches.source_ids[:],
+                document_counts=batches.document_counts,
+                document_starts=batches.document_starts,
+            )
         points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 
@@ -232,9 +252,9 @@ class Connection:
                 committed_through=self.buffer.committed_through,
                 server_epoch=self._server_epoch,
                 progress=self.progress(consumed),
-                document_starts=asked.position_ids or asked.document_ids,
+                document_starts=self.opening.layout.document_starts,
                 peek=asked.peek,
-                batch_size=asked.batch_size if asked.peek else 0,
+                batch_size=self.opening.layout.batch_size if asked.peek else 0,
                 process=topology.process(),
             )
         )
@@ -244,6 +264,11 @@ class Connection:
         return wire.Progress(
             consumed_through=consumed.sample_index, digest=consumed.digest, credit_steps=self.buffer.capacity_steps
         )
+
+
+def _bucket(bucket: wire.Bucket) -> Bucket:
+    features = tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
+    return Bucket(bucket.name, bucket.source, features, list(bucket.sample_bytes) or None)
 
 
 class _Writer:

@@ -238,10 +238,13 @@ def validate(
         with console(stderr=True).status("opening sources and tokeniser"):
             order = Order.create(found, base_dir, None, roots)
             samples = order.pipeline(order.initial())
-            samples.advance(1)
+            samples.advance(found.pick_samples)
     except TokenloomError as error:
         fail(error)
-    table = Table(title=f"run {found.run}: sequence length {found.sequence_length}, {found.packing}, seed {found.seed}")
+    kind = f"sequence length {found.sequence_length}, {found.packing}"
+    if found.batching is not None:
+        kind = f"batches of {found.global_batch_size} by {found.batching.bucket_by}"
+    table = Table(title=f"run {found.run}: {kind}, seed {found.seed}")
     for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
     for i, (source, shards, share) in enumerate(
@@ -250,8 +253,14 @@ def validate(
         size = sum(shard.size for shard in shards) / 1e6
         table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")
     out.print(table)
+    for spec, commits in order.manifest.commits.items():
+        out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
+    if found.batching is not None:
+        for i in range(len(found.sources)):
+            out.print(f"{order.specs[i]}: {order.told_of_buckets(i)}", highlight=False)
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
-    out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+    if found.batching is None:
+        out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
     for warning in order.warnings():
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:

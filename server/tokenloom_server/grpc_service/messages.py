@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
@@ -37,11 +39,12 @@ def encode_delivery(
         document_counts=counts,
         document_starts=starts.tolist(),
         base=wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode()) if with_base else None,
+        buckets=_buckets(group, rank, first, last),
     ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
     ids = group.ids(rank, first, last)
     if not ids:
         raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
-    size = len(ids) * len(ids[0])
+    size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
     ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through, server_epoch=host.epoch).SerializeToString()
@@ -60,6 +63,21 @@ def _step_info(group: Group, step: int, rank: int) -> bytes:
     place = group.slice_of(step, rank)
     own = _SLICE_KEY + _varint(place) if place else b""
     return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
+
+
+def _buckets(group: Group, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
+    """``Batches.buckets``: of each step that is a batch of rows."""
+    if not group.of_rows:
+        return
+    for step in range(first, last):
+        batch = group.batch_of(step)
+        sizes = list(map(len, group.ids(rank, step, step + 1)))
+        yield wire.Bucket(
+            name=batch.bucket,
+            source=group.marks[step].segment.config.sources[int(group.source_ids[rank, step, 0])].name,
+            columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in batch.features],
+            sample_bytes=sizes if len(set(sizes)) > 1 else (),
+        )
 
 
 def _key(field: int) -> bytes:

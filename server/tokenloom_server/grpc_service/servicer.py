@@ -19,6 +19,7 @@ from tokenloom_server.grpc_service.server import MAX_REQUEST_BYTES
 from tokenloom_server.host import Host, Session, Waiting
 from tokenloom_server.ledger.base import Commit
 from tokenloom_server.opening import JoinCall
+from tokenloom_server.order import Order
 from tokenloom_server.peeking import PeekCall
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.security import Access, Scope
@@ -79,6 +80,7 @@ class DataLoader:
                 generation=opening.generation,
                 lineage=opening.generation,
                 group_steps=opening.group_steps,
+                batch_size=opening.batch_size,
                 skipped=opening.skipped,
             )
         raise AssertionError("unreachable: the context aborts")
@@ -223,6 +225,7 @@ class DataLoader:
             state=request.state_json,
         )
         found = served.peeks.join(call, lambda: not context.is_active())
+        batch_size = served.host.order.config.global_batch_size or request.batch_size
         return _join_response(
             served.host,
             found.uid,
@@ -230,7 +233,8 @@ class DataLoader:
             served.host.course.encode(found.state),
             generation=0,
             lineage=found.generation,
-            group_steps=served.host.message_steps(request.batch_size),
+            group_steps=served.host.message_steps(batch_size),
+            batch_size=batch_size,
         )
 
     def _peek(
@@ -370,6 +374,7 @@ def _join_response(
     generation: int,
     lineage: int,
     group_steps: int,
+    batch_size: int,
     skipped: int = 0,
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
@@ -384,8 +389,8 @@ def _join_response(
         start_digest=digest_hex(start.digest),
         start_tokens=start.total_tokens,
         sequence_length=order.config.sequence_length,
-        id_type=_ID_TYPES[order.dtype.itemsize],
-        labels=wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME,
+        id_type=_ID_TYPES[order.dtype.itemsize] if order.config.batching is None else wire.ID_TYPE_UNSPECIFIED,
+        labels=_labels(order),
         vocab_size=order.vocab_size,
         sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
         group_steps=group_steps,
@@ -393,7 +398,19 @@ def _join_response(
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=host.epoch,
         skipped_samples=skipped,
+        global_batch_size=order.config.global_batch_size or 0,
+        batch_size=batch_size,
+        sample_lengths=order.form.lengths,
+        pads_left=order.form.lengths and order.form.padding == "left",
+        loss_masks=order.form.masked,
+        mask_boundaries=order.config.mask_boundaries,
     )
+
+
+def _labels(order: Order) -> wire.Labels:
+    if order.config.batching is not None:
+        return wire.LABELS_UNSPECIFIED
+    return wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME
 
 
 def _index_of(committed: Commit | None) -> int:

@@ -13,9 +13,13 @@ from urllib.parse import quote
 from tokenloom_server.hub.client import HubClient, HubRefused, retried
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 #: Bytes of a dataset's card at most: what lies behind them is no header.
 CARD_BYTES = 16 * 2**20
+
+#: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
+FOLDERS = 16
 
 _MAGIC = re.compile(r"[*?[]")
 
@@ -60,9 +64,15 @@ class OnlineRepository:
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
         """Resolves the revision; one request. Raises ``HubRefused`` and ``HubBusy``."""
         behind = f"/revision/{quote(revision, safe='')}" if revision else ""
-        info, _ = client.get_json(f"api/datasets/{name}{behind}")
+        # Alone: without it the answer names every file.
+        info, _ = client.get_json(f"api/datasets/{name}{behind}", {"expand": "sha"})
         self._client = client
-        self._name, self._commit = str(info["id"]), str(info["sha"])
+        try:
+            self._name, self._commit = str(info["id"]), str(info["sha"])
+        except (KeyError, TypeError):
+            raise _no_hub(client, "the description of a dataset") from None
+        if not _NAME.fullmatch(self._name) or not COMMIT.fullmatch(self._commit):
+            raise _no_hub(client, "the name and commit of a dataset")
         self._listed: dict[tuple[str, bool], Sequence[HubFile]] = {}
         self._lock = threading.Lock()
 
@@ -76,12 +86,17 @@ class OnlineRepository:
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         with self._lock:
-            if (folder, deep) not in self._listed:
-                self._listed[folder, deep] = self._known(folder, deep) or self._list(folder, deep)
+            known = self._known(folder, deep)
+            if known is None and len(self._listed) >= FOLDERS:
+                self._listed["", True] = self._list("", True)
+                known = self._known(folder, deep)
+            self._listed[folder, deep] = self._list(folder, deep) if known is None else known
             return self._listed[folder, deep]
 
     def _known(self, folder: str, deep: bool) -> Sequence[HubFile] | None:
-        """From a listing of a folder above, where there was one."""
+        """From a listing of the folder, or of one above with all that is in it."""
+        if (folder, deep) in self._listed:
+            return self._listed[folder, deep]
         above = [""] + [folder[: match.start()] for match in re.finditer("/", folder)] + [folder]
         whole = next((self._listed[one, True] for one in above if (one, True) in self._listed), None)
         return None if whole is None else _in_folder(whole, folder, deep)
@@ -97,7 +112,10 @@ class OnlineRepository:
                 if error.kind == "entry" and folder:
                     return ()
                 raise
-            found += [_file(entry) for entry in page if entry["type"] == "file"]
+            try:
+                found += [_file(entry) for entry in page if entry["type"] == "file"]
+            except (KeyError, TypeError, ValueError):
+                raise _no_hub(self._client, "the list of a dataset's files") from None
         return sorted(found, key=lambda file: file.path)
 
     def text(self, path: str) -> str | None:
@@ -211,8 +229,14 @@ def _in_folder(files: Sequence[HubFile], folder: str, deep: bool) -> Sequence[Hu
 
 
 def _file(entry: dict[str, Any]) -> HubFile:
-    """An entry of the tree API. Of files in large-file storage, ``oid`` is the pointer's."""
-    lfs = entry.get("lfs")
+    """An entry of the tree API. Of files in large-file storage, ``oid`` is the pointer's. Raises ``ValueError``."""
+    path, lfs = str(entry["path"]), entry.get("lfs")
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(f"{path!r} leads out of the repository")  # and so would its place in the cache
     if lfs:
-        return HubFile(str(entry["path"]), int(lfs["size"]), f"sha256:{lfs['oid']}")
-    return HubFile(str(entry["path"]), int(entry["size"]), f"blob:{entry['oid']}")
+        return HubFile(path, int(lfs["size"]), f"sha256:{lfs['oid']}")
+    return HubFile(path, int(entry["size"]), f"blob:{entry['oid']}")
+
+
+def _no_hub(client: HubClient, what: str) -> HubRefused:
+    return HubRefused("other", f"cannot be looked up: {client.endpoint} answered with something that is not {what}")

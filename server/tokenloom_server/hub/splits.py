@@ -196,8 +196,14 @@ def ending_of(path: str) -> str:
 
 
 def files_of(patterns: Sequence[str], find: Find) -> list[str]:
-    """The files of a split: pattern after pattern, each file once."""
-    return list(dict.fromkeys(path for pattern in patterns for path in data_files(pattern, find)))
+    """The files of a split: pattern after pattern, each file once. Raises ``CardError`` for one that is not there."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        paths = data_files(pattern, find)
+        if not paths and not re.search(r"[*?[]", pattern):
+            raise CardError(f"its card names the file {pattern!r}, which it does not have")
+        found |= dict.fromkeys(paths)
+    return list(found)
 
 
 def most_common_kind(paths: Sequence[str]) -> str | None:

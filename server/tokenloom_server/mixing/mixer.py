@@ -1,5 +1,8 @@
 """The mixture as a tree: leaves are sources, inner nodes carry a policy.
 
+What is decided is a *pick*: one sample, or with ``batching`` a whole global batch. In this folder "sample" means a
+pick, and ``sample_tokens`` its tokens, but for the states that come in and go out.
+
 A parent is the sole authority for its children's counters. A child is exhausted when a pick from it
 fails, as part of that sample's decision, and never earlier.
 """
@@ -7,6 +10,7 @@ fails, as part of that sample's decision, and never earlier.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -70,11 +74,21 @@ class _Node:
         config: NodeConfig,
         children: tuple[int | _Node, ...],
         states: Sequence[ChildState],
+        pick_samples: int,
     ) -> None:
+        """``pick_samples``: samples of one decision. All that is counted here is counted in these."""
         self.id = shape.node_id
         self.config = config
         self.children = children
         self.exhausted = [child.exhausted for child in states]
+        self._pick_samples = pick_samples
+        #: The counters when this node was built, in samples.
+        self.states = tuple(states)
+        if pick_samples > 1:
+            states = [
+                replace(child, samples=child.samples // pick_samples, total=child.total // pick_samples)
+                for child in states
+            ]
         self.counters = Children(
             [child.samples for child in states],
             [child.tokens for child in states],
@@ -96,8 +110,6 @@ class _Node:
         self._stopped = any(out and ends for out, ends in zip(self.exhausted, self._ends, strict=True))
         self._live = self.counters.out.count(False)
         self.policy = _policy_of(shape, config, self.counters, states)
-        #: The counters when this node was built.
-        self.states = tuple(states)
 
     @property
     def is_over(self) -> bool:
@@ -179,12 +191,13 @@ class _Node:
 
     def states_at(self, regime: NodeRegime, given: Sequence[int]) -> tuple[ChildState, ...]:
         """The children's states under a regime; ``given`` is how many samples each gave since the node was built."""
+        pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self.states, given, strict=True)]
-        tokens = [was.tokens + more * self._sample_tokens for was, more in zip(self.states, given, strict=True)]
+        tokens = [was.tokens + more * self._sample_tokens // pick for was, more in zip(self.states, given, strict=True)]
         owed = self.policy.credits(regime.credits, tokens)
         made = self.policy.made(regime.credits) or [(0, 0)] * len(given)
         return tuple(
-            ChildState(own, own_tokens, credit, exhausted, weight, total)
+            ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
                 samples, tokens, owed, regime.exhausted, made, strict=True
             )
@@ -239,7 +252,7 @@ class Mixer:
         def build(node: NodeConfig) -> _Node:
             shape, state = shapes[node.id]
             children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
-            self._upwards.append(_Node(shape, node, children, state))
+            self._upwards.append(_Node(shape, node, children, state, config.pick_samples))
             return self._upwards[-1]
 
         self._config = config
@@ -254,8 +267,8 @@ class Mixer:
         self.regime: Regime = self._regime()
 
     def begin(self, sample_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
-        """To be called before each decision, with the run's position: makes weights anew where that is due, from the
-        counters here. Returns how many samples may be decided before it is to be called again."""
+        """To be called before each decision, with the run's position in picks: makes weights anew where that is due,
+        from the counters here. Returns how many picks may be decided before it is to be called again."""
         if not self._varies:
             return MAX_COUNTER
         # At an end nothing changes any more: a state there is the same however often it is asked.
@@ -372,7 +385,7 @@ class Mixer:
                 rows=rows_of(extent, self._config.epochs[source]) if extent is not None else None,
                 tokens_per_1000_rows=extent.tokens_per_1000_rows if extent is not None else 0,
                 max_tokens=of.max_tokens,
-                sample_tokens=self._config.sequence_length,
+                sample_tokens=self._config.pick_tokens,
             )
         return known
 
@@ -407,7 +420,7 @@ def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape]]:
             NodeShape(
                 node_id=node.id,
                 seed=config.seed,
-                sample_tokens=config.sequence_length,
+                sample_tokens=config.pick_tokens,
                 weights=integer_weights(numbers),
                 child_ids=ids,
             ),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from tokenloom_server.course import Course
-from tokenloom_server.extents import Extent, measure
+from tokenloom_server.extents import Extent
 from tokenloom_server.order import Order
 from tokenloom_server.plan import RunPlan
 from tokenloom_server.planning.forecast import forecast, parts_of
@@ -33,5 +33,5 @@ class Planner:
         if key not in self._measured:
             if self._measuring is not None:
                 self._measuring(order.config.sources[source_id].name)
-            self._measured[key] = measure(order, source_id)
+            self._measured[key] = order.measure(source_id)
         return self._measured[key]

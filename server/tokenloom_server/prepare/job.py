@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.data_roots import DataRoots
@@ -22,21 +25,36 @@ FORMAT = 1
 
 ShardFormat = Literal["arrow", "parquet"]
 
-#: What decides the tokens of a source's rows; all else of a source decides when and how often they are served.
-_FIELDS_OF_ROWS = ("source", "add_bos", "add_eot")
+#: Of a source, what decides when and how often its rows are served, and what is drawn anew each epoch; all else decides
+#: their tokens, and is done with once these lie in shards.
+FIELDS_OF_SERVING = frozenset(
+    {"id", "presence", "alias", "weight", "epochs", "max_tokens", "on_exhausted", "lanes", "fim", "loss_mask"}
+)
+#: What decides in which order its rows are read.
+FIELDS_OF_READING = frozenset({"shuffle", "shuffle_window_rows"})
+
+
+class Passage(NamedTuple):
+    """Rows [row, row + rows) of a part of an epoch (see ``packing.reading``): a file, or a window of shuffled rows."""
+
+    part: int
+    row: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows [row, row + rows) of a file become one shard. ``bytes``: their part of the file, by their number."""
+    """Passages that become one shard. ``bytes``: their share of the files, by their rows."""
 
     source: int
-    file: int
-    row: int
-    rows: int
+    passages: tuple[Passage, ...]
     bytes: int
     name: str
     """The shard's path, relative to the folder."""
+
+    @property
+    def rows(self) -> int:
+        return sum(passage.rows for passage in self.passages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +64,6 @@ class Prepared:
     source: int
     config: SourceConfig
     folder: str
-    files: tuple[int, ...]
-    """Those that have rows."""
 
 
 class Job:
@@ -69,9 +85,9 @@ class Job:
         for i in chosen:
             source = named[order.specs[i]]
             folder = f"sources/{i:03d}-{_file_name(source)}"
-            counts = in_threads(partial(_row_count, order, i), range(len(order.shards[i])))
-            self.sources.append(Prepared(i, source, folder, tuple(f for f, rows in enumerate(counts) if rows)))
-            self.tasks += self._cut(i, folder, counts)
+            self.sources.append(Prepared(i, source, folder))
+            for number, (passages, size) in enumerate(self._cut(i)):
+                self.tasks.append(Task(i, passages, size, f"{folder}/{number:06d}.{form}"))
 
     @classmethod
     def create(
@@ -84,13 +100,20 @@ class Job:
         form: ShardFormat,
         shard_bytes: int,
         ids_too: bool,
+        shuffled: bool,
         threads: int,
     ) -> Job:
-        """Reads headers and indexes, and chooses the tokeniser's engine.
+        """Reads headers and indexes, and chooses the tokeniser's engine. ``shuffled``: rows are written in the order in
+        which their first epoch reads them, not in that of the files.
 
         Raises ``ConfigError`` where there is nothing to prepare, ``SourceError`` and ``TokenizerError``.
         """
-        order = Order.create(_reading(config), base_dir, index_dir, roots, engines=threads)
+        if config.batching is not None:
+            raise ConfigError(
+                f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; "
+                "serve it as it is"
+            )
+        order = Order.create(_reading(config, shuffled), base_dir, index_dir, roots, engines=threads)
         job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)
         if not job.sources:
             raise ConfigError(
@@ -103,6 +126,7 @@ class Job:
         """What decides the shards' content: two jobs with the same document make the same bytes."""
         record = json.loads(self.order.record())
         config = self.order.config
+        children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
             "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.dtype.name},
@@ -111,12 +135,17 @@ class Job:
             "vocab_size": self.order.vocab_size,
             "end_of_text_id": self.order.end_of_text_id,
             "begin_of_text_id": self.order.begin_of_text_id,
-            "sources": [self._source_document(prepared, record) for prepared in self.sources],
+            "seed": config.seed if self.shuffled else None,
+            "sources": [self._described(prepared, children[prepared.config.source]) for prepared in self.sources],
         }
 
-    def _source_document(self, prepared: Prepared, record: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def shuffled(self) -> bool:
+        """Whether a source's rows are written in another order than that of its files."""
+        return any(source.shuffle != "none" for source in self.order.config.sources)
+
+    def _described(self, prepared: Prepared, fields: dict[str, Any]) -> dict[str, Any]:
         found = self.order.config.sources[prepared.source]
-        fields = next(child for child in record["config"]["mixture"]["children"] if child["source"] == found.source)
         return {
             **{key: value for key, value in fields.items() if key not in ("weight", "epochs")},
             "add_bos": self.order.config.adds_bos(found),
@@ -127,29 +156,49 @@ class Job:
             ],
         }
 
-    def _cut(self, source: int, folder: str, counts: Sequence[int]) -> Iterator[Task]:
-        for file, (shard, rows) in enumerate(zip(self.order.shards[source], counts, strict=True)):
-            if not rows:
-                continue
-            parts = max(1, min(rows, round(shard.size / self.shard_bytes)))
-            edges = [rows * part // parts for part in range(parts + 1)]
-            for part in range(parts):
-                name = f"{folder}/{file:06d}-{part:06d}.{self.form}"
-                count = edges[part + 1] - edges[part]
-                yield Task(source, file, edges[part], count, shard.size * count // rows, name)
+    def _cut(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
+        """The passages of each shard, and their bytes."""
+        order, shards = self.order, self.order.shards[source]
+        if order.config.sources[source].shuffle == "rows":
+            yield from self._cut_windows(source)
+            return
+        edges = in_threads(partial(self._edges, source), range(len(shards)))
+        for file in order.reading(source, order.open(source)).parts(0):
+            rows, size = edges[file][-1], shards[file].size
+            for begin, end in pairwise(edges[file]):
+                yield (Passage(file, begin, end - begin),), size * (end - begin) // rows
+
+    def _edges(self, source: int, file: int) -> list[int]:
+        """The rows at which a file is cut: where it can be read from without reading what lies before."""
+        # A reader is for one thread.
+        blocks = self.order.open(source).blocks(file)
+        parts = max(1, round(self.order.shards[source][file].size / self.shard_bytes))
+        wanted = [int(blocks[-1]) * part // parts for part in range(parts + 1)]
+        return sorted(set(blocks[np.searchsorted(blocks, wanted)].tolist()))
+
+    def _cut_windows(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
+        # To read on in the middle of a window takes all of it, so none is parted.
+        order, total = self.order, sum(shard.size for shard in self.order.shards[source])
+        reading = order.reading(source, order.open(source))
+        passages: list[Passage] = []
+        rows = 0
+        for window in reading.parts(0):
+            passages.append(Passage(window, 0, reading.rows_in(window)))
+            rows += passages[-1].rows
+            size = total * rows // reading.rows
+            if size >= self.shard_bytes:
+                yield tuple(passages), size
+                passages, rows = [], 0
+        if passages:
+            yield tuple(passages), total * rows // reading.rows
 
 
-def _row_count(order: Order, source: int, file: int) -> int:
-    # A reader is for one thread.
-    return order.open(source).row_count(file)
-
-
-def _reading(config: RunConfig) -> RunConfig:
+def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
     """A config under which every source of every phase is read once, from its first row to its last."""
     children = []
+    left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
     for _, source in config.named_sources():
-        fields = {name: getattr(source, name) for name in _FIELDS_OF_ROWS}
-        children.append(SourceConfig(**fields))
+        children.append(SourceConfig.model_validate(source.model_dump(exclude=set(left_out))))
     mixture = NodeConfig(policy="sequential", children=list(children))
     return RunConfig.model_validate(config.model_copy(update={"mixture": mixture, "phases": []}).model_dump())
 

@@ -174,9 +174,11 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None
 
 def order_warning(spec: Spec, shards: tuple[Shard, ...]) -> str | None:
     """What a caller should log about a source that is not shuffled, whose shards are read one behind the other."""
-    if len(shards) < 2:
+    # The two files of a Megatron dataset are read as one.
+    count = len(shards) // 2 if spec.scheme == "megatron" else len(shards)
+    if count < 2:
         return None
     return (
-        f"source {str(spec)!r}: its {len(shards)} shards are read in file order; "
+        f"source {str(spec)!r}: its {count} shards are read in file order; "
         "where documents should be mixed across files, set shuffle: rows (or shards) on the source"
     )

@@ -16,6 +16,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.columns import content_of
+from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.open import open_file
@@ -41,7 +42,7 @@ def columns_of(scheme: str, path: str, base_dir: Path) -> Mapping[str, Content |
             return {"ids": Content.IDS}
         with open_file(path, base_dir) as file:
             if scheme == "jsonl":
-                return _keys(file)
+                return _keys(file, codec_of(path))
             return {field.name: content_of(field.type) for field in _schema(scheme, file)}
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{shown!r} cannot be read as {scheme} ({type(error).__name__}: {error})") from None
@@ -57,10 +58,10 @@ def _schema(scheme: str, file: File) -> Any:
     return pa.ipc.open_file(stream).schema if is_file else pa.ipc.open_stream(stream).schema
 
 
-def _keys(file: File) -> dict[str, Content | None]:
+def _keys(file: File, codec: str | None) -> dict[str, Content | None]:
     found: dict[str, Content | None] = {}
     undecided: set[str] = set()
-    for document in _documents(file):
+    for document in _documents(file, codec):
         for key, value in document.items():
             if value is None and key not in found:
                 undecided.add(key)
@@ -73,18 +74,19 @@ def _keys(file: File) -> dict[str, Content | None]:
     return found
 
 
-def _documents(file: File) -> Iterator[dict[str, Any]]:
-    for line in itertools.islice(_lines(file), PROBE_LINES):
+def _documents(file: File, codec: str | None) -> Iterator[dict[str, Any]]:
+    for line in itertools.islice(_lines(file, codec), PROBE_LINES):
         document = json.loads(line)
         if not isinstance(document, dict):
             raise ValueError("expected a JSON object on each line")
         yield document
 
 
-def _lines(file: File) -> Iterator[bytes]:
+def _lines(file: File, codec: str | None) -> Iterator[bytes]:
     """A file's lines, up to one that is longer than ``PROBE_LINE_BYTES``: of that one, a part."""
     held, offset, wanted = b"", 0, READ_BYTES
-    while data := bytes(file.read_at(offset, wanted)):
+    stream = Decompressed(file, codec) if codec is not None else None
+    while data := stream.read(wanted) if stream is not None else bytes(file.read_at(offset, wanted)):
         offset += len(data)
         *lines, held = (held + data).split(b"\n")
         yield from lines

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.hub import splits
@@ -17,6 +19,7 @@ from tokenloom_server.sources.base import Shard
 from tokenloom_server.spec import HubLocation, Spec
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 #: Where the Hub keeps what it made of a dataset: a folder per config, in it one per split, with Parquet files.
 CONVERSION = "refs/convert/parquet"
@@ -39,11 +42,33 @@ class _NotThere(Exception):
 
 
 @dataclass(slots=True)
-class _Once:
-    """A question about a repository, and what came of it."""
+class _Answer:
+    """To one question: a list of it, or of the error that it is, as soon as it is known."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    found: Repository | HubRefused | None = None
+    found: list[Any] = field(default_factory=list)
+
+
+class _Asked:
+    """Questions that are asked once, however many threads have them; a refusal is an answer, too."""
+
+    def __init__(self) -> None:
+        self._answers: dict[object, _Answer] = {}
+        self._lock = threading.Lock()
+
+    def once(self, question: object, ask: Callable[[], _T]) -> _T:
+        with self._lock:
+            answer = self._answers.setdefault(question, _Answer())
+        with answer.lock:
+            if not answer.found:
+                try:
+                    answer.found.append(ask())
+                except (HubRefused, splits.CardError) as error:
+                    answer.found.append(error)
+        found: _T | Exception = answer.found[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 class HubResolver:
@@ -54,7 +79,7 @@ class HubResolver:
 
     def __init__(self) -> None:
         self._client: HubClient | None = None
-        self._asked: dict[tuple[str, str | None], _Once] = {}
+        self._asked = _Asked()
         self._lock = threading.Lock()
 
     def shards(self, spec: Spec) -> tuple[Shard, ...]:
@@ -62,7 +87,7 @@ class HubResolver:
         ``hf://datasets/ORG/NAME@COMMIT/PATH``. Raises ``SourceError``, which says what there is instead."""
         location, where = spec.hub, f"source {str(spec)!r}"
         try:
-            return self._resolve(location)
+            return self._resolve(location, spec.commit)
         except HubRefused as error:
             raise SourceError(
                 f"{where}: the dataset {location.repo!r} {error}{self._instead(location, error)}"
@@ -74,23 +99,27 @@ class HubResolver:
         except splits.CardError as error:
             raise SourceError(f"{where}: the dataset {location.repo!r} cannot be read, for {error}") from None
 
-    def _resolve(self, location: HubLocation) -> tuple[Shard, ...]:
-        repository = self._repository(location.repo, location.revision)
+    def _resolve(self, location: HubLocation, commit: str | None) -> tuple[Shard, ...]:
+        repository = self._repository(location.repo, commit or location.revision)
         if location.revision == CONVERSION:
             return self._taken(_converted(repository, location))
+        if commit is not None and location.revision is None and repository.text("README.md") is None:
+            with contextlib.suppress(_NotThere):  # what that run read was what the Hub converted
+                return self._taken(_converted(repository, location))
         try:
-            own: _Found | _NotThere = _own(repository, location)
+            own: _Found | _NotThere = _own(repository, self._configs(repository), location)
         except (_NotThere, splits.CardError) as error:
             own = _NotThere(str(error))
         if isinstance(own, _Found) and own.kind == "parquet":
             return self._taken(own)
         # With a revision given, what is read is that revision and not what was once made of another.
-        converted = self._conversion(location) if location.revision is None else None
+        converted = self._conversion(location) if commit is None and location.revision is None else None
         if converted is not None:
+            why = own if isinstance(own, _NotThere) else f"has no Parquet files of its own for {_asked(location)}"
             _log.warning(
-                "the dataset %s has no Parquet files of its own for %s: read is what the Hub converted them to (%s at "
-                "%s), which may lag behind; add @main to the repository's name to read its own files",
-                repository.name, _asked(location), CONVERSION, converted.repository.commit,
+                "the dataset %s %s: read is what the Hub converted it to (%s at %s), which may lag behind; add @main "
+                "to the dataset's name to read its own files",
+                repository.name, why, CONVERSION, converted.repository.commit,
             )  # fmt: skip
             return self._taken(converted)
         if isinstance(own, _NotThere):
@@ -108,16 +137,13 @@ class HubResolver:
             if self._client is None:
                 self._client = HubClient()
             client = self._client
-            once = self._asked.setdefault((name, revision), _Once())
-        with once.lock:
-            if once.found is None:
-                try:
-                    once.found = open_repository(client, name, revision)
-                except HubRefused as error:
-                    once.found = error
-        if isinstance(once.found, HubRefused):
-            raise once.found
-        return once.found
+        return self._asked.once((name, revision), lambda: open_repository(client, name, revision))
+
+    def _configs(self, repository: Repository) -> Mapping[str, splits.Config]:
+        return self._asked.once(
+            (repository.name, repository.commit, "card"),
+            lambda: splits.configs_of(repository.text("README.md") or ""),
+        )
 
     def _conversion(self, location: HubLocation) -> _Found | None:
         """The split in the Hub's conversion; None where there is none, or not all of it."""
@@ -186,9 +212,8 @@ def _other(one: Shard, another: Shard) -> bool:
     return (one.size, one.fingerprint) != (another.size, another.fingerprint)
 
 
-def _own(repository: Repository, location: HubLocation) -> _Found:
+def _own(repository: Repository, configs: Mapping[str, splits.Config], location: HubLocation) -> _Found:
     """A split in a repository's own files, by its card or their names."""
-    configs = splits.configs_of(repository.text("README.md") or "")
     if location.config is None:
         config = next((config for config in configs.values() if config.is_default), None)
         if config is None:

@@ -27,7 +27,7 @@ from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrays, columns, files
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.columns import Column
-from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, read_blocks, require_rows
+from tokenloom_server.sources.lines import Block, LinesSource, blocks_of, not_utf8, require_rows
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.spec import Spec
 from tokenloom_server.storage.traffic import Traffic
@@ -94,7 +94,7 @@ def _all_blocks(
 ) -> Iterator[tuple[Block, str]]:
     for shard in shards:
         with files.open_shard(spec, shard, base_dir, traffic) as file:
-            for block in read_blocks(file, None):
+            for block in blocks_of(file, shard):
                 yield block, files.where(spec, shard)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.storage.file import File, Range
 from tokenloom_server.storage.local import LocalFile
 
@@ -71,6 +72,17 @@ def build(file: File) -> LineIndex:
     return LineIndex(np.array(entries, np.int64))
 
 
+def _count(stream: Decompressed, size: int) -> LineIndex:
+    """Of a compressed file: how many lines it has, but for the beginning of none of them but the first."""
+    start, newlines, last = True, 0, b"\n"
+    while data := stream.read(STRIDE_BYTES):
+        if start:
+            data, start = data.removeprefix(BOM), False
+        newlines += data.count(b"\n")
+        last = data[-1:] or last
+    return LineIndex(np.array([(0, 0), (newlines + (last != b"\n"), size)], np.int64))
+
+
 def load_or_build(shard: Shard, file: File, index_dir: Path | None) -> LineIndex:
     """The index of a shard, from ``index_dir`` where it is cached there, else by one scan of the file.
 
@@ -83,7 +95,8 @@ def load_or_build(shard: Shard, file: File, index_dir: Path | None) -> LineIndex
     if index is None:
         _log.info("building the line index of %s (%d bytes)", shard.path, shard.size)
         file.plan([Range(0, file.size)])
-        index = build(file)
+        codec = codec_of(shard.path)
+        index = build(file) if codec is None else _count(Decompressed(file, codec), file.size)
         if cache is not None:
             keep(cache, index)
     return index

@@ -19,6 +19,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files, line_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
+from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
@@ -28,6 +29,9 @@ from tokenloom_server.storage.traffic import Traffic
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
 #: buffers of that size back to the kernel, and each new one is faulted in again.
 BLOCK_BYTES = 1 << 19
+
+#: Bytes of a line in a compressed file: it is held as a whole, and what it becomes does not show before.
+MAX_LINE_BYTES = 1 << 28
 
 #: Indexes held in memory (16 bytes per mebibyte of text each); the others are read from the cache again.
 HELD_INDEXES = 1024
@@ -98,23 +102,37 @@ class LinesSource(ShardedSource):
         entry = self._shards[shard]
         where = self._where(entry)
         position = None
-        if row > 0:
+        if row > 0 and codec_of(entry.path) is None:
             # Only now: a corpus that is read from its beginning must not be scanned first.
             index = self._index(shard)
             if row > index.row_count:
                 raise SourceError(f"{where} has {index.row_count} rows, but row {row} was asked for")
             position = index.seek(row)
+        count = 0
         with self._open(entry) as file:
             file.plan([Range(position[1] if position is not None else 0, file.size)])
-            for block in read_blocks(file, position):
+            for block in blocks_of(file, entry, position):
                 behind = row - block.first_row
                 if behind < len(block.ends):
                     yield from self._decode(block.cut(max(behind, 0), len(block.ends)), where)
+                count = block.first_row + len(block.ends)
+        if row > count and position is None:
+            raise SourceError(f"{where} has {count} rows, but row {row} was asked for")
 
     def head_bytes(self, shard: int, rows: int) -> int:
-        """Bytes of a shard's first lines with their ends, at the cost of reading them: no index is made."""
-        size = 0
-        with self._open(self._shards[shard]) as file:
+        """Bytes of a shard's first lines with their ends, at the cost of reading them: no index is made.
+
+        Of a compressed file, about as many of its own bytes as they take.
+        """
+        size, entry = 0, self._shards[shard]
+        with self._open(entry) as file:
+            codec = codec_of(entry.path)
+            if codec is not None:
+                stream = Decompressed(file, codec)
+                for block in _streamed(stream, file.name):
+                    if rows < block.first_row + len(block.ends):
+                        break
+                return stream.read_bytes
             for block in read_blocks(file, None):
                 if rows <= len(block.ends):
                     return size + min(int(block.ends[rows - 1]) + 1, len(block.data))
@@ -134,6 +152,35 @@ class LinesSource(ShardedSource):
                 self._indexes[shard] = index
                 self._row_counts[shard] = index.row_count
         return index
+
+
+def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
+    """``read_blocks`` of a file that may be compressed, where ``position`` is None. Raises ``SourceError``."""
+    codec = codec_of(shard.path)
+    return read_blocks(file, position) if codec is None else _streamed(Decompressed(file, codec), file.name)
+
+
+def _streamed(stream: Decompressed, name: str) -> Iterator[Block]:
+    row, held, size = 0, [stream.read(BLOCK_BYTES).removeprefix(line_index.BOM)], 0
+    while True:
+        size += len(held[-1])
+        if size > MAX_LINE_BYTES:
+            raise SourceError(
+                f"{name}: line {row + 1} has more than {MAX_LINE_BYTES} bytes; that is no line of text: decompress the "
+                "file and look"
+            )
+        data = stream.read(BLOCK_BYTES)
+        whole = data.rfind(b"\n") + 1 if data else 0
+        if whole or not data:
+            block = b"".join((*held, data[:whole]))
+            if block:
+                yield (made := Block(row, block, _line_ends(block)))
+                row += len(made.ends)
+            held, size = [data[whole:]], 0
+        else:
+            held.append(data)
+        if not data:
+            return
 
 
 def read_blocks(file: File, position: tuple[int, int] | None) -> Iterator[Block]:
@@ -167,9 +214,13 @@ def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
 def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
     for shard in shards:
-        if shard.size > len(line_index.BOM):
+        if codec_of(shard.path) is not None:
+            with files.open_shard(spec, shard, base_dir, traffic) as file:
+                if next(blocks_of(file, shard), None) is not None:
+                    return
+        elif shard.size > len(line_index.BOM):
             return
-        if shard.size:
+        elif shard.size:
             with files.open_shard(spec, shard, base_dir, traffic) as file:
                 if line_index.first_offset(file) < shard.size:
                     return

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.hub.files import is_hub
+from tokenloom_server.hub.files import HubPath, is_hub
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.hub import HubResolver
@@ -80,9 +80,21 @@ class Manifest:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
 
     @property
+    def commits(self) -> Mapping[str, Sequence[str]]:
+        """``commits_of`` each source on the Hub, by spec."""
+        return {source.spec: found for source in self.sources if (found := commits_of(source.shards))}
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the canonical text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def commits_of(shards: Iterable[Shard]) -> Sequence[str]:
+    """Of a dataset on the Hub: each ``ORG/NAME@COMMIT`` that a run reads, whatever is pushed there later. The first is
+    where it began, those behind it brought more files. None for other sources."""
+    paths = (HubPath.parse(shard.path) for shard in shards if is_hub(shard.path))
+    return tuple(dict.fromkeys(f"{at.repo}@{at.revision}" for at in paths))
 
 
 def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.parquet_lists import ListReader
-from tokenloom_server.sources.parquet_pages import Unusual
+from tokenloom_server.sources.parquet_pages import Chunks, Unusual
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.spec import Spec
@@ -35,6 +34,9 @@ BATCH_BYTES = 7 << 17
 
 #: Rows that are decoded at once, at most: a dictionary may hide how large they are.
 BATCH_ROWS = 1 << 13
+
+#: Bytes of the footers that are kept, and the footer that goes beyond.
+HELD_FOOTERS_BYTES = 1 << 22
 
 #: Bytes of a column chunk that are read from the file at once.
 BUFFER_BYTES = 1 << 20
@@ -58,6 +60,8 @@ class ParquetSource(ShardedSource):
         """
         super().__init__(spec, shards, base_dir, traffic, rules)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        #: Of the files that were last opened at a row, the footers: who shuffles does so for each row group.
+        self._footers: dict[int, _Footer] = {}
         self._refuse_empty_files("a Parquet file")
         with self._open_parquet(0, again=True) as opened:
             self._content = columns.check_schema(opened.parquet.schema_arrow, spec, shards[0].path)
@@ -81,8 +85,9 @@ class ParquetSource(ShardedSource):
             if row > ends[-1]:
                 where = self._where(self._shards[shard])
                 raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
-            file.plan(self._ranges(file, parquet, int(np.searchsorted(ends, row, "right")) - 1))
-            yield from self._read_groups(parquet, self._lists(file, parquet), shard, row)
+            chunks = self._chunks(shard, parquet, keep=row > 0)
+            file.plan(self._ranges(file, chunks, int(np.searchsorted(ends, row, "right")) - 1))
+            yield from self._read_groups(parquet, self._lists(file, parquet, chunks), shard, row)
 
     def _read_groups(self, file: Any, lists: ListReader | None, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
@@ -133,24 +138,34 @@ class ParquetSource(ShardedSource):
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
 
-    def _lists(self, file: File, parquet: Any) -> ListReader | None:
+    def _lists(self, file: File, parquet: Any, chunks: Chunks) -> ListReader | None:
         """The fast reader, where the column is one of those that it is for."""
         # A filter needs other columns beside it, row by row; and a field within a structure has other levels.
         usual = self._content is Content.IDS and self._rules.plain and self._spec.column in parquet.schema_arrow.names
         column = parquet_lists.list_column(parquet, self._spec.column) if usual else None
-        return ListReader(file, column) if column is not None else None
+        return ListReader(file, column, chunks) if column is not None else None
 
-    def _ranges(self, file: File, parquet: Any, group: int) -> Iterator[Range]:
+    def _ranges(self, file: File, chunks: Chunks, group: int) -> Iterator[Range]:
         """Where the column lies in a row group and in those behind it; ends where that does not show."""
-        names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-        leaf = next((i for i, name in enumerate(names) if f"{name}.".startswith(f"{self._spec.column}.")), None)
-        if leaf is None:
-            return
         try:
-            for chunk in itertools.islice(parquet_pages.chunks(file, leaf), group, None):
+            for chunk in chunks.behind(file, group):
                 yield Range(chunk.start, chunk.start + chunk.size)
         except parquet_pages.FAULTS as error:
             _log.debug("%s: nothing is read ahead: %s", file.name, error)
+
+    def _chunks(self, shard: int, parquet: Any, keep: bool) -> Chunks:
+        """Those of the column; ``keep``: the file's footer is likely to be needed again."""
+        known = self._footers.pop(shard, None)
+        if known is None:
+            names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+            leaves = [i for i, name in enumerate(names) if f"{name}.".startswith(f"{self._spec.column}.")]
+            known = _Footer(parquet.metadata, Chunks(leaves[0] if leaves else 0))
+        if keep:
+            self._footers[shard] = known
+            held = sum(each.metadata.serialized_size for each in self._footers.values())
+            while held > HELD_FOOTERS_BYTES and len(self._footers) > 1:
+                held -= self._footers.pop(next(iter(self._footers))).metadata.serialized_size
+        return known.chunks
 
     def _check(self, shard: int, file: Any) -> None:
         if shard in self._group_ends:
@@ -166,11 +181,13 @@ class ParquetSource(ShardedSource):
             yield _Opened(file, parquet)
 
     def _parquet(self, shard: int, file: File) -> Any:
+        known = self._footers.get(shard)
         try:
             # Without pre_buffer and with a buffer, pages are read as they are decoded: the column chunk
             # of a large row group is never in memory as a whole.
             return pq.ParquetFile(
                 for_arrow(file),
+                metadata=known.metadata if known is not None else None,
                 pre_buffer=False,
                 buffer_size=BUFFER_BYTES,
                 page_checksum_verification=True,
@@ -180,6 +197,11 @@ class ParquetSource(ShardedSource):
             raise files.refused(where, error) or SourceError(
                 f"{where} is not a readable Parquet file ({error}); it is truncated or damaged: write or copy it again"
             ) from None
+
+
+class _Footer(NamedTuple):
+    metadata: Any
+    chunks: Chunks
 
 
 class _Opened(NamedTuple):

@@ -6,7 +6,6 @@ encoding, damage) raises ``Unusual`` here, and Arrow is to read the row group ag
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import pyarrow as pa
 
 from tokenloom_server.sources import arrays, parquet_flat, parquet_pages, thrift
 from tokenloom_server.sources.parquet_flat import FlatColumn, FlatPage
-from tokenloom_server.sources.parquet_pages import FAULTS, PHYSICAL_TYPES, Chunk, Dictionary, Page, Unusual
+from tokenloom_server.sources.parquet_pages import FAULTS, PHYSICAL_TYPES, Chunk, Chunks, Dictionary, Page, Unusual
 from tokenloom_server.storage.file import File
 
 #: Pages are decoded together until they have this many values: each call has a fixed cost.
@@ -59,24 +58,21 @@ def list_column(file: Any, name: str) -> ListColumn | None:
 
 
 class ListReader:
-    """Reads the row groups of a file one behind the other."""
+    """Reads the row groups of a file."""
 
-    def __init__(self, file: File, column: ListColumn) -> None:
-        """``file`` stays the caller's."""
+    def __init__(self, file: File, column: ListColumn, chunks: Chunks) -> None:
+        """``file`` stays the caller's; ``chunks`` are those of the column's leaf."""
         self._file = file
         self._column = column
-        self._chunks = parquet_pages.chunks(file, column.leaf)
-        self._next_group = 0
+        self._chunks = chunks
 
     def read(self, group: int) -> Iterator[Any]:
-        """The rows of a row group, at or behind the last one read, as Arrow lists without nulls; a few pages at a time.
+        """The rows of a row group as Arrow lists without nulls; a few pages at a time.
 
         Raises ``Unusual``; what was yielded before it stands.
         """
         try:
-            skipped = group - self._next_group
-            chunk = next(itertools.islice(self._chunks, skipped, None), None)
-            self._next_group = group + 1
+            chunk = next(self._chunks.behind(self._file, group), None)
             if chunk is None or chunk.physical_type != self._column.physical_type:
                 raise Unusual("a footer that contradicts itself")
             if chunk.levels < MIN_VALUES:

@@ -99,6 +99,28 @@ def chunks(file: File, leaf: int) -> Iterator[Chunk]:
         at = thrift.skip(data, at, thrift.STRUCT)  # the rest of the row group
 
 
+class Chunks:
+    """Those of one column of a file, gone through once however often the file is opened for one of its row groups."""
+
+    def __init__(self, leaf: int) -> None:
+        self._leaf = leaf
+        self._found: list[Chunk] = []
+        self._more: Iterator[Chunk] | None = None
+
+    def behind(self, file: File, group: int) -> Iterator[Chunk]:
+        """From that of a row group on. ``file`` is asked for the footer, once. Raises what ``chunks`` does."""
+        while True:
+            while len(self._found) <= group:
+                if self._more is None:
+                    self._more = chunks(file, self._leaf)
+                chunk = next(self._more, None)
+                if chunk is None:
+                    return
+                self._found.append(chunk)
+            yield self._found[group]
+            group += 1
+
+
 def _list_at(data: bytes | memoryview, at: int, wanted: int) -> int:
     """Where the structure at ``at`` has the list that is its field ``wanted``."""
     number = 0

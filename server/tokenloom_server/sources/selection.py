@@ -179,9 +179,16 @@ def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
     if compared is None:
         raise SourceError(f"{at}, which is not compared with {_NAMES[comparison.kind]}")
     try:
-        return _Test(comparison, compared, pa.array(comparison.values).cast(compared))
+        return _Test(comparison, compared, _constants(comparison, compared))
     except (pa.ArrowException, OverflowError) as error:
         raise SourceError(f"{at}, and the constant is none ({error})") from None
+
+
+def _constants(comparison: Comparison, kind: Any) -> Any:
+    if comparison.kind == "text":
+        return pa.array(comparison.values, pa.string()).cast(kind)
+    values = map(float, comparison.values) if pa.types.is_floating(kind) else comparison.values
+    return pa.array(list(values), kind)
 
 
 _NAMES = {"text": "text", "number": "a number", "truth": "true or false"}

@@ -1,0 +1,268 @@
+"""Batches of rows by a real server: two ranks are killed, one goes on; and all that only looks at such a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from conftest import Rpc
+from support.features import SHAPES, document, latents, write_features, write_mixture
+from support.server_process import CommandLine, ServerProcess
+from tokenloom import RemoteDataset
+from tokenloom.errors import ProtocolError, TokenloomError
+
+RUN = "latents"
+SIZE = 4
+
+#: A rank that trains for ever, slowly; each batch is a line, with the state behind it.
+TRAINER = """
+import json, sys, time
+from tokenloom import RemoteDataset
+url, rank, world, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+with open(path, "w", buffering=1) as out:
+    dataset = RemoteDataset(url, rank=rank, world_size=world, attempt="two", resume="fresh", prefetch_steps=2)
+    for batch in dataset:
+        print(json.dumps({"captions": batch["caption"], "ids": batch["sample_ids"].tolist(),
+                          "shape": list(batch["latent"].shape), "state": dataset.state_dict()}), file=out)
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("features")
+    write_features(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path_factory.mktemp("server"), write_mixture(folder, document())).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def whole(server: ServerProcess) -> tuple[list[dict[str, Any]], str]:
+    """The run as one rank gets it, and its digest."""
+    with RemoteDataset(server.url(RUN), rank=0, world_size=1, attempt="whole") as dataset:
+        return list(dataset), dataset.digest  # type: ignore[arg-type]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_rows_arrive_as_they_are(folder: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
+    rows = [
+        {
+            row["caption"]: row
+            for path in ("0", "1")
+            for row in pq.read_table(folder / f"latents/{path}.parquet").to_pylist()
+        },
+        {row["caption"]: row for row in latents(29, 2000).to_pylist()},
+    ]
+    end = 0
+    for batch in whole[0]:
+        assert batch["latent"].dtype is torch.float16
+        assert batch["latent"].shape == (SIZE, *SHAPES[batch["bucket"]])
+        assert batch["row"].dtype is torch.int64
+        source = int(batch["source_ids"][0])
+        assert batch["source_ids"].tolist() == [source] * SIZE
+        assert batch["dataset_id"] == ("parquet:latents/*.parquet:*", "arrow:more:*")[source]
+        for place, caption in enumerate(batch["caption"]):
+            row = rows[source][caption]
+            assert torch.equal(batch["latent"][place], torch.tensor(row["latent"], dtype=torch.float16))
+            assert (batch["aspect"][place], int(batch["row"][place])) == (row["aspect"], row["row"])
+        batch["latent"] += 1  # it is the trainer's own
+        assert batch["sample_ids"].tolist() == list(range(end, end + SIZE))
+        end += SIZE
+        assert (batch["sample_index"], batch["total_tokens"]) == (end, end)
+
+
+def test_two_ranks_that_are_killed_are_resumed_on_one_without_loss_or_repetition(
+    server: ServerProcess, whole: tuple[list[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINER, server.url(RUN), str(rank), "2", str(path)], stdin=subprocess.DEVNULL
+        )
+        for rank, path in enumerate(paths)
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        while min(len(lines_of(path)) for path in paths) < 9:
+            assert time.monotonic() < deadline
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = [lines_of(path) for path in paths]
+    steps = min(map(len, lines))
+    by_sample = {}
+    for first, second in zip(lines[0][:steps], lines[1][:steps], strict=True):
+        assert first["shape"] == second["shape"]
+        assert first["state"] == second["state"]
+        for line in (first, second):
+            by_sample |= dict(zip(line["ids"], line["captions"], strict=True))
+    expected = [caption for batch in whole[0] for caption in batch["caption"]]
+    assert [by_sample[index] for index in sorted(by_sample)] == expected[: steps * SIZE]
+    dataset = RemoteDataset(server.url(RUN), batch_size=SIZE, rank=0, world_size=1, attempt="one", takeover=True)
+    dataset.load_state_dict(lines[0][steps - 1]["state"])
+    with dataset:
+        assert [caption for batch in dataset for caption in batch["caption"]] == expected[steps * SIZE :]  # type: ignore[typeddict-item]
+        assert dataset.digest == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"world_size": 3}, "4 cannot be divided among 3 ranks: launch a number of ranks that divides 4"),
+        ({"world_size": 2, "batch_size": 4}, "which are 2 for each of 2 ranks: leave batch_size out"),
+    ],
+)
+def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(
+    server: ServerProcess, options: dict[str, int], says: str
+) -> None:
+    dataset = RemoteDataset(server.url(RUN), rank=0, attempt="refused", resume="fresh", takeover=True, **options)
+    with dataset, pytest.raises(TokenloomError, match=re.escape(says)):
+        next(iter(dataset))
+
+
+def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: object) -> None:
+    with (
+        RemoteDataset(server.url(RUN), peek=True, document_ids=True) as dataset,
+        pytest.raises(ProtocolError, match="batches of rows from buckets, which have no documents"),
+    ):
+        next(iter(dataset))
+
+
+def test_whoever_looks_sees_whole_batches(
+    server: ServerProcess, whole: tuple[list[dict[str, Any]], str], tokenloom: CommandLine
+) -> None:
+    with RemoteDataset(server.url(RUN), peek=True, resume="9") as peek:
+        batch: Any = next(iter(peek))
+        assert (peek.start_index, batch["sample_ids"].tolist()) == (8, [8, 9, 10, 11])
+        assert torch.equal(batch["row"], whole[0][2]["row"])
+    shown = tokenloom("peek", server.url(RUN), "--at", "9", "--samples", "4", "--json")
+    assert shown.status == 0, shown.output
+    seen = [json.loads(line) for line in shown.output.splitlines()]
+    assert [one["sample"] for one in seen] == [9, 10, 11, 12]
+    expected = [caption for batch in whole[0] for caption in batch["caption"]]
+    assert [one["row"]["caption"] for one in seen] == expected[9:13]
+    assert seen[0]["row"]["latent"] == f"float16 {list(SHAPES[seen[0]['row']['bucket']])}"
+
+
+def test_figures_traces_plans_and_snapshots_know_rows(
+    folder: Path, server: ServerProcess, whole: tuple[list[dict[str, Any]], str]
+) -> None:
+    def ask(path: str, **query: Any) -> Any:
+        found = httpx.get(f"{server.rest_url}/v1/runs/{RUN}/{path}", params=query, trust_env=False, timeout=60)
+        return found.json() if found.status_code == 200 else (found.status_code, found.json()["message"])
+
+    rows = len(whole[0]) * SIZE
+    stats = ask("stats")
+    assert sum(source["rows"] for source in stats["sources"]) == rows
+    assert stats["sources"][0]["lost_tokens"] == 2 * (37 + 24) - stats["sources"][0]["rows"]
+    assert stats["sources"][1]["lost_tokens"] == 29 - stats["sources"][1]["rows"]
+    plan = ask("plan", sample=0)
+    assert [source["tokens_per_row"] for source in plan["sources"]] == [1.0, 1.0]
+
+    expected = [caption for batch in whole[0] for caption in batch["caption"]]
+    traced = ask("samples/9", text="true")
+    (told,) = traced["documents"]
+    assert json.loads(told["text"])["caption"] == expected[9]
+    path = folder / told["shard"]
+    table = pq.read_table(path) if path.suffix == ".parquet" else pa.ipc.open_stream(path).read_all()
+    assert table.column("caption")[told["row"]].as_py() == expected[9]
+
+    with Rpc(server) as rpc:
+        digests = [json.loads(rpc.snapshot(RUN, index))["digest"] for index in (8, 12)]
+        assert digests[0] != digests[1]
+        assert ask("samples/11")["digest"] == digests[1]
+        step = ask("steps/1", generation=1, rank=0)
+        assert [one["sample"] for one in step["ranks"][0]["samples"]] == [4, 5, 6, 7]
+        with pytest.raises(grpc.RpcError, match="sample 9 lies within a global batch of 4"):
+            rpc.snapshot(RUN, 9)
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "buckets.md").read_text(encoding="utf-8")
+    python, mixture = (text.split(f"```{language}\n")[1].split("```")[0] for language in ("python", "yaml"))
+    subprocess.run([sys.executable, "-c", python], cwd=tmp_path, check=True, timeout=60)
+    (tmp_path / "mixture.yaml").write_text(mixture)
+    server = ServerProcess(tmp_path / "server", tmp_path / "mixture.yaml").start()
+    try:
+        with RemoteDataset(server.url(yaml.safe_load(mixture)["run"]), rank=0, world_size=2, attempt="a") as dataset:
+            batch: Any = next(iter(dataset))
+            assert batch["latent"].shape[:2] == (4, 4)
+            assert len(set(map(tuple, np.array(batch["latent"].shape)[None, 2:].tolist()))) == 1
+    finally:
+        server.kill()
+
+
+def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    children = [{"source": "parquet:latents/*.parquet:*", "epochs": 2}, {"source": "arrow:more:*", "weight": 3}]
+    mixture = {"policy": "weighted", "children": children}
+    mixtures = []
+    for name, fields in (
+        ("base", {}),
+        ("fork", {"mixture": mixture}),
+        ("other", {"mixture": mixture, "seed": 6}),
+    ):
+        mixtures.append(folder / f"{name}.yaml")
+        mixtures[-1].write_text(yaml.safe_dump(document(run=name, **fields)))
+    server = ServerProcess(tmp_path / "server", *mixtures).start()
+    try:
+        with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="base") as base:
+            begun: list[Any] = [batch for batch, _ in zip(base, range(5), strict=False)]
+            state = base.state_dict(20)
+        with RemoteDataset(server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state) as fork:
+            rest: list[Any] = list(fork)
+        assert rest[0]["sample_ids"].tolist() == [20, 21, 22, 23]
+        of_more = [
+            caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
+        ]
+        assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
+        restore = f"{server.rest_url}/v1/runs/base/restore"
+        for body, status in (({"skip_samples": 3}, 422), ({"skip_tokens": 3}, 200)):
+            answer = httpx.post(restore, json={"sample_index": 8, **body}, trust_env=False, timeout=60)
+            assert answer.status_code == status, answer.text
+        with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
+            assert next(iter(skipped))["sample_ids"].tolist() == [12, 13, 14, 15]  # three are a batch of four
+        other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
+        with other, pytest.raises(TokenloomError, match="seed: 5 in run 'base', 6 in 'other'"):
+            next(iter(other))
+        with (
+            RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
+            pytest.raises(TokenloomError, match="an older data loader's checkpoint tells rows of files"),
+        ):
+            entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
+            older.load_state_dict({"resume_state": {"datasets": [entry]}})
+            next(iter(older))
+    finally:
+        server.kill()

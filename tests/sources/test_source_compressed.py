@@ -1,0 +1,157 @@
+"""Compressed lines: the same rows as without, from any row on; damage and bombs are refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenloom_server.dataset_mix import ENDINGS
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import compressed, lines
+from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.compressed import codec_of, ending_of
+from tokenloom_server.sources.glimpse import columns_of
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.spec import Spec
+from tokenloom_server.storage.local import LocalFile
+
+TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]
+
+Compress = Callable[[bytes], bytes]
+
+
+def zstd(data: bytes) -> bytes:
+    packed: bytes = pa.Codec("zstd").compress(data, asbytes=True)
+    return packed
+
+
+#: Also of several members or frames, which may end anywhere, and with nothing in one of them.
+PACKERS: dict[str, tuple[str, Compress]] = {
+    "gzip": (".gz", gzip.compress),
+    "zstd": (".zst", zstd),
+    "gzip members": (".gz", lambda d: gzip.compress(d[:777]) + gzip.compress(b"") + gzip.compress(d[777:])),
+    "zstd frames": (".zst", lambda d: zstd(d[:777]) + zstd(d[777:])),
+}
+
+
+def opened(folder: Path, spec: str, index_dir: Path | None = None) -> Source:
+    return open_source(Spec.parse(spec), folder, None, index_dir)
+
+
+def values(source: Source, row: int = 0) -> list[Any]:
+    return [value for rows in source.read(0, row) for value in rows.column.to_pylist()]
+
+
+@pytest.mark.parametrize("block_bytes", [7, 100, lines.BLOCK_BYTES])
+@pytest.mark.parametrize("end", ["\n", "", "\r\n"])
+@pytest.mark.parametrize("packer", PACKERS)
+def test_rows_are_those_of_the_plain_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packer: str, end: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", block_bytes)
+    suffix, pack = PACKERS[packer]
+    text = (end or "\n").join(TEXTS) + end
+    (tmp_path / f"a.txt{suffix}").write_bytes(pack(b"\xef\xbb\xbf" + text.encode()))
+    source = opened(tmp_path, f"txt:*.txt{suffix}:text", tmp_path / "index")
+    assert source.row_count(0) == len(TEXTS)
+    assert source.blocks(0).tolist() == [0, len(TEXTS)]
+    for row in (0, 1, 5, len(TEXTS) - 1, len(TEXTS)):
+        assert values(source, row) == TEXTS[row:]
+    with pytest.raises(
+        SourceError, match=rf"a\.txt{suffix}' has {len(TEXTS)} rows, but row {len(TEXTS) + 1} was asked"
+    ):
+        values(source, len(TEXTS) + 1)
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_json_lines_too(tmp_path: Path, packer: str) -> None:
+    suffix, pack = PACKERS[packer]
+    text = "".join(json.dumps({"meta": {"text": row}}) + "\n" for row in TEXTS)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(text.encode()))
+    source = opened(tmp_path, f"jsonl:a.jsonl{suffix}:meta.text")
+    assert values(source) == TEXTS
+    assert values(source, 400) == TEXTS[400:]
+    assert list(columns_of("jsonl", f"a.jsonl{suffix}", tmp_path)) == ["meta"]
+
+
+def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a\nb\nc"))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert opened(tmp_path, "txt:a.txt.gz:text", tmp_path / "index").row_count(0) == 3
+    assert sum("building the line index" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("packer", ["gzip", "zstd"])
+def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_path: Path, packer: str) -> None:
+    suffix, pack = PACKERS[packer]
+    whole = pack("\n".join(TEXTS).encode())
+    for bad in (whole[:-5], whole[:20], whole[:-4] + b"\0\1\2\3", b"plain text\n", whole + b"more"):
+        (tmp_path / f"a.txt{suffix}").write_bytes(bad)
+        with pytest.raises(SourceError, match=rf"a\.txt{suffix}' cannot be decompressed behind byte \d+ .*again"):
+            values(opened(tmp_path, f"txt:a.txt{suffix}:text"))
+
+
+def test_a_file_with_nothing_in_it_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(SourceError, match="has no rows: its 1 files are empty"):
+        opened(tmp_path, "txt:*.txt.gz:text")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"row"))
+    source = opened(tmp_path, "txt:*.txt.gz:text")
+    assert [source.row_count(shard) for shard in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("line", [b"\n", b"\0"], ids=["of lines", "of one line"])
+@pytest.mark.parametrize("packer", ["gzip", "zstd"])
+def test_bombs_are_refused_before_they_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packer: str, line: bytes
+) -> None:
+    suffix, pack = PACKERS[packer]
+    size = 128 << 20
+    bomb = pack(line * size)
+    assert len(bomb) * 500 < size
+    (tmp_path / f"a.txt{suffix}").write_bytes(bomb)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SourceError, match=rf"a\.txt{suffix}'.*(more than 250 times as many|more than \d+ bytes)"):
+        for _ in opened(tmp_path, f"txt:a.txt{suffix}:text").read(0, 0):
+            pass
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < 3 * compressed.FREE_BYTES
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
+    if line == b"\0":
+        with pytest.raises(SourceError, match=r"line 1 has more than 1048576 bytes"):
+            values(opened(tmp_path, f"txt:a.txt{suffix}:text"))
+
+
+def test_how_much_of_a_file_its_first_lines_take(tmp_path: Path) -> None:
+    rows = [f"{i * 7919 % 100_003} {i}" * 9 for i in range(40_000)]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    source = opened(tmp_path, "txt:a.txt.gz:text")
+    assert isinstance(source, lines.LinesSource)
+    size = source.shards[0].size
+    head, most = source.head_bytes(0, 100), source.head_bytes(0, 30_000)
+    assert 0 < head < most <= size
+    assert most > size // 2
+
+
+def test_endings(tmp_path: Path) -> None:
+    assert [ending_of(name) for name in ("a.b.jsonl.gz", "a.txt.zst", "a.parquet", "a", "a.gz")] == [
+        ".jsonl.gz",
+        ".txt.zst",
+        ".parquet",
+        "",
+        ".gz",
+    ]
+    assert {ending for ending in ENDINGS if codec_of(f"a{ending}")} == {
+        f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in compressed.CODECS
+    }
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"abc"))
+    with LocalFile(tmp_path / "a.gz", "'a.gz'") as file:
+        assert compressed.Decompressed(file, "gzip").read(9) == b"abc"

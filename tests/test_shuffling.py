@@ -1,0 +1,258 @@
+"""Runs over shuffled sources and lanes: their order, their states, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, write_corpus, write_parquet
+from support.courses import revised
+from tokenloom_proto.seal import canonical
+from tokenloom_server import imported
+from tokenloom_server.checkpoint.content import _sources
+from tokenloom_server.checkpoint.difference import place
+from tokenloom_server.course import Course
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.figures import Figures
+from tokenloom_server.forking import _refuse_other_documents
+from tokenloom_server.order import Order
+from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.state import State, digest_hex
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
+    (folder / "out.jsonl").write_text(
+        "".join(
+            json.dumps({"spec": spec, "shard": shard, "row": row}) + "\n"
+            for spec, shard in ((CODE, "data/code-1.parquet"), (PROSE, "data/prose/0.txt"))
+            for row in (1, 2, 7, 8)
+        )
+    )
+    return folder
+
+
+def shuffled(**fields: Any) -> dict[str, Any]:
+    """Every scheme shuffled in some way."""
+    children = [
+        {"source": CODE, "alias": "code", "shuffle": "rows", "shuffle_window_rows": 10, "epochs": 2},
+        {"source": DOCS, "alias": "docs", "shuffle": "rows", "epochs": 2.5},
+        {"source": PROSE, "shuffle": "shards", "epochs": 2},
+        {"source": WIKI, "shuffle": "rows", "lanes": 3, "epochs": 2},
+    ]
+    return mixture(mixture={"policy": "weighted", "children": children}, **fields)
+
+
+def states(course: Course) -> list[State]:
+    """The state behind each sample, from the first."""
+    pipeline = course.pipeline(course.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=2000))
+    pipeline.fill(group, 2000)
+    assert pipeline.ended == "every source is exhausted"
+    return [group.base, *(group.state_behind(step) for step in range(len(group.marks)))]
+
+
+GOLDEN = {
+    "shuffled": (329, "4bc8c5631f5a98305d0f30bfaf7be0a4"),
+    "shuffled, shifted": (329, "60d2636d0a63423ab56311bfe4d85792"),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_shuffled_orders_are_what_they_were(folder: Path, name: str) -> None:
+    order = order_of(folder, shuffled(labels="shifted" if "shifted" in name else "same"))
+    last = states(Course(order))[-1]
+    assert (last.sample_index, digest_hex(last.digest)) == GOLDEN[name]
+
+
+def test_a_run_goes_on_from_every_sample_also_where_rows_are_left_out_from_some_sample_on(folder: Path) -> None:
+    course = revised(Course(order_of(folder, shuffled())), 60, exclude={"file": "out.jsonl"})
+    whole = states(course)
+    plain = states(Course(course.first))
+    assert whole[60].digest == plain[60].digest
+    assert whole[-1].sample_index < plain[-1].sample_index
+    for at, state in enumerate(whole):
+        again = course.decode(course.encode(state))
+        assert again == state
+        pipeline = course.pipeline(again)
+        steps = min(7, len(whole) - 1 - at) if at % 20 else len(whole) - 1 - at
+        for step in range(1, steps + 1, 3):
+            pipeline.advance(min(3, steps - step + 1))
+            assert pipeline.state() == whole[at + min(step + 2, steps)]
+
+
+def test_every_token_comes_as_often_as_there_are_epochs(folder: Path) -> None:
+    document = shuffled(sequence_length=2)
+    document["mixture"]["children"][1]["epochs"] = 2
+    order = order_of(folder, document)
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=5000))
+    pipeline.fill(group, 5000)
+    found: dict[int, Counter[int]] = {source: Counter() for source in range(4)}
+    sources = group.source_ids.reshape(-1)[: len(group.marks)].tolist()
+    for source, ids in zip(sources, group.ids(0, 0, len(group.marks)), strict=True):
+        found[source].update(memoryview(ids).cast("H").tolist())
+    for source, spec in enumerate(order.specs):
+        rows = [
+            list(row.encode()) if isinstance(row, str) else list(row or ()) for shard in ROWS[spec] for row in shard
+        ]
+        expected = Counter(token for row in rows * 2 if row for token in [*row, 256])
+        missing = expected - found[source]
+        assert not found[source] - expected
+        # A tail for each lane.
+        assert missing.total() == pipeline.state().sources[source].dropped_tokens <= 3
+
+
+def test_states_name_what_they_mean(folder: Path) -> None:
+    order = order_of(folder, shuffled())
+    found = json.loads(order.encode(states(Course(order))[80]))["datasets"]
+    code, docs, prose, wiki = found
+    assert code["shuffle"] == docs["shuffle"] == wiki["shuffle"] == "rows"
+    assert prose["shuffle"] == "shards"
+    for entry in (code, docs, wiki):
+        assert "window" in entry
+        assert not {"shard", "shard_index", "row_offset"} & entry.keys()
+    assert prose["shard"] == order.shard_paths[2][prose["shard_index"]]
+    assert len(wiki["lanes"]) == 3
+    assert sum(lane[4] for lane in wiki["lanes"]) == wiki["samples"]
+    assert [wiki["epoch"], wiki["window"], wiki["window_row"], wiki["row_token_offset"]] in [
+        lane[:4] for lane in wiki["lanes"]
+    ]
+    shown = [place(source) for source in _sources(found, None)]
+    assert f"window {code['window']}, row {code['window_row']}" in shown[0]
+    assert f"{prose['shard']}, row {prose['row_offset']}" in shown[2]
+    # A source that is not shuffled says nothing new.
+    plain = json.loads(order_of(folder).encode(order_of(folder).initial()))["datasets"]
+    assert not {"shuffle", "lanes", "window"} & {key for entry in plain for key in entry}
+
+
+BAD: list[tuple[str, int, dict[str, Any], str]] = [
+    ("a window that is a place in a file", 0, {"shuffle": "shards", "shard": "data/code-0.parquet"}, "shard_index: "),
+    ("a place in a file that is a window", 2, {"shuffle": "rows"}, "window: Field required"),
+    ("another shuffle", 2, {"shuffle": "none"}, "shuffle is 'none', but"),
+    ("a window below 0", 0, {"window": -1}, "window: "),
+    ("lanes of a source that has none", 0, {"lanes": [[0, 0, 0, 0, 0, 0]]}, "lanes has 1 entries, but"),
+    ("a lane too few", 3, {"lanes": [[0, 0, 0, 0, 0, 0]] * 2}, "lanes has 2 entries, but this run's source has 3"),
+    ("lanes that gave something else", 3, {"lanes": [[0, 0, 0, 0, 1, 0]] * 3}, "but its lanes have 3"),
+    ("a lane of five numbers", 3, {"lanes": [[0, 0, 0, 0, 0]] * 3}, "a lane has 6 numbers, or 11"),
+    ("a lane of text", 3, {"lanes": ["a"] * 3}, "lanes.0"),
+]
+
+
+@pytest.mark.parametrize(("source", "fields", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields: dict[str, Any], says: str) -> None:
+    order = order_of(folder, shuffled())
+    document = json.loads(order.encode(states(Course(order))[80]))
+    document["datasets"][source].update(fields)
+    with pytest.raises(SnapshotInvalid, match=says):
+        order.decode(canonical(document))
+
+
+def test_an_older_checkpoint_of_a_shuffled_source_is_refused(folder: Path) -> None:
+    for spec, shard in ((CODE, "data/code-0.parquet"), (PROSE, "data/prose/0.txt")):
+        payload = imported.read(
+            json.dumps({"resume_state": {"datasets": [{"spec": spec, "shard": shard, "row_offset": 3}]}})
+        )
+        assert payload is not None
+        with pytest.raises(SnapshotInvalid, match="a place in file order, but the mixture file reads the source with"):
+            imported.resume_point(payload, Course(order_of(folder, shuffled())))
+
+
+def test_files_are_appended_to_shuffled_files_and_not_to_shuffled_rows(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    document = shuffled()
+    children = document["mixture"]["children"]
+    children[2] |= {"alias": "prose"}
+    children[1] |= {"shuffle": "none", "lanes": 2}
+    course = Course(order_of(tmp_path, document))
+    index = states(course)[-1].sample_index
+    write_parquet(tmp_path / "data/code-2.parquet", [[1, 2, 3]] * 9)
+    (tmp_path / "data/docs-2.jsonl").write_text("")
+    (tmp_path / "data/prose/2.txt").write_text("one\ntwo\n")
+    with pytest.raises(ConfigError, match="append_files: 'code' is read with shuffle: rows, and with more files every"):
+        revised(course, 10, append_files=["code"])
+    with pytest.raises(ConfigError, match="append_files: 'docs' is read in 2 lanes"):
+        revised(course, 10, append_files=["docs"])
+    more = states(revised(course, 10, append_files=["prose"]))
+    assert more[10].digest == states(course)[10].digest
+    assert more[-1].sample_index > index
+
+
+def test_another_shuffle_of_a_source_is_no_revision(folder: Path) -> None:
+    course = Course(order_of(folder, shuffled()))
+    for field, value in (("shuffle", "none"), ("shuffle_window_rows", 11), ("lanes", 2)):
+        document = shuffled()["mixture"]
+        document["children"][0] |= {field: value}
+        if field == "shuffle":
+            del document["children"][0]["shuffle_window_rows"]
+        with pytest.raises(ConfigError, match=f"{field} is .* in this run and .* another order of its rows"):
+            revised(course, 10, mixture=document)
+
+
+def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(folder: Path) -> None:
+    ours = order_of(folder, shuffled())
+    _refuse_other_documents(ours, order_of(folder, shuffled(run="fork")))
+
+    def fork(change: Any = None, **fields: Any) -> Order:
+        document = shuffled(run="fork", **fields)
+        if change is not None:
+            change(document["mixture"]["children"])
+        return order_of(folder, document)
+
+    for says, order in (
+        ("its seed: 7 in run 'test', 8 in 'fork'", fork(seed=8)),
+        ("its shuffle_window_rows: 10 in", fork(lambda children: children[0].update(shuffle_window_rows=11))),
+        ("its shuffle: rows in", fork(lambda children: children[1].update(shuffle="shards"))),
+        ("its lanes: 3 in", fork(lambda children: children[3].update(lanes=2))),
+        ("its place in the mixture .*: 3 in", fork(lambda children: children.reverse())),
+    ):
+        with pytest.raises(SnapshotInvalid, match=says):
+            _refuse_other_documents(ours, order)
+
+
+def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path) -> None:
+    order = order_of(folder, shuffled())
+    host: Any = None
+    figures = Figures(host)
+    every = states(Course(order))
+    for source, epochs in enumerate(order.config.epochs):
+        read = []
+        for state in every:
+            own = state.sources[source]
+            _, done = figures._extent(order, source, own)
+            read.append(own.cursor.epoch + done)
+        assert read[0] == 0
+        # A file's bytes stand for its rows, so between two files it may go back by a little.
+        assert all(now > before - 0.01 for before, now in pairwise(read))
+        assert epochs - 0.3 < read[-1] <= epochs + 0.01
+
+
+def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path) -> None:
+    # Ids 1 fill a document of a hundred samples among many small ones of others.
+    rows = [[2 + i % 50] * 5 for i in range(4000)]
+    rows[300] = [1] * 800
+    write_parquet(tmp_path / "long.parquet", rows, group=10)
+    spec = "parquet:long.parquet:ids"
+
+    def longest(**options: Any) -> int:
+        document = mixture(mixture={"policy": "sequential", "children": [{"source": spec, **options}]})
+        order = order_of(tmp_path, document)
+        pipeline = order.pipeline(order.initial())
+        group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=9000))
+        pipeline.fill(group, 9000)
+        has = np.array([1 in memoryview(ids).cast("H").tolist() for ids in group.ids(0, 0, len(group.marks))])
+        assert 100 <= has.sum() <= 102
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], has, [0]))))
+        return int((edges[1::2] - edges[::2]).max())
+
+    assert longest() >= 100
+    assert longest(shuffle="rows") >= 100
+    # One of four is the long document's.
+    assert longest(lanes=4) == 1
+    assert longest(lanes=4, shuffle="rows") == 1
