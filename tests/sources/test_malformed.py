@@ -241,6 +241,12 @@ def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(
     assert read(tmp_path, "jsonl:a.jsonl:column", template=Template.parse("{n}: {column}")) == ["1: a"] * 3
 
 
+def test_rules_are_refused_where_files_have_no_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\n")
+    with pytest.raises(SourceError, match="has no columns, as it is of txt files; leave filter and template out"):
+        opened(tmp_path, "txt:a.txt:text", filter=(Comparison.parse("n > 1"),))
+
+
 def absurd_footer(path: Path) -> None:
     pq.write_table(pa.table({"column": ["a"]}), path)
     data = path.read_bytes()

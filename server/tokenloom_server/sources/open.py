@@ -42,7 +42,12 @@ def open_source(
         shards = locations.shards(spec, base_dir)
     if not shards:
         raise SourceError(f"source {str(spec)!r} has no files in the run's manifest")
-    match reader_of(spec, shards):
+    kind = reader_of(spec, shards)
+    if kind in ("txt", "megatron", "npy") and not rules.plain:
+        raise SourceError(
+            f"source {str(spec)!r} has no columns, as it is of {kind} files; leave filter and template out"
+        )
+    match kind:
         case "parquet":
             return ParquetSource(spec, shards, base_dir, traffic, rules)
         case "arrow":
