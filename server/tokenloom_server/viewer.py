@@ -250,8 +250,8 @@ class Following:
             )
         if joined.loss_masks:
             raise ConfigError(
-                f"run {self._servers.run!r} has loss masks (loss_mask), which neither Megatron-LM's files nor a list of "
-                "ids takes: an export would lose them"
+                f"run {self._servers.run!r} has loss masks (loss_mask), which neither Megatron-LM's files nor a list "
+                "of ids takes: an export would lose them"
             )
         self._begin(joined)
         sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
