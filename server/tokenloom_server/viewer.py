@@ -248,6 +248,11 @@ class Following:
                 f"run {self._servers.run!r} gives batches of rows (batching), which are tensors and no ids: its files "
                 "are what there is to export"
             )
+        if joined.loss_masks:
+            raise ConfigError(
+                f"run {self._servers.run!r} has loss masks (loss_mask), which neither Megatron-LM's files nor a list "
+                "of ids takes: an export would lose them"
+            )
         self._begin(joined)
         sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
         seen_all = threading.Event()

@@ -335,7 +335,7 @@ def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
         "global_batch_size": 4,
         "mixture": {"policy": "weighted", "children": [{"source": "parquet:none.parquet:*"}]},
     }
-    with pytest.raises(ConfigError, match="tensors already: there is nothing to tokenise"):
+    with pytest.raises(ConfigError, match="ready tensors, so there is nothing to tokenise"):
         job_of(folder, document)
 
 
