@@ -54,6 +54,11 @@ class TokenizerError(TokenloomError):
 
     grpc_status = "FAILED_PRECONDITION"
 
+    def __init__(self, message: str, at: int | None = None) -> None:
+        """``at``: of the rows that were to be encoded, the first that is at fault, where it is a row's."""
+        super().__init__(message)
+        self.at = at
+
 
 class LedgerError(TokenloomError):
     """The ledger refused or contradicted a write."""

@@ -72,7 +72,7 @@ def _row(document: TracedDocument) -> tuple[str, ...]:
         f"{document.row:,}",
         f"{document.epoch}",
         f"{document.begin:,} to {document.end - 1:,}",
-        f"{document.row_tokens:,}",
+        f"{document.row_tokens:,}" + (f" ({document.fim})" if document.fim is not None else ""),
     )
 
 

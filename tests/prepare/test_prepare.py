@@ -328,6 +328,17 @@ def test_nothing_to_prepare_is_told(folder: Path) -> None:
         job_of(folder, flat([CODE]))
 
 
+def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
+    document = {
+        "run": "rows",
+        "batching": {"bucket_by": "kind", "columns": ["latents"]},
+        "global_batch_size": 4,
+        "mixture": {"policy": "weighted", "children": [{"source": "parquet:none.parquet:*"}]},
+    }
+    with pytest.raises(ConfigError, match="tensors already: there is nothing to tokenise"):
+        job_of(folder, document)
+
+
 def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):

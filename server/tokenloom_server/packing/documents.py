@@ -256,10 +256,19 @@ class Documents:
                     return
                 rows = rows.cut(0, min(left, len(rows.column)))
                 left -= len(rows.column)
-            piece = self._piece(at.epoch, at.shard, rows)
+            fault = None
+            try:
+                piece = self._piece(at.epoch, at.shard, rows)
+            except TokenizerError as error:
+                if not error.at:
+                    raise
+                # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
+                piece, fault = self._piece(at.epoch, at.shard, rows.cut(0, error.at)), error
             if at.shard in self._excluded:
                 piece = self._marked(piece) if mark_excluded else self._without_excluded(piece, begun)
             yield piece
+            if fault is not None:
+                raise fault
 
     def _window(
         self,
@@ -311,7 +320,7 @@ class Documents:
         try:
             documents = self._encoder.encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
-            raise TokenizerError(f"{where}: {error}") from None
+            raise TokenizerError(f"{where}: {error}", error.at) from None
         piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)
         if not rows.bad and not documents.bad and rows.filtered is None:
             return piece

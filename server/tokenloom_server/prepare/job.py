@@ -110,8 +110,8 @@ class Job:
         """
         if config.batching is not None:
             raise ConfigError(
-                f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; "
-                "serve it as it is"
+                f"run {config.run!r} gives batches of rows (batching), which are tensors already: there is nothing to "
+                "tokenise"
             )
         order = Order.create(_reading(config, shuffled), base_dir, index_dir, roots, engines=threads)
         job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)

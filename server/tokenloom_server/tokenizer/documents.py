@@ -78,7 +78,7 @@ class DocumentEncoder:
             raise TokenizerError(f"a column of {column.type} has no tokens; expected text, or lists of integer ids")
         bad = self._out_of_range(encoded, first_row)
         if bad and not self._skip_bad:
-            raise TokenizerError(bad[0].reason)
+            raise TokenizerError(bad[0].reason, bad[0].at)
         if bad:
             encoded = _without(encoded, bad)
         return self._bounded(encoded)._replace(bad=bad)
