@@ -707,6 +707,9 @@ BAD_BATCHED: list[tuple[str, Change, str]] = [
     ("a column twice", put("batching.columns", ["a", "a"]), "batching: columns: a stands there twice"),
     ("no buckets", put("batching.bucket_by", ""), "batching.bucket_by: "),
     ("another dtype", put("batching.dtypes", {"a": "float16"}), "batching.dtypes.a: "),
+    ("shuffled files", put("mixture.children.0.shuffle", "shards"), "mixture.children.0.shuffle: 'shards' does not"),
+    ("another packing", put("packing", "best_fit"), "packing: does not apply with batching"),
+    ("a filter", put("mixture.children.0.filter", {"a": {"gt": 1}}), "mixture.children.0.filter"),
     ("a limit below a batch", put("mixture.children.0.max_tokens", 7), "is less than one sample of 8 tokens"),
     ("a phase's length", put("phases", [{"sequence_length": 8}]), "phases.0.sequence_length: does not apply"),
 ]
