@@ -50,7 +50,11 @@ class Way:
     places: tuple[float, ...] = (0.0,)
 
 
-WAYS = (Way("in file order", {}, (0.0, 0.5, 0.999)),)
+WAYS = (
+    Way("in file order", {}, (0.0, 0.5, 0.999)),
+    Way("shuffled rows", {"shuffle": "rows"}),
+    Way("shuffled rows, 16 lanes", {"shuffle": "rows", "lanes": 16}),
+)
 
 
 def corpus(gigabytes: float, cache: Path = CACHE) -> Path:

@@ -22,7 +22,7 @@ import pytest
 from tokenloom_server import config
 from tokenloom_server.order import Order
 
-from benchmarks import corpora, document, mixer, pictures, prototype
+from benchmarks import corpora, document, mixer, pictures, prototype, shuffle
 from benchmarks.corpora import Corpus, Documents, IdCorpus, OwnedCorpus, TextCorpus
 from benchmarks.peers import loop
 from benchmarks.peers.environments import PACKAGES
@@ -315,3 +315,19 @@ def test_a_picture_is_drawn_from_a_result_and_is_the_same_each_time(tmp_path: Pa
         pictures.PICTURES["mixer"](path, tmp_path)
     assert first.read_bytes() == second.read_bytes()
     assert b"ns per sample" in first.read_bytes()
+
+
+def test_what_is_measured_of_shuffles_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shuffle, "WAYS", shuffle.WAYS[:3])
+    found, drawn = shuffle.run(4_000)
+    none, shards, rows, at_random = (row.median for row in found)
+    assert none["rank correlation"] == pytest.approx(1)
+    assert none["spread of neighbours"] < 0.01
+    # A document of two hundred samples is as long a run, whatever comes before it.
+    assert none["longest run of one document"] in (200, 201)
+    assert abs(shards["rank correlation"]) < 1
+    assert rows["spread of neighbours"] > 0.5 > 10 * shards["spread of neighbours"]
+    assert at_random["spread of neighbours"] == pytest.approx(1, abs=0.05)
+    assert drawn.keys() == {"none", "shards", "rows"}
+    pictures.places(tmp_path / "shuffle.svg", drawn, 100)
+    assert (tmp_path / "shuffle.svg").stat().st_size < 200_000

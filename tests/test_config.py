@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def scheduled(points: Any, **node: Any) -> Change:
     return change
 
 
+def packed(packing: str, *, loss_mask: str | None = None, **fields: Any) -> Change:
+    """Another packing, with options of its own."""
+
+    def change(document: dict[str, Any]) -> None:
+        document |= {"packing": packing} | fields
+        if loss_mask is not None:
+            document["mixture"]["children"][0]["loss_mask"] = loss_mask
+
+    return change
+
+
 BAD = [
     ("sequenze_length", 8, "unknown key"),
     ("mixture.children.0.epoch", 2, "unknown key"),
@@ -76,6 +88,13 @@ BAD = [
     ("mixture.children.0.source", "parquet::text", "no part empty"),
     ("mixture.children.0.source", "parquet:x:", "no part empty"),
     ("mixture.children.0.source", "txt:a.txt:body", "'body' was asked for"),
+    ("mixture.children.0.source", "hf:org/name:train", "the split or the column is missing"),
+    ("mixture.children.0.source", "hf:org/name:train[:10%]:text", "expected a whole split such as 'train'"),
+    ("mixture.children.0.source", "hf:org/name@:train:text", "the revision is ''"),
+    ("mixture.children.0.source", "hf:org/name@../x:train:text", "the revision is '../x'"),
+    ("mixture.children.0.source", "hf:org//x:train:text", "the repository is 'org/'"),
+    ("mixture.children.0.source", "hf:org/name/:train:text", "the config is ''"),
+    ("mixture.children.0.source", "hf:../name:train:text", "the repository is '../name'"),
     ("mixture.children.0.source", "", "the scheme is ''"),
     ("mixture.children.0.source", 7, "valid string"),
     ("mixture.children.2.children.0.source", CODE, "mixture.children.0"),
@@ -92,7 +111,20 @@ BAD = [
     ("mixture", [], "valid dictionary"),
     ("tokenizer", None, "expected a tokenizer.json"),
     ("labels", "next", "'same' or 'shifted'"),
-    ("packing", "best_fit", "'concat'"),
+    ("packing", "greedy", "'concat', 'best_fit' or 'none'"),
+    ("tail", "keep", "'drop' or 'pad'"),
+    ("long_rows", "drop", "'truncate' or 'split'"),
+    ("padding", "both", "'right' or 'left'"),
+    ("long_rows", "split", "it is for packing: none; leave it out"),
+    ("pack_window_rows", 16, "it is for packing: best_fit; leave it out"),
+    ("pack_window_rows", 0, ""),
+    ("pack_window_tokens", 2**13, "it is for packing: best_fit; leave it out"),
+    ("padding", "left", "it is for samples that are padded (packing: best_fit or none, or tail: pad); leave it out"),
+    ("pad_id", 3, "it is for samples that are padded"),
+    ("pad_id", -1, ""),
+    ("mask_boundaries", 1, ""),
+    ("mixture.children.0.loss_mask", "mask", "mixture.children.0.loss_mask: is for packing: none or best_fit"),
+    ("mixture.children.0.loss_mask", "", ""),
     ("last_step", "keep", "'drop' or 'pad'"),
     ("add_eot", "never", ""),
     ("add_bos", "auto", ""),
@@ -251,6 +283,20 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         config.load(tmp_path / "latin.yaml")
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"packing": "best_fit", "tail": "pad"}, "tail: found 'pad', but it is for packing: concat"),
+        ({"packing": "best_fit", "pack_window_tokens": 7}, "pack_window_tokens: 7 do not fill a sample of 8 tokens"),
+        ({"packing": "none", "vocab_size": 300, "pad_id": 300}, "pad_id: 300 is not below vocab_size 300"),
+        ({"packing": "none", "pack_window_rows": 7}, "pack_window_rows: found 7, but it is for packing: best_fit"),
+    ],
+)
+def test_options_of_another_packing_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parsed(mixture(**fields))
+
+
 def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL)
@@ -386,6 +432,7 @@ SAME_ORDER: dict[str, Change] = {
     "a number as text": put("mixture.children.1.epochs", "2"),
     "the window": put("window_steps", 9),
     "what becomes of the last step": put("last_step", "pad"),
+    "which labels count": put("mask_boundaries", True),
     "the tokeniser's path (its content is digested elsewhere)": put("tokenizer", "./elsewhere/tokenizer.json"),
     "the root's weight, which has no siblings": put("mixture.weight", 3),
     "what becomes of bad rows": lambda d: d.update(on_bad_row="skip", max_bad_rows=3),
@@ -395,6 +442,13 @@ SAME_ORDER: dict[str, Change] = {
 }
 DEFAULTS = {
     "packing": "concat",
+    "tail": "drop",
+    "pack_window_rows": 8192,
+    "pack_window_tokens": 4194304,
+    "long_rows": "truncate",
+    "padding": "right",
+    "pad_id": 0,
+    "mixture.children.0.loss_mask": None,
     "labels": "same",
     "add_bos": False,
     "add_eot": True,
@@ -428,6 +482,16 @@ OTHER_ORDER: dict[str, Change] = {
     "seed": put("seed", 8),
     "sequence_length": put("sequence_length", 9),
     "labels": put("labels", "shifted"),
+    "packing, by best fit": packed("best_fit"),
+    "pack_window_rows": packed("best_fit", pack_window_rows=8191),
+    "pack_window_tokens": packed("best_fit", pack_window_tokens=8192),
+    "no packing": packed("none"),
+    "long_rows": packed("none", long_rows="split"),
+    "padding": packed("none", padding="left"),
+    "pad_id": packed("none", pad_id=1),
+    "a loss mask": packed("none", loss_mask="mask"),
+    "another loss mask": packed("none", loss_mask="masks"),
+    "tail": put("tail", "pad"),
     "special_tokens_in_text": put("special_tokens_in_text", "parse"),
     "vocab_size": put("vocab_size", 300),
     "end_of_text_id": put("end_of_text_id", 1),
@@ -509,7 +573,7 @@ def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
 
 def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
     # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
-    outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline"}
+    outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline", "mask_boundaries"}
     outside |= {"on_bad_row", "max_bad_rows"}
     inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
         what for what in OTHER_ORDER if what in RunConfig.model_fields

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus, write_parquet
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, parsed, write_corpus, write_parquet
 from support.courses import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.order import differences, refuse
 from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
-from tokenloom_server.state import State
+from tokenloom_server.state import PACKED_AGAIN, State
 
 
 @pytest.fixture(scope="module")
@@ -424,3 +426,113 @@ def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: P
     course = Course(order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}])))
     assert course.stretches[1].tokens == 88
     assert _end(course).total_tokens == 208
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "best fit": {"packing": "best_fit", "sequence_length": 16, "pack_window_rows": 6},
+    "none": {"packing": "none", "sequence_length": 12, "long_rows": "split"},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_revised_run_of_padded_samples_goes_on_identically_from_every_state(
+    folder: Path, name: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    course = Course(order_of(folder, mixture(**PACKED[name])))
+    index = 0
+    for _ in range(rng.randint(1, 3)):
+        index += rng.choice([0, 1, 5, 13])
+        with contextlib.suppress(ConfigError):
+            course = revised(course, index, **some_change(rng))
+    states = walked(course)
+    assert len(states) > 40
+    for at in rng.sample(range(len(states)), 6):
+        state = course.decode(states[at])
+        assert course.encode(state) == states[at]
+        pipeline = course.pipeline(state)
+        pipeline.advance(len(states))
+        assert course.encode(pipeline.state()) == course.encode(_end(course))
+
+
+def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as_they_were(folder: Path) -> None:
+    document = mixture(
+        packing="best_fit",
+        sequence_length=32,
+        mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
+    )
+    plain = Course(order_of(folder, document))
+    given = {}
+    for course in (plain, revised(plain, 3, exclude={"file": "out.jsonl"})):
+        pipeline, found = course.pipeline(course.initial()), []
+        plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4)
+        for group in filled(pipeline, plan, random.Random()):
+            found += [set(course.first.form.ids(sample).tolist()) for sample in group.ids(0, 0, len(group.marks))]
+        given[course is plain] = found
+        assert "packed_samples" in walked(course)[4]
+    assert given[True][:3] == given[False][:3]
+    # Of the others, some have less, and none has anything else.
+    assert all(any(less <= whole for whole in given[True]) for less in given[False])
+    assert given[True] != given[False]
+
+
+def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    children = [{"source": CODE, "alias": "code"}]
+    document = mixture(packing="best_fit", sequence_length=16, mixture={"policy": "sequential", "children": children})
+    order = order_of(folder, document)
+    write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
+    plain = Course(order)
+    for index in (1, len(walked(plain)) - 2):
+        later = revised(plain, index, append_files=["code"])
+        before, after = _end(plain).sources[0], _end(later).sources[0]
+        filled_up = [end.samples * 16 - end.tally.padding_tokens for end in (before, after)]
+        assert filled_up[1] - filled_up[0] == 3 * 41
+        assert after.rows == before.rows + 3
+
+
+@pytest.mark.parametrize(("epochs", "other"), [(1.5, 2), (2, 1.5), (1.5, 2.5)])
+def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(folder: Path, epochs: float, other: float) -> None:
+    children = [{"source": CODE, "alias": "code", "epochs": epochs}]
+    document = mixture(packing="best_fit", mixture={"policy": "sequential", "children": children})
+    says = f"code: epochs is {epochs:g} and would be {other:g}, but with packing: best_fit"
+    with pytest.raises(ConfigError, match=says):
+        revised(Course(order_of(folder, document)), 5, set=[{"child": "code", "epochs": other}])
+
+
+def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: Path) -> None:
+    document = mixture(
+        packing="best_fit",
+        last_step="pad",
+        sequence_length=16,
+        phases=[{"until_tokens": 160}, {"sequence_length": 64}],
+        mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
+    )
+    course = Course(order_of(folder, document))
+    states = walked(course)
+    begun = course.decode(states[10]).sources[0].cursor
+    assert begun.offset == PACKED_AGAIN
+    for at in (10, 11, len(states) - 2):
+        pipeline = course.pipeline(course.decode(states[at]))
+        pipeline.advance(len(states))
+        assert course.encode(pipeline.state()) == course.encode(_end(course))
+    # From its first row on: what it had given comes once more.
+    end = _end(course).sources[0]
+    given = end.tokens - 160 - (end.tally.padding_tokens - course.decode(states[10]).sources[0].tally.padding_tokens)
+    assert given == sum(len(row) + 1 for shard in ROWS[CODE] for row in shard if row)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"add": [{"child": {"source": EXTRA, "loss_mask": "ids"}, "to": "rest"}]}, "began without a source that has"),
+        ({"mixture": {"policy": "weighted", "children": [CHILD], "packing": "none"}}, "packing: unknown key"),
+    ],
+)
+def test_how_samples_are_packed_cannot_be_revised(folder: Path, change: dict[str, Any], says: str) -> None:
+    course = Course(order_of(folder, mixture(packing="best_fit")))
+    with pytest.raises(ConfigError, match=says):
+        revised(course, 5, **change)
+    with pytest.raises(ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""):
+        refuse(parsed(mixture(packing="none")), differences(parsed(mixture(packing="none")), course.first.record()))

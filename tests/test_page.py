@@ -192,6 +192,14 @@ def test_the_revision_in_force_and_the_next_one_are_shown(page: Page, service: M
 
 
 @pytest.mark.browser
+def test_padding_and_documents_that_were_cut_are_told(page: Page, service: MemoryService) -> None:
+    packed = {"padding_tokens": 12, "cut_documents": 7, "lost_tokens": 1234, "fill_rate": 0.994, "cut_rate": 0.012}
+    service.put(run_stats(RUN, sources=[source_stats(0, **packed)]))
+    title = "1,048,576; 99.4\u00a0% filled, 1.20\u00a0% of the rows cut (1,234 tokens lost)"
+    assert page.get_by_title(title).inner_text() == "1.05\u00a0M"
+
+
+@pytest.mark.browser
 def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
     page: Page, service: MemoryService, server: RestServer
 ) -> None:

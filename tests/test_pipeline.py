@@ -97,6 +97,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def _shuffled(**fields: Any) -> dict[str, Any]:
+    """A mixture over all schemes and every way to shuffle, with parts of epochs."""
+    return mixture(
+        mixture={
+            "policy": "least_consumed",
+            "children": [
+                {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5},
+                {"source": DOCS, "epochs": 2.4, "lanes": 2},
+                {"source": PROSE, "shuffle": "shards", "epochs": 2},
+                {"source": WIKI, "shuffle": "rows", "shuffle_window_rows": 4, "epochs": 1.5, "weight": 2},
+            ],
+        },
+        **fields,
+    )
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "best fit": mixture(packing="best_fit", sequence_length=16, pack_window_rows=7),
+    "best fit, shuffled, shifted, padded on the left": _shuffled(
+        packing="best_fit", sequence_length=24, pack_window_tokens=90, labels="shifted", padding="left", pad_id=257
+    ),
+    "none": mixture(packing="none", sequence_length=16, pad_id=3),
+    "none, shuffled, shifted, split, padded on the left": _shuffled(
+        packing="none", sequence_length=20, long_rows="split", labels="shifted", padding="left"
+    ),
+    "joined, tails padded": _shuffled(tail="pad", sequence_length=16, pad_id=257),
+    "joined, tails padded, shifted": mixture(tail="pad", sequence_length=12, labels="shifted", mask_boundaries=True),
+}
+CONFIGS |= PACKED
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(folder: Path, name: str) -> None:
     order = order_of(folder, CONFIGS[name])
@@ -143,6 +174,27 @@ def rows_of(order: Order, source: int) -> list[int]:
     ]
     assert math.floor(config.epochs) == config.epochs
     return [token for ids in documents * int(config.epochs) for token in [*ids, END_OF_TEXT]]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -> None:
+    order = order_of(folder, PACKED[name])
+    padding, run = Counter[int](), whole(order)
+    for step in run:
+        for sample in step.samples:
+            assert len(sample.ids) == order.sample_bytes
+            padding[sample.source] += order.width - len(order.form.ids(sample.ids))
+        sources = step.state.sources
+        assert [source.tally.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
+        assert step.state.total_tokens == step.state.sample_index * order.config.sequence_length
+    assert sum(padding.values()) > 0
+    if order.config.packing != "concat":
+        # All that is read is there, or counted as lost.
+        lost = sum(source.tally.lost_tokens for source in run[-1].state.sources)
+        given = run[-1].state.sample_index * order.width - sum(padding.values()) + lost
+        specs = [source.source for source in order.config.sources]
+        if all(order.config.epochs[i] in (1.0, 2.0) for i in range(len(specs))):
+            assert given == sum(len(rows_of(order, i)) for i in range(len(specs)))
 
 
 @pytest.mark.parametrize("name", ["nested", "nested, shifted"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenloom_server.checkpoint.content import _sources
 from tokenloom_server.checkpoint.difference import place
 from tokenloom_server.course import Course
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.figures import Figures
 from tokenloom_server.forking import _refuse_other_documents
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan
@@ -212,6 +214,23 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
     ):
         with pytest.raises(SnapshotInvalid, match=says):
             _refuse_other_documents(ours, order)
+
+
+def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path) -> None:
+    order = order_of(folder, shuffled())
+    host: Any = None
+    figures = Figures(host)
+    every = states(Course(order))
+    for source, epochs in enumerate(order.config.epochs):
+        read = []
+        for state in every:
+            own = state.sources[source]
+            _, done = figures._extent(order, source, own)
+            read.append(own.cursor.epoch + done)
+        assert read[0] == 0
+        # A file's bytes stand for its rows, so between two files it may go back by a little.
+        assert all(now > before - 0.01 for before, now in pairwise(read))
+        assert epochs - 0.3 < read[-1] <= epochs + 0.01
 
 
 def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path) -> None:

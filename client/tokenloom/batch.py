@@ -39,7 +39,18 @@ class Batch(TypedDict):
     total_tokens: int
     """Tokens of the whole run after this step, the same on every rank."""
     position_ids: NotRequired[torch.Tensor]
+    """Counted from 0 in each document (and in padding)."""
     document_ids: NotRequired[torch.Tensor]
+    """Numbers of the documents within each sample; −1 at a sample's padding."""
+    attention_mask: NotRequired[torch.Tensor]
+    """1 at tokens, 0 at padding."""
+    loss_mask: NotRequired[torch.Tensor]
+    """1 where the label counts, 0 where it is −100."""
+    cu_seqlens: NotRequired[torch.Tensor]
+    """int32, [documents + 1]: where each document begins among the B · L tokens of the batch, and their end, as
+    ``flash_attn_varlen_func`` takes it. A sample's padding counts as a document."""
+    max_seqlen: NotRequired[int]
+    """Tokens of the longest of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +63,18 @@ class Layout:
     """The numpy type of an id on the wire, such as ``<u2``."""
     shifted: bool
     """A sample travels as L + 1 ids, and labels are the ids one further."""
+    lengths: bool = False
+    """Samples may be padded, and travel with how many of their ids are not padding."""
+    pads_left: bool = False
+    loss_masks: bool = False
+    """Samples travel with a bit for each id: whether it counts as a label."""
+    mask_boundaries: bool = False
+    """The first token of a document is no label for the document before it."""
     position_ids: bool = False
     document_ids: bool = False
+    attention_mask: bool = False
+    loss_mask: bool = False
+    cu_seqlens: bool = False
 
     rows: bool = False
     """Samples are rows in batches from buckets; ``sequence_length`` is 1, and ``id_type`` says nothing."""
@@ -63,9 +84,24 @@ class Layout:
         """Width of an id on the wire."""
         return int(self.id_type[2:])
 
+    @property
+    def width(self) -> int:
+        """Ids of a sample on the wire."""
+        return self.sequence_length + self.shifted
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a sample on the wire: its ids, its length, its mask's bits in whole uint32s."""
+        return self.width * self.id_bytes + 4 * self.lengths + (-(-self.width // 32) * 4 if self.loss_masks else 0)
+
+    @property
+    def document_starts(self) -> bool:
+        """Whether it takes to know where documents begin."""
+        return self.position_ids or self.document_ids or self.cu_seqlens or self.mask_boundaries
+
     def columns(self) -> Columns:
         """The memory for batches of this layout."""
-        names = 2 + self.position_ids + self.document_ids
+        names = 2 + self.position_ids + self.document_ids + self.attention_mask + self.loss_mask
         return Columns((self.batch_size, self.sequence_length), KEPT_BATCHES * names)
 
 
@@ -85,24 +121,38 @@ class Message:
         document_counts: Sequence[int] = (),
         document_starts: Sequence[int] = (),
     ) -> None:
-        count, width = len(end_indices), layout.sequence_length + layout.shifted
+        count = len(end_indices)
         samples = count * layout.batch_size
-        expected = samples * width * layout.id_bytes
+        expected = samples * layout.sample_bytes
         if len(ids) != expected or len(source_ids) != samples:
+            behind = " and what belongs to them" if layout.lengths or layout.loss_masks else ""
             raise ProtocolError(
-                f"{count} steps of {layout.batch_size} × {width} ids ({layout.id_type}) are {expected} bytes and "
-                f"{samples} source ids, but {len(ids)} and {len(source_ids)} came"
+                f"{count} steps of {layout.batch_size} × {layout.width} ids ({layout.id_type}){behind} are {expected} "
+                f"bytes and {samples} source ids, but {len(ids)} and {len(source_ids)} came"
             )
         self._layout = layout
         self._begin_indices = begin_indices
         self._end_indices = end_indices
         self._slices = slices
         self._total_tokens = total_tokens
-        self._ids = np.frombuffer(ids, layout.id_type).reshape(count, layout.batch_size, width)
+        shape = count, layout.batch_size
+        # Where each sample's tokens begin and end among its ids; None where all are full.
+        self._filled: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._mask_bits: NDArray[np.uint8] | None = None
+        if layout.lengths or layout.loss_masks:
+            raw = np.frombuffer(ids, np.uint8).reshape(*shape, layout.sample_bytes)
+            at = layout.width * layout.id_bytes
+            self._ids = raw[..., :at].view(layout.id_type)
+            if layout.lengths:
+                self._filled = _filled(layout, raw[..., at : at + 4].copy().view("<u4")[..., 0].astype(np.int64))
+            if layout.loss_masks:
+                self._mask_bits = raw[..., at + 4 * layout.lengths :]
+        else:
+            self._ids = np.frombuffer(ids, layout.id_type).reshape(*shape, layout.width)
         self._source_ids = source_ids
         self._documents: _Documents | None = None
-        if layout.position_ids or layout.document_ids:
-            self._documents = _Documents(layout, count, document_counts, document_starts)
+        if layout.document_starts:
+            self._documents = _Documents(layout, count, document_counts, document_starts, self._filled)
 
     def batch(self, step: int, columns: Columns) -> Batch:
         """The batch of a step, counted from 0 in the message.
@@ -117,6 +167,14 @@ class Message:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
         else:
             inputs[...] = labels[...] = ids
+        if self._filled is not None:
+            self._ignore_padding(step, labels)
+        if self._mask_bits is not None:
+            width = self._layout.width
+            counts = np.unpackbits(self._mask_bits[step], axis=1, count=width, bitorder="little")
+            labels[counts[:, self._layout.shifted :] == 0] = IGNORED
+        if self._layout.mask_boundaries and self._documents is not None:
+            labels.reshape(-1)[self._documents.boundaries(step)] = IGNORED
         sources = self._source_ids[step * size : (step + 1) * size]
         first = self._begin_indices[step] + self._slices[step] * size
         samples = np.arange(first, first + size)
@@ -134,18 +192,61 @@ class Message:
         }
         if self._documents is not None:
             self._documents.add_to(batch, step, columns)
+        if self._layout.attention_mask:
+            (attended,) = columns.take(1)
+            attended[...] = self._attended(step, sources)
+            batch["attention_mask"] = torch.from_numpy(attended)
+        if self._layout.loss_mask:
+            (counted,) = columns.take(1)
+            np.not_equal(labels, IGNORED, out=counted, casting="unsafe")
+            batch["loss_mask"] = torch.from_numpy(counted)
         return batch
+
+    def _ignore_padding(self, step: int, labels: NDArray[np.int64]) -> None:
+        """Padding is no label; nor is a token that only padding stands before."""
+        assert self._filled is not None
+        begin, end = self._filled[0][step], self._filled[1][step]
+        short = np.flatnonzero(end - begin < self._layout.width)
+        if len(short):
+            # Of the ids, the one that each label is.
+            target = np.arange(self._layout.shifted, self._layout.width)
+            begin, end = begin[short, None], end[short, None]
+            padding = (target < begin + (begin > 0)) | (target >= end)
+            labels[short] = np.where(padding, IGNORED, labels[short])
+
+    def _attended(self, step: int, sources: Sequence[int]) -> NDArray[np.bool_]:
+        """[B, L] where tokens are, or [B, 1]."""
+        if self._filled is None:
+            return np.not_equal(sources, PADDING)[:, None]
+        at = np.arange(self._layout.sequence_length)
+        found: NDArray[np.bool_] = (at >= self._filled[0][step][:, None]) & (at < self._filled[1][step][:, None])
+        return found
+
+
+def _filled(layout: Layout, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where tokens begin and end among a sample's ids; [steps, B] each."""
+    if (lengths > layout.width).any():
+        raise ProtocolError(f"a sample of {layout.width} ids came with a length of {lengths.max()}")
+    begins = layout.width - lengths if layout.pads_left else np.zeros_like(lengths)
+    return begins, begins + lengths
 
 
 class _Documents:
-    """Positions that restart at each document, and numbers of the documents within each sample.
+    """Where documents begin: positions that restart there, numbers of the documents within each sample, lengths of all.
 
-    Both are written as differences and summed in place.
+    The columns are written as differences and summed in place. A sample's padding is treated as a document, of number
+    −1.
     """
 
     def __init__(
-        self, layout: Layout, steps: int, document_counts: Sequence[int], document_starts: Sequence[int]
+        self,
+        layout: Layout,
+        steps: int,
+        document_counts: Sequence[int],
+        document_starts: Sequence[int],
+        filled: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
     ) -> None:
+        """``filled``: where tokens begin and end in each sample, [steps, B] each; None where all are full."""
         length, samples = layout.sequence_length, steps * layout.batch_size
         counts = np.array(document_counts, np.int64)
         starts = np.array(document_starts, np.int64)
@@ -154,23 +255,51 @@ class _Documents:
                 f"document starts of {samples} samples of {length} tokens were asked for, but {len(counts)} counts "
                 f"with a sum of {counts.sum()} and {len(starts)} positions came"
             )
+        self._size = layout.batch_size * length
+        owner = np.repeat(np.arange(samples), counts)
+        # Labels that are a document's first token, for the document before: one further where they are shifted.
+        own = (starts > 0) & (starts - layout.shifted < length)
+        self._boundaries = (owner * length + starts - layout.shifted)[own]
+        self._boundary_bounds = np.searchsorted(self._boundaries, np.arange(steps + 1) * self._size).tolist()
         inside = starts < length  # a shifted sample's last id is only a label here, and begins the next sample
-        sample_of = np.repeat(np.arange(samples), counts)[inside]
         sample_begins = np.arange(samples) * length
         # What a sample continues counts as a document of its own, so each sample's begin is one, too.
-        begins = np.union1d(sample_begins, sample_of * length + starts[inside])
-        numbers = np.arange(len(begins)) - np.searchsorted(begins, sample_begins)[begins // length]
-        step_begins = np.searchsorted(begins, sample_begins[:: layout.batch_size])
+        begins = np.union1d(sample_begins, owner[inside] * length + starts[inside])
+        padding = np.empty(0, np.int64)
+        if filled is not None:
+            begin, end = filled[0].ravel(), filled[1].ravel()
+            if layout.pads_left:
+                short = (begin > 0) & (begin < length)
+                begins = np.union1d(begins, (sample_begins + begin)[short])
+                padding = sample_begins[begin > 0]
+            else:
+                padding = (sample_begins + end)[end < length]
+                begins = np.union1d(begins, padding)
         # For each column: the jump at each begin, and what each further token adds.
         self._jumps: dict[str, tuple[NDArray[np.int64], int]] = {}
         if layout.position_ids:
             self._jumps["position_ids"] = 1 - np.diff(begins, prepend=0), 1
         if layout.document_ids:
+            of_padding = np.isin(begins, padding, assume_unique=True)
+            documents = np.cumsum(~of_padding)
+            before: NDArray[np.int64] = (documents - ~of_padding)[np.searchsorted(begins, sample_begins)]
+            numbers = np.where(of_padding, -1, documents - 1 - before[begins // length])
             self._jumps["document_ids"] = np.diff(numbers, prepend=0), 0
-        for jumps, _ in self._jumps.values():
-            jumps[step_begins] = 0  # each step is summed on its own, from 0
-        self._begins = begins % (layout.batch_size * length)
+        step_begins = np.searchsorted(begins, sample_begins[:: layout.batch_size])
+        # Each step is summed on its own, from 0.
+        if layout.position_ids:
+            self._jumps["position_ids"][0][step_begins] = 0
+        if layout.document_ids:
+            self._jumps["document_ids"][0][step_begins] = numbers[step_begins]
+        self._begins = begins % self._size
         self._bounds = [*step_begins.tolist(), len(begins)]
+        self._lengths = layout.cu_seqlens
+
+    def boundaries(self, step: int) -> NDArray[np.int64]:
+        """Which labels of a step, row by row, are a document's first token behind another document's last."""
+        first, last = self._boundary_bounds[step : step + 2]
+        found: NDArray[np.int64] = self._boundaries[first:last] - step * self._size
+        return found
 
     def add_to(self, batch: Batch, step: int, columns: Columns) -> None:
         """Adds the columns of a step."""
@@ -182,3 +311,7 @@ class _Documents:
             flat[self._begins[here]] = jumps[here]
             np.cumsum(flat, out=flat)
             batch[name] = torch.from_numpy(column)  # type: ignore[literal-required]
+        if self._lengths:
+            edges = np.append(self._begins[here], self._size).astype(np.int32)
+            batch["cu_seqlens"] = torch.from_numpy(edges)
+            batch["max_seqlen"] = int(np.diff(edges).max())

@@ -45,6 +45,9 @@ class RemoteDataset(IterableDataset[Batch]):
     ``fork_from`` is another run's ``state_dict()``: this run, which must not have begun, begins there, under its own
     mixture. A state that is loaded comes first, so a script that is restarted from its checkpoint may leave it there.
 
+    Batches have the columns ``position_ids``, ``document_ids``, ``attention_mask``, ``loss_mask`` and ``cu_seqlens``
+    (with ``max_seqlen``) where these are asked for.
+
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
     ``peek=True`` only looks: it joins nothing, counts nothing and fences nobody, whatever the run is doing. The whole
@@ -75,6 +78,9 @@ class RemoteDataset(IterableDataset[Batch]):
         peek: bool = False,
         document_ids: bool = False,
         position_ids: bool = False,
+        attention_mask: bool = False,
+        loss_mask: bool = False,
+        cu_seqlens: bool = False,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
         batch_timeout_s: float = 3600.0,
@@ -116,6 +122,9 @@ class RemoteDataset(IterableDataset[Batch]):
         self._prefetch_steps = prefetch_steps
         self._document_ids = document_ids
         self._position_ids = position_ids
+        self._attention_mask = attention_mask
+        self._loss_mask = loss_mask
+        self._cu_seqlens = cu_seqlens
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._batch_timeout_s = batch_timeout_s
@@ -299,6 +308,9 @@ class RemoteDataset(IterableDataset[Batch]):
                 state=loaded.text if loaded else "",
                 position_ids=self._position_ids,
                 document_ids=self._document_ids,
+                attention_mask=self._attention_mask,
+                loss_mask=self._loss_mask,
+                cu_seqlens=self._cu_seqlens,
                 prefetch_steps=self._prefetch_steps,
                 takeover=self._takeover,
                 fork=fork is not None,

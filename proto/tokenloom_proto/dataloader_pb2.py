@@ -24,61 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenloom_proto/dataloader.proto\x12\x0ctokenloom.v1\"\xe3\x01\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nbatch_size\x18\x05 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\r\n\x05nonce\x18\x07 \x01(\t\x12\x0e\n\x06resume\x18\x08 \x01(\t\x12\x12\n\nstate_json\x18\t \x01(\x0c\x12\x10\n\x08takeover\x18\n \x01(\x08\x12\x0f\n\x07process\x18\x0b \x01(\t\x12\x0c\n\x04peek\x18\x0c \x01(\x08\x12\x0c\n\x04\x66ork\x18\r \x01(\x08\"1\n\x06Source\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\r\n\x05\x61lias\x18\x03 \x01(\t\"\xc5\x03\n\x0cJoinResponse\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x13\n\x0bstart_index\x18\x03 \x01(\x03\x12\x14\n\x0cstart_digest\x18\x04 \x01(\t\x12\x14\n\x0cstart_tokens\x18\x05 \x01(\x03\x12\x17\n\x0fsequence_length\x18\x06 \x01(\r\x12%\n\x07id_type\x18\x07 \x01(\x0e\x32\x14.tokenloom.v1.IdType\x12$\n\x06labels\x18\x08 \x01(\x0e\x32\x14.tokenloom.v1.Labels\x12\x12\n\nvocab_size\x18\t \x01(\x03\x12%\n\x07sources\x18\n \x03(\x0b\x32\x14.tokenloom.v1.Source\x12\x13\n\x0bgroup_steps\x18\x0b \x01(\r\x12\x19\n\x11snapshot_template\x18\x0c \x01(\x0c\x12 \n\x04\x62\x61se\x18\r \x01(\x0b\x32\x12.tokenloom.v1.Base\x12\x14\n\x0cserver_epoch\x18\x0e \x01(\x03\x12\x17\n\x0fskipped_samples\x18\x0f \x01(\x03\x12\x19\n\x11global_batch_size\x18\x1e \x01(\r\x12\x12\n\nbatch_size\x18\x1f \x01(\r\"c\n\x06\x42ucket\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x14.tokenloom.v1.Column\x12\x14\n\x0csample_bytes\x18\x03 \x03(\r\x12\x0e\n\x06source\x18\x04 \x01(\t\"4\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"m\n\rStreamRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.tokenloom.v1.StreamOpenH\x00\x12*\n\x08progress\x18\x02 \x01(\x0b\x32\x16.tokenloom.v1.ProgressH\x00\x42\x06\n\x04kind\"\xd6\x02\n\nStreamOpen\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x0f\n\x07run_uid\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05nonce\x18\x06 \x01(\t\x12\x18\n\x10received_through\x18\x07 \x01(\x03\x12\x19\n\x11\x63ommitted_through\x18\x08 \x01(\x03\x12(\n\x08progress\x18\t \x01(\x0b\x32\x16.tokenloom.v1.Progress\x12\x17\n\x0f\x64ocument_starts\x18\n \x01(\x08\x12\x17\n\x0freceived_digest\x18\x0b \x01(\t\x12\x14\n\x0cserver_epoch\x18\x0c \x01(\x03\x12\x0c\n\x04peek\x18\r \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\t\x12\x12\n\nbatch_size\x18\x0f \x01(\r\x12\x0f\n\x07process\x18\x10 \x01(\t\"J\n\x08Progress\x12\x18\n\x10\x63onsumed_through\x18\x01 \x01(\x03\x12\x14\n\x0c\x63redit_steps\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xd1\x01\n\x0eStreamResponse\x12(\n\x07\x62\x61tches\x18\x01 \x01(\x0b\x32\x15.tokenloom.v1.BatchesH\x00\x12,\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.tokenloom.v1.HeartbeatH\x00\x12.\n\x0b\x65nd_of_data\x18\x03 \x01(\x0b\x32\x17.tokenloom.v1.EndOfDataH\x00\x12\x19\n\x11\x63ommitted_through\x18\x04 \x01(\x03\x12\x14\n\x0cserver_epoch\x18\x05 \x01(\x03\x42\x06\n\x04kind\"2\n\x04\x42\x61se\x12\x14\n\x0csample_index\x18\x01 \x01(\x03\x12\x14\n\x0cresume_state\x18\x02 \x01(\x0c\"R\n\x08StepInfo\x12\x11\n\tend_index\x18\x01 \x01(\x03\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"\xe1\x01\n\x07\x42\x61tches\x12\x13\n\x0b\x62\x65gin_index\x18\x01 \x01(\x03\x12%\n\x05steps\x18\x02 \x03(\x0b\x32\x16.tokenloom.v1.StepInfo\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x12\n\nsource_ids\x18\x04 \x03(\x11\x12\x17\n\x0f\x64ocument_counts\x18\x05 \x03(\r\x12\x17\n\x0f\x64ocument_starts\x18\x06 \x03(\r\x12 \n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x12.tokenloom.v1.Base\x12%\n\x07\x62uckets\x18\x1e \x03(\x0b\x32\x14.tokenloom.v1.Bucket\" \n\tHeartbeat\x12\x13\n\x0bwaiting_for\x18\x01 \x01(\t\"G\n\tEndOfData\x12\x11\n\tend_index\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0f\x64ropped_samples\x18\x03 \x01(\x03\"R\n\x0fSnapshotRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x03\x12\x0c\n\x04save\x18\x04 \x01(\x08\"5\n\x10SnapshotResponse\x12\x15\n\rsnapshot_json\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\xa9\x01\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x15\n\x0bsnapshot_id\x18\x03 \x01(\tH\x00\x12\x16\n\x0csample_index\x18\x04 \x01(\x03H\x00\x12\x17\n\rsnapshot_json\x18\x05 \x01(\tH\x00\x12\x14\n\x0cskip_samples\x18\x06 \x01(\x03\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\x03\x42\x07\n\x05point\"e\n\x0fRestoreResponse\x12\x14\n\x0csample_index\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x17\n\x0fskipped_samples\x18\x03 \x01(\x03\x12\x13\n\x0bstart_index\x18\x04 \x01(\x03\"\x1b\n\x0cStatsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"#\n\rStatsResponse\x12\x12\n\nstats_json\x18\x01 \x01(\t\"\x1f\n\x10TokenizerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"=\n\x11TokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x10\n\x08is_bytes\x18\x02 \x01(\x08*\\\n\x06IdType\x12\x17\n\x13ID_TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rID_TYPE_UINT8\x10\x01\x12\x12\n\x0eID_TYPE_UINT16\x10\x02\x12\x12\n\x0eID_TYPE_UINT32\x10\x04*E\n\x06Labels\x12\x16\n\x12LABELS_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLABELS_SAME\x10\x01\x12\x12\n\x0eLABELS_SHIFTED\x10\x02\x32\xb7\x03\n\nDataLoader\x12=\n\x04Join\x12\x19.tokenloom.v1.JoinRequest\x1a\x1a.tokenloom.v1.JoinResponse\x12G\n\x06Stream\x12\x1b.tokenloom.v1.StreamRequest\x1a\x1c.tokenloom.v1.StreamResponse(\x01\x30\x01\x12I\n\x08Snapshot\x12\x1d.tokenloom.v1.SnapshotRequest\x1a\x1e.tokenloom.v1.SnapshotResponse\x12\x46\n\x07Restore\x12\x1c.tokenloom.v1.RestoreRequest\x1a\x1d.tokenloom.v1.RestoreResponse\x12@\n\x05Stats\x12\x1a.tokenloom.v1.StatsRequest\x1a\x1b.tokenloom.v1.StatsResponse\x12L\n\tTokenizer\x12\x1e.tokenloom.v1.TokenizerRequest\x1a\x1f.tokenloom.v1.TokenizerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenloom_proto/dataloader.proto\x12\x0ctokenloom.v1\"\xe3\x01\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nbatch_size\x18\x05 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\r\n\x05nonce\x18\x07 \x01(\t\x12\x0e\n\x06resume\x18\x08 \x01(\t\x12\x12\n\nstate_json\x18\t \x01(\x0c\x12\x10\n\x08takeover\x18\n \x01(\x08\x12\x0f\n\x07process\x18\x0b \x01(\t\x12\x0c\n\x04peek\x18\x0c \x01(\x08\x12\x0c\n\x04\x66ork\x18\r \x01(\x08\"1\n\x06Source\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\r\n\x05\x61lias\x18\x03 \x01(\t\"\x9d\x04\n\x0cJoinResponse\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x13\n\x0bstart_index\x18\x03 \x01(\x03\x12\x14\n\x0cstart_digest\x18\x04 \x01(\t\x12\x14\n\x0cstart_tokens\x18\x05 \x01(\x03\x12\x17\n\x0fsequence_length\x18\x06 \x01(\r\x12%\n\x07id_type\x18\x07 \x01(\x0e\x32\x14.tokenloom.v1.IdType\x12$\n\x06labels\x18\x08 \x01(\x0e\x32\x14.tokenloom.v1.Labels\x12\x12\n\nvocab_size\x18\t \x01(\x03\x12%\n\x07sources\x18\n \x03(\x0b\x32\x14.tokenloom.v1.Source\x12\x13\n\x0bgroup_steps\x18\x0b \x01(\r\x12\x19\n\x11snapshot_template\x18\x0c \x01(\x0c\x12 \n\x04\x62\x61se\x18\r \x01(\x0b\x32\x12.tokenloom.v1.Base\x12\x14\n\x0cserver_epoch\x18\x0e \x01(\x03\x12\x17\n\x0fskipped_samples\x18\x0f \x01(\x03\x12\x16\n\x0esample_lengths\x18\x14 \x01(\x08\x12\x11\n\tpads_left\x18\x15 \x01(\x08\x12\x12\n\nloss_masks\x18\x16 \x01(\x08\x12\x17\n\x0fmask_boundaries\x18\x17 \x01(\x08\x12\x19\n\x11global_batch_size\x18\x1e \x01(\r\x12\x12\n\nbatch_size\x18\x1f \x01(\r\"c\n\x06\x42ucket\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x14.tokenloom.v1.Column\x12\x14\n\x0csample_bytes\x18\x03 \x03(\r\x12\x0e\n\x06source\x18\x04 \x01(\t\"4\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"m\n\rStreamRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.tokenloom.v1.StreamOpenH\x00\x12*\n\x08progress\x18\x02 \x01(\x0b\x32\x16.tokenloom.v1.ProgressH\x00\x42\x06\n\x04kind\"\xd6\x02\n\nStreamOpen\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x0f\n\x07run_uid\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05nonce\x18\x06 \x01(\t\x12\x18\n\x10received_through\x18\x07 \x01(\x03\x12\x19\n\x11\x63ommitted_through\x18\x08 \x01(\x03\x12(\n\x08progress\x18\t \x01(\x0b\x32\x16.tokenloom.v1.Progress\x12\x17\n\x0f\x64ocument_starts\x18\n \x01(\x08\x12\x17\n\x0freceived_digest\x18\x0b \x01(\t\x12\x14\n\x0cserver_epoch\x18\x0c \x01(\x03\x12\x0c\n\x04peek\x18\r \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\t\x12\x12\n\nbatch_size\x18\x0f \x01(\r\x12\x0f\n\x07process\x18\x10 \x01(\t\"J\n\x08Progress\x12\x18\n\x10\x63onsumed_through\x18\x01 \x01(\x03\x12\x14\n\x0c\x63redit_steps\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xd1\x01\n\x0eStreamResponse\x12(\n\x07\x62\x61tches\x18\x01 \x01(\x0b\x32\x15.tokenloom.v1.BatchesH\x00\x12,\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.tokenloom.v1.HeartbeatH\x00\x12.\n\x0b\x65nd_of_data\x18\x03 \x01(\x0b\x32\x17.tokenloom.v1.EndOfDataH\x00\x12\x19\n\x11\x63ommitted_through\x18\x04 \x01(\x03\x12\x14\n\x0cserver_epoch\x18\x05 \x01(\x03\x42\x06\n\x04kind\"2\n\x04\x42\x61se\x12\x14\n\x0csample_index\x18\x01 \x01(\x03\x12\x14\n\x0cresume_state\x18\x02 \x01(\x0c\"R\n\x08StepInfo\x12\x11\n\tend_index\x18\x01 \x01(\x03\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"\xe1\x01\n\x07\x42\x61tches\x12\x13\n\x0b\x62\x65gin_index\x18\x01 \x01(\x03\x12%\n\x05steps\x18\x02 \x03(\x0b\x32\x16.tokenloom.v1.StepInfo\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x12\n\nsource_ids\x18\x04 \x03(\x11\x12\x17\n\x0f\x64ocument_counts\x18\x05 \x03(\r\x12\x17\n\x0f\x64ocument_starts\x18\x06 \x03(\r\x12 \n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x12.tokenloom.v1.Base\x12%\n\x07\x62uckets\x18\x1e \x03(\x0b\x32\x14.tokenloom.v1.Bucket\" \n\tHeartbeat\x12\x13\n\x0bwaiting_for\x18\x01 \x01(\t\"G\n\tEndOfData\x12\x11\n\tend_index\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0f\x64ropped_samples\x18\x03 \x01(\x03\"R\n\x0fSnapshotRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x03\x12\x0c\n\x04save\x18\x04 \x01(\x08\"5\n\x10SnapshotResponse\x12\x15\n\rsnapshot_json\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\xa9\x01\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x15\n\x0bsnapshot_id\x18\x03 \x01(\tH\x00\x12\x16\n\x0csample_index\x18\x04 \x01(\x03H\x00\x12\x17\n\rsnapshot_json\x18\x05 \x01(\tH\x00\x12\x14\n\x0cskip_samples\x18\x06 \x01(\x03\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\x03\x42\x07\n\x05point\"e\n\x0fRestoreResponse\x12\x14\n\x0csample_index\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x17\n\x0fskipped_samples\x18\x03 \x01(\x03\x12\x13\n\x0bstart_index\x18\x04 \x01(\x03\"\x1b\n\x0cStatsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"#\n\rStatsResponse\x12\x12\n\nstats_json\x18\x01 \x01(\t\"\x1f\n\x10TokenizerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"=\n\x11TokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x10\n\x08is_bytes\x18\x02 \x01(\x08*\\\n\x06IdType\x12\x17\n\x13ID_TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rID_TYPE_UINT8\x10\x01\x12\x12\n\x0eID_TYPE_UINT16\x10\x02\x12\x12\n\x0eID_TYPE_UINT32\x10\x04*E\n\x06Labels\x12\x16\n\x12LABELS_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLABELS_SAME\x10\x01\x12\x12\n\x0eLABELS_SHIFTED\x10\x02\x32\xb7\x03\n\nDataLoader\x12=\n\x04Join\x12\x19.tokenloom.v1.JoinRequest\x1a\x1a.tokenloom.v1.JoinResponse\x12G\n\x06Stream\x12\x1b.tokenloom.v1.StreamRequest\x1a\x1c.tokenloom.v1.StreamResponse(\x01\x30\x01\x12I\n\x08Snapshot\x12\x1d.tokenloom.v1.SnapshotRequest\x1a\x1e.tokenloom.v1.SnapshotResponse\x12\x46\n\x07Restore\x12\x1c.tokenloom.v1.RestoreRequest\x1a\x1d.tokenloom.v1.RestoreResponse\x12@\n\x05Stats\x12\x1a.tokenloom.v1.StatsRequest\x1a\x1b.tokenloom.v1.StatsResponse\x12L\n\tTokenizer\x12\x1e.tokenloom.v1.TokenizerRequest\x1a\x1f.tokenloom.v1.TokenizerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenloom_proto.dataloader_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_IDTYPE']._serialized_start=2733
-  _globals['_IDTYPE']._serialized_end=2825
-  _globals['_LABELS']._serialized_start=2827
-  _globals['_LABELS']._serialized_end=2896
+  _globals['_IDTYPE']._serialized_start=2821
+  _globals['_IDTYPE']._serialized_end=2913
+  _globals['_LABELS']._serialized_start=2915
+  _globals['_LABELS']._serialized_end=2984
   _globals['_JOINREQUEST']._serialized_start=51
   _globals['_JOINREQUEST']._serialized_end=278
   _globals['_SOURCE']._serialized_start=280
   _globals['_SOURCE']._serialized_end=329
   _globals['_JOINRESPONSE']._serialized_start=332
-  _globals['_JOINRESPONSE']._serialized_end=785
-  _globals['_BUCKET']._serialized_start=787
-  _globals['_BUCKET']._serialized_end=886
-  _globals['_COLUMN']._serialized_start=888
-  _globals['_COLUMN']._serialized_end=940
-  _globals['_STREAMREQUEST']._serialized_start=942
-  _globals['_STREAMREQUEST']._serialized_end=1051
-  _globals['_STREAMOPEN']._serialized_start=1054
-  _globals['_STREAMOPEN']._serialized_end=1396
-  _globals['_PROGRESS']._serialized_start=1398
-  _globals['_PROGRESS']._serialized_end=1472
-  _globals['_STREAMRESPONSE']._serialized_start=1475
-  _globals['_STREAMRESPONSE']._serialized_end=1684
-  _globals['_BASE']._serialized_start=1686
-  _globals['_BASE']._serialized_end=1736
-  _globals['_STEPINFO']._serialized_start=1738
-  _globals['_STEPINFO']._serialized_end=1820
-  _globals['_BATCHES']._serialized_start=1823
-  _globals['_BATCHES']._serialized_end=2048
-  _globals['_HEARTBEAT']._serialized_start=2050
-  _globals['_HEARTBEAT']._serialized_end=2082
-  _globals['_ENDOFDATA']._serialized_start=2084
-  _globals['_ENDOFDATA']._serialized_end=2155
-  _globals['_SNAPSHOTREQUEST']._serialized_start=2157
-  _globals['_SNAPSHOTREQUEST']._serialized_end=2239
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=2241
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=2294
-  _globals['_RESTOREREQUEST']._serialized_start=2297
-  _globals['_RESTOREREQUEST']._serialized_end=2466
-  _globals['_RESTORERESPONSE']._serialized_start=2468
-  _globals['_RESTORERESPONSE']._serialized_end=2569
-  _globals['_STATSREQUEST']._serialized_start=2571
-  _globals['_STATSREQUEST']._serialized_end=2598
-  _globals['_STATSRESPONSE']._serialized_start=2600
-  _globals['_STATSRESPONSE']._serialized_end=2635
-  _globals['_TOKENIZERREQUEST']._serialized_start=2637
-  _globals['_TOKENIZERREQUEST']._serialized_end=2668
-  _globals['_TOKENIZERRESPONSE']._serialized_start=2670
-  _globals['_TOKENIZERRESPONSE']._serialized_end=2731
-  _globals['_DATALOADER']._serialized_start=2899
-  _globals['_DATALOADER']._serialized_end=3338
+  _globals['_JOINRESPONSE']._serialized_end=873
+  _globals['_BUCKET']._serialized_start=875
+  _globals['_BUCKET']._serialized_end=974
+  _globals['_COLUMN']._serialized_start=976
+  _globals['_COLUMN']._serialized_end=1028
+  _globals['_STREAMREQUEST']._serialized_start=1030
+  _globals['_STREAMREQUEST']._serialized_end=1139
+  _globals['_STREAMOPEN']._serialized_start=1142
+  _globals['_STREAMOPEN']._serialized_end=1484
+  _globals['_PROGRESS']._serialized_start=1486
+  _globals['_PROGRESS']._serialized_end=1560
+  _globals['_STREAMRESPONSE']._serialized_start=1563
+  _globals['_STREAMRESPONSE']._serialized_end=1772
+  _globals['_BASE']._serialized_start=1774
+  _globals['_BASE']._serialized_end=1824
+  _globals['_STEPINFO']._serialized_start=1826
+  _globals['_STEPINFO']._serialized_end=1908
+  _globals['_BATCHES']._serialized_start=1911
+  _globals['_BATCHES']._serialized_end=2136
+  _globals['_HEARTBEAT']._serialized_start=2138
+  _globals['_HEARTBEAT']._serialized_end=2170
+  _globals['_ENDOFDATA']._serialized_start=2172
+  _globals['_ENDOFDATA']._serialized_end=2243
+  _globals['_SNAPSHOTREQUEST']._serialized_start=2245
+  _globals['_SNAPSHOTREQUEST']._serialized_end=2327
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=2329
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=2382
+  _globals['_RESTOREREQUEST']._serialized_start=2385
+  _globals['_RESTOREREQUEST']._serialized_end=2554
+  _globals['_RESTORERESPONSE']._serialized_start=2556
+  _globals['_RESTORERESPONSE']._serialized_end=2657
+  _globals['_STATSREQUEST']._serialized_start=2659
+  _globals['_STATSREQUEST']._serialized_end=2686
+  _globals['_STATSRESPONSE']._serialized_start=2688
+  _globals['_STATSRESPONSE']._serialized_end=2723
+  _globals['_TOKENIZERREQUEST']._serialized_start=2725
+  _globals['_TOKENIZERREQUEST']._serialized_end=2756
+  _globals['_TOKENIZERRESPONSE']._serialized_start=2758
+  _globals['_TOKENIZERRESPONSE']._serialized_end=2819
+  _globals['_DATALOADER']._serialized_start=2987
+  _globals['_DATALOADER']._serialized_end=3426
 # @@protoc_insertion_point(module_scope)

@@ -68,7 +68,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch", "skipped_samples", "global_batch_size", "batch_size")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch", "skipped_samples", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,10 @@ class JoinResponse(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PADS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASKS_FIELD_NUMBER: _ClassVar[int]
+    MASK_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
@@ -101,9 +105,13 @@ class JoinResponse(_message.Message):
     base: Base
     server_epoch: int
     skipped_samples: int
+    sample_lengths: bool
+    pads_left: bool
+    loss_masks: bool
+    mask_boundaries: bool
     global_batch_size: int
     batch_size: int
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class Bucket(_message.Message):
     __slots__ = ("name", "columns", "sample_bytes", "source")

@@ -33,6 +33,7 @@ from tokenloom_server.receipt import (
     Tokenizer,
 )
 from tokenloom_server.revision import as_file
+from tokenloom_server.sources.manifest import commits_of
 from tokenloom_server.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.stats import SourceStats
 
@@ -168,6 +169,7 @@ def _source(course: Course, index: int, figure: SourceStats, state: SourceState)
         files=len(shards),
         bytes=sum(shard.size for shard in shards),
         files_digest=hashlib.sha256(canonical(listed).encode()).hexdigest(),
+        commits=list(commits_of(shards)),
         samples=figure.samples,
         rows=figure.rows,
         tokens=figure.tokens,
@@ -201,17 +203,20 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     tokens / epochs of it once all of them, whole ones, were read; and before that, if more than one was begun, what
     the rows say: an estimate. ``steady``: all epochs have the same rows.
     """
-    taken, skipped = state.tokens + state.dropped_tokens, state.tokens - figure.tokens
+    padding = state.tally.padding_tokens
+    taken, skipped = state.tokens + state.dropped_tokens - padding, state.tokens - figure.tokens
+    consumed = max(0, figure.tokens - padding)
     ended = state.cursor.epoch
     if not ended:
-        return Unique(figure.tokens, True)
+        # How much of the padding was skipped, nobody has counted.
+        return Unique(consumed, not (skipped and padding))
     if steady and figure.exhausted and figure.epochs is not None and figure.epochs.is_integer():
         # Of what was skipped, nobody has counted which rows another epoch had.
-        return Unique(min(figure.tokens, taken // int(figure.epochs)), not skipped)
+        return Unique(min(consumed, taken // int(figure.epochs)), not skipped)
     estimate = round(taken / max(figure.epoch, 1.0))
     if steady:
         estimate = min(max(estimate, math.ceil(taken / (ended + 1))), taken // ended)
-    return Unique(min(estimate, figure.tokens), False)
+    return Unique(min(estimate, consumed), False)
 
 
 def lineage_of(openings: Sequence[Opening]) -> list[Opening]:

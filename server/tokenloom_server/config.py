@@ -40,7 +40,7 @@ ENDED_SCHEMES = ("megatron", "npy")
 
 #: Fields of a run that its order does not depend on; the tokeniser's content is digested elsewhere.
 OUTSIDE_THE_ORDER = (
-    *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline"),
+    *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline", "mask_boundaries"),
     # Where bad rows end a run it has no order behind them, so a run may be served on with another answer.
     *("on_bad_row", "max_bad_rows"),
 )
@@ -185,6 +185,8 @@ class SourceConfig(_Model):
     add_eot: Literal[True, False, "auto"] | None = None
     """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
     ``auto`` where the run says true."""
+    loss_mask: Annotated[str, Field(min_length=1)] | None = None
+    """A column beside the ids: for each of them 0 or 1, whether it counts for the loss."""
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
     """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
     branch or none. Which files these are stands in the manifest, so this is no part of the order."""
@@ -513,8 +515,23 @@ class RunConfig(_Model):
         default=_NOT_GIVEN, validate_default=True
     )
     """Tokens per sample, at least 2. Not given with ``batching``, where a sample is a row and counts as one token."""
-    packing: Literal["concat"] = "concat"
-    """How documents become samples."""
+    packing: Literal["concat", "best_fit", "none"] = "concat"
+    """How documents become samples. ``concat``: joined and cut. ``best_fit``: whole, as they fit best. ``none``: a row
+    each."""
+    tail: Literal["drop", "pad"] = "drop"
+    """``concat``: what becomes of the tokens at a source's end that fill no sample."""
+    pack_window_rows: Annotated[int, Field(ge=1, le=2**20)] = 8192
+    """``best_fit``: rows that are packed at once, at most."""
+    pack_window_tokens: Annotated[int, Field(ge=2, le=2**28)] = 2**22
+    """``best_fit``: tokens that are packed at once; a window ends with the row that reaches them."""
+    long_rows: Literal["truncate", "split"] = "truncate"
+    """``none``: what becomes of a row that is longer than a sample."""
+    padding: Literal["right", "left"] = "right"
+    """On which side of its documents a sample is padded."""
+    pad_id: Annotated[int, Field(ge=0)] = 0
+    """The id that fills the rest of a sample. Labels and masks leave it out, whatever it is."""
+    mask_boundaries: bool = False
+    """The first token of a document is no label for the document before it."""
     labels: Literal["same", "shifted"] = "same"
     """``same``: labels equal input_ids. ``shifted``: labels are the next ids."""
     add_bos: bool = False
@@ -615,6 +632,45 @@ class RunConfig(_Model):
             if source.max_bad_rows is not None and not self.skips_bad_rows(source):
                 raise ValueError(f"{at}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
         return self
+
+    @model_validator(mode="after")
+    def _packing_options_have_a_meaning(self) -> Self:
+        pads = self.packing != "concat" or self.tail == "pad"
+        for options, packing, applies in (
+            (("tail",), "packing: concat", self.packing == "concat"),
+            (("pack_window_rows", "pack_window_tokens"), "packing: best_fit", self.packing == "best_fit"),
+            (("long_rows",), "packing: none", self.packing == "none"),
+            (("padding", "pad_id"), "samples that are padded (packing: best_fit or none, or tail: pad)", pads),
+        ):
+            for option in options:
+                found = getattr(self, option)
+                if not applies and found != type(self).model_fields[option].default:
+                    raise ValueError(f"{option}: found {found!r}, but it is for {packing}; leave it out")
+        lengths = [self.sequence_length, *(phase.sequence_length or 0 for phase in self.phases)]
+        if self.packing == "best_fit" and self.pack_window_tokens < max(lengths):
+            raise ValueError(
+                f"pack_window_tokens: {self.pack_window_tokens} do not fill a sample of {max(lengths)} tokens; give a "
+                "multiple of that, or leave it out"
+            )
+        for path, source in self.named_sources():
+            if source.loss_mask is None:
+                continue
+            if self.packing == "concat":
+                raise ValueError(
+                    f"{path}.loss_mask: is for packing: none or best_fit, where a row's tokens stay together; this is "
+                    "'concat'"
+                )
+            for field in ("fim", "template"):
+                if getattr(source, field) is not None:
+                    raise ValueError(f"{path}.loss_mask: says nothing of the tokens that {field} makes; leave one out")
+        if self.vocab_size is not None and self.pad_id >= self.vocab_size:
+            raise ValueError(f"pad_id: {self.pad_id} is not below vocab_size {self.vocab_size}")
+        return self
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether samples carry a loss mask: a source has one, in whichever phase."""
+        return any(source.loss_mask is not None for _, source in self.named_sources())
 
     def adds_bos(self, source: SourceConfig) -> bool:
         """Whether each document of a source gets the begin-of-text id."""

@@ -14,6 +14,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
@@ -33,7 +36,8 @@ COUNTED_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One epoch of a source: its ``rows``, and the tokens of 1,000 of them (with begin- and end-of-text ids).
+    """One epoch of a source: its ``rows``, and the tokens of 1,000 of them as samples count them: with begin- and
+    end-of-text ids and the padding that the packing makes, without what it cuts off.
 
     ``tokens_per_1000_rows`` is an estimate, unless the source is so small that all of it was read.
     """
@@ -55,6 +59,13 @@ class Readable(Protocol):
     def encoder(self, source_id: int, reader: Source) -> Encoder: ...
 
     def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row makes samples of its own."""
+
+    def given(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
 
 
 class _Stratum(NamedTuple):
@@ -87,14 +98,24 @@ class _Sample(NamedTuple):
     bytes: int
     encoded_rows: int
     encoded_bytes: int
-    tokens: int
+    #: Tokens of each row that was encoded.
+    lengths: npt.NDArray[np.int64]
 
-    @property
-    def all_tokens(self) -> Fraction:
-        """Tokens of all the rows, by their bytes."""
+    def all_tokens(self, order: Readable) -> Fraction:
+        """Tokens of all the rows, by their bytes; where each row makes samples of its own, those of the samples."""
+        if order.rows_alone:
+            return Fraction(order.given(self.lengths) * self.rows, self.encoded_rows)
+        tokens = int(self.lengths.sum())
         if not self.encoded_bytes:
-            return Fraction(self.tokens * self.rows, self.encoded_rows)
-        return Fraction(self.tokens * self.bytes, self.encoded_bytes)
+            return Fraction(tokens * self.rows, self.encoded_rows)
+        return Fraction(tokens * self.bytes, self.encoded_bytes)
+
+
+def _given(order: Readable, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
+    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
+    every = np.concatenate(lengths)
+    total = int(every.sum())
+    return tokens if order.rows_alone or not total else tokens * Fraction(order.given(every), total)
 
 
 def measure(order: Readable, source_id: int) -> Extent:
@@ -107,24 +128,25 @@ def measure(order: Readable, source_id: int) -> Extent:
     reader = order.open(source_id)
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        return _of_many_lines(reader, encoder)
+        return _of_many_lines(order, reader, encoder)
     counts = order.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
     strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
     budget = _Budget.of(total, len(strata))
-    tokens = Fraction(0)
+    tokens, lengths = Fraction(0), []
     for stratum in strata:
         found = _sample(reader, encoder, stratum, budget)
-        tokens += found.all_tokens * stratum.rows / found.rows
+        tokens += found.all_tokens(order) * stratum.rows / found.rows
+        lengths.append(found.lengths)
     stood_for = sum(stratum.rows for stratum in strata)
-    return Extent(sum(counts), round(1000 * tokens / stood_for))
+    return Extent(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
 
 
-def _of_many_lines(reader: LinesSource, encoder: Encoder) -> Extent:
+def _of_many_lines(order: Readable, reader: LinesSource, encoder: Encoder) -> Extent:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
     rows = size = 0
-    tokens = Fraction(0)
+    tokens, lengths = Fraction(0), []
     # No file with a line is smaller than a byte order mark and it.
     filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
     chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
@@ -134,10 +156,11 @@ def _of_many_lines(reader: LinesSource, encoder: Encoder) -> Extent:
         if not found.rows:
             continue  # a compressed file may hold nothing
         rows += found.rows
-        tokens += found.all_tokens
+        tokens += found.all_tokens(order)
+        lengths.append(found.lengths)
         size += reader.head_bytes(shard, found.rows)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
-    return Extent(max(1, round(Fraction(total * rows, size))), round(1000 * tokens / rows))
+    return Extent(max(1, round(Fraction(total * rows, size))), round(1000 * _given(order, tokens, lengths) / rows))
 
 
 def _strata(chosen: list[int], counts: list[int]) -> Iterator[_Stratum]:
@@ -158,17 +181,19 @@ def _spread(shards: list[int]) -> list[int]:
 def _sample(reader: Source, encoder: Encoder, stratum: _Stratum, budget: _Budget) -> _Sample:
     """The first rows of a stratum, up to the one with which they reach what may be read: leaving that one out would
     leave out long rows more often than short ones."""
-    rows = size = encoded_rows = encoded_bytes = tokens = 0
+    rows = size = encoded_rows = encoded_bytes = 0
+    lengths = []
     for piece in reader.read(stratum.shard, stratum.row):
         column = piece.column[: stratum.rows - rows]
         column = column[: columns.reach(column, budget.read - size).rows]
         if encoded_bytes < budget.encoded:
             part = columns.reach(column, budget.encoded - encoded_bytes)
-            tokens += len(encoder.encode(column[: part.rows], piece.first_row, stratum.shard).values)
+            ends = encoder.encode(column[: part.rows], piece.first_row, stratum.shard).ends
+            lengths.append(np.diff(ends, prepend=0))
             encoded_rows += part.rows
             encoded_bytes += part.bytes
         rows += len(column)
         size += columns.reach(column, budget.read).bytes
         if rows == stratum.rows or size >= budget.read:
             break
-    return _Sample(rows, size, encoded_rows, encoded_bytes, tokens)
+    return _Sample(rows, size, encoded_rows, encoded_bytes, np.concatenate(lengths))

@@ -13,7 +13,7 @@ from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.order import Order
 from tokenloom_server.snapshot import Foreign, Source
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
 
 class Forking:
@@ -211,6 +211,7 @@ def _named(order: Order, state: State) -> tuple[Source, ...]:
             shard=None if config.shuffle == "rows" else shards[source.cursor.shard],
             state=source,
             shuffle=config.shuffle,
+            in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
         )
         for config, shards, source in zip(order.config.sources, order.shard_paths, state.sources, strict=True)
     )
@@ -225,18 +226,27 @@ def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) 
         if known is None:
             sources.append(SourceState())
             continue
-        if known.shard is None:
-            sources.append(replace(known.state, exhausted=False, dropped_tokens=0))
-            continue
-        if known.shard not in shards:
+        if known.shard is not None and known.shard not in shards:
             raise SnapshotInvalid(
                 f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
                 f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
                 "another way to begin it anew"
             )
-        cursor = replace(known.state.cursor, shard=shards.index(known.shard))
+        source = known.state
+        if known.shard is not None:
+            source = replace(source, cursor=replace(source.cursor, shard=shards.index(known.shard)))
+        if order.config.packing == "best_fit":
+            # What is under way, a window of rows or a row, has other samples under these rules.
+            source = packed_again(source)
+        elif known.in_window:
+            if known.shuffle != "none" or source.lanes:
+                raise SnapshotInvalid(
+                    f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
+                    "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
+                )
+            source = replace(source, cursor=replace(source.cursor, offset=0))
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
-        sources.append(replace(known.state, cursor=cursor, exhausted=False, dropped_tokens=0))
+        sources.append(replace(source, exhausted=False, dropped_tokens=0))
     return State(
         sample_index=origin.sample_index,
         total_tokens=origin.total_tokens,

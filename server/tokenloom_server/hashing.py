@@ -7,7 +7,7 @@ gets a new number, a changed one a new ``ORDER_VERSION``.
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import xxhash
 _WORDS = struct.Struct("<5Q")
 
 
+@unique
 class Purpose(IntEnum):
     """What a draw decides."""
 
@@ -29,6 +30,8 @@ class Purpose(IntEnum):
     ROWS = 18
     #: Whether and how a row is rearranged to fill in its middle.
     FIM = 24
+    #: Of a window of best-fit packing: in which order its samples come.
+    PACK = 32
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:

@@ -103,6 +103,16 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
         lambda source: source.lost_tokens,
     ),
     Figure(
+        "tokenloom_source_fill_rate",
+        "Part of the source's tokens that documents fill (0 to 1).",
+        lambda source: source.fill_rate,
+    ),
+    Figure(
+        "tokenloom_source_cut_rate",
+        "Documents that were cut, for each row (0 to 1); absent where the packing joins and cuts all.",
+        lambda source: source.cut_rate,
+    ),
+    Figure(
         "tokenloom_source_dropped_tokens_total",
         "Tail that filled no sample; known once the source is exhausted.",
         lambda source: source.dropped_tokens,

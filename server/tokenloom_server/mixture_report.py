@@ -28,6 +28,9 @@ _OPTIONS = (
     "filter",
     "template",
     "fim",
+    "shuffle",
+    "shuffle_window_rows",
+    "lanes",
 )
 
 

@@ -42,7 +42,9 @@ def _lines(report: RunReport) -> Iterator[str]:
         map(_source, report.sources),
     )
     yield ""
-    yield from (f"- {_code(source.alias)}: {_code(source.spec)}" for source in report.sources)
+    for source in report.sources:
+        at = f", read at {', '.join(map(_code, source.commits))}" if source.commits else ""
+        yield f"- {_code(source.alias)}: {_code(source.spec)}{at}"
     yield ""
     yield "### How they were read"
     yield ""

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
@@ -40,13 +41,17 @@ from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.extents import Extent, measure
 from tokenloom_server.isolated import Isolation
 from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.packing.base import Packer, PackerFactory
+from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
+from tokenloom_server.packing.best_fit import BestFitPacker, Window, windowed_samples
 from tokenloom_server.packing.buckets import BucketPacker, Epochs
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
+from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
+from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import Late, Pools, ReadAhead
 from tokenloom_server.rules import RowRules
@@ -57,6 +62,7 @@ from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import in_threads, order_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.paired import PairedSource
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.storage.traffic import Traffic
@@ -67,6 +73,7 @@ from tokenloom_server.tokenizer import (
     Encoded,
     Engine,
     EngineRecord,
+    MaskedEncoder,
     TokenizerDefinition,
     begin_of_text_id,
     choose_engine,
@@ -136,17 +143,37 @@ class Order:
             shuffles=tuple(source.shuffle for source in config.sources),
             lanes=tuple(source.lanes for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
+            best_fit=config.packing == "best_fit",
         )
         self._buckets_lock = threading.Lock()
         self._epochs: dict[int, Epochs] = {}
-        # Rows travel as bytes, about so many a row.
         self.vocab_size = _vocab_size(config, definition) if config.batching is None else 0
         self.dtype = id_dtype(self.vocab_size) if config.batching is None else np.dtype(np.uint8)
-        self.width = (
-            config.sequence_length + (config.labels == "shifted") if config.batching is None else self._row_bytes()
+        if config.batching is None and config.pad_id >= self.vocab_size:
+            raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
+        first_config = first.config if first is not None else config
+        if config.masks_loss and not first_config.masks_loss:
+            raise ConfigError(
+                "loss_mask: the run began without a source that has one, and its samples have no room for it; begin "
+                "a new run"
+            )
+        # Rows that are tensors travel as bytes, about so many a row.
+        width = config.sequence_length + (config.labels == "shifted") if config.batching is None else self._row_bytes()
+        #: How samples travel.
+        self.form = SampleFormat(
+            length=config.sequence_length,
+            width=width,
+            dtype=self.dtype,
+            lengths=config.packing != "concat" or config.tail == "pad",
+            masked=first_config.masks_loss,
+            padding=config.padding,
+            pad_id=config.pad_id,
         )
+        self.width = self.form.width
         #: Bytes of a sample as it travels.
-        self.sample_bytes = self.width * self.dtype.itemsize
+        self.sample_bytes = self.form.sample_bytes
+        #: By source: numbers of files that it had at times before.
+        self._ended_before: Mapping[int, frozenset[int]] = {}
         adds_bos = any(config.adds_bos(source) for source in config.sources)
         #: Ends each document; None where there is none.
         self.end_of_text_id = _end_of_text_id(config, definition)
@@ -268,6 +295,7 @@ class Order:
     ) -> Order:
         """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
         given are those of before, or measured."""
+        _refuse_moved_windows(self.config, config)
         known_files = {source.spec: set(source.shards) for source in self.manifest.sources}
         new = Manifest(
             tuple(
@@ -289,6 +317,17 @@ class Order:
             first=self._first or self,
             roots=self._roots,
         )
+        order._ended_before = {
+            i: self._ended_before.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(self.shards)
+        }
+        for source, before, now in zip(config.sources, self.shards, order.shards, strict=False):
+            drawn = source.shuffle != "none" or source.lanes > 1
+            if config.packing == "best_fit" and drawn and before != now:
+                raise ConfigError(
+                    f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
+                    "others would make other samples of rows that are under way; add them as a source of their own"
+                )
+        order._check_masks(len(self.specs))
         for i, source in enumerate(config.sources):
             if (
                 config.batching is None
@@ -307,6 +346,7 @@ class Order:
         return order
 
     def _measured(self) -> Order:
+        self._check_masks()
         if self.config.batching is not None:
             for i in range(len(self.config.sources)):
                 self.epochs_of(i)
@@ -389,8 +429,7 @@ class Order:
             self.config,
             packers,
             state,
-            width=self.width,
-            dtype=self.dtype,
+            sample_bytes=self.sample_bytes,
             switches=switches,
             extents=self.extents,
         )
@@ -422,7 +461,29 @@ class Order:
 
         return packer
 
-    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> Packer:
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row makes samples of its own."""
+        return self.config.packing == "none"
+
+    def given(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
+        config = self.config
+        match config.packing:
+            case "concat":
+                return int(lengths.sum())
+            case "best_fit":
+                window = Window(config.pack_window_rows, config.pack_window_tokens)
+                return config.sequence_length * windowed_samples(lengths, self.form, window)
+            case "none":
+                splits = config.long_rows == "split"
+                return config.sequence_length * unpacked_samples(lengths, self.form, splits=splits)
+
+    def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[Part]]:
+        """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""
+        return self._packer(source_id, state, self.open(source_id), self._load_engine()).parts(count)
+
+    def _packer(self, source_id: int, state: SourceState, reader: Source, engine: Engine | None) -> DocumentPacker:
         lanes = self.config.sources[source_id].lanes
         if lanes == 1:
             return self._lane(source_id, state, reader, engine)
@@ -436,14 +497,36 @@ class Order:
         reader: Source,
         engine: Engine | None,
         lane: tuple[int, int] = (0, 1),
-    ) -> Packer:
-        return ConcatPacker(
-            self._documents(source_id, reader, engine, state.tally.bad_rows, lane),
-            state,
-            source_id=source_id,
-            length=self.config.sequence_length,
-            lookahead=self.width - self.config.sequence_length,
-        )
+    ) -> DocumentPacker:
+        config = self.config
+        documents = self._documents(source_id, reader, engine, state.tally.bad_rows, lane)
+        match config.packing:
+            case "concat":
+                return ConcatPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    pads=config.tail == "pad",
+                    label_starts=config.mask_boundaries,
+                )
+            case "best_fit":
+                return BestFitPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    window=Window(config.pack_window_rows, config.pack_window_tokens),
+                    seed=config.seed,
+                    # In a drawn order nothing is appended (see ``under``).
+                    closed_before=self._ended_before.get(source_id, ())
+                    if (config.sources[source_id].shuffle, config.sources[source_id].lanes) == ("none", 1)
+                    else (),
+                )
+            case "none":
+                return UnpackedPacker(
+                    documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
+                )
 
     def _batches(self, source_id: int, source_state: SourceState) -> Packer:
         assert self.config.batching is not None
@@ -522,11 +605,17 @@ class Order:
         self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
+        watched: Source = Watched(reader, self.traffic, source.spec)
+        encoder: Encoder = self._encoder(source_id, reader, engine)
+        if source.loss_mask is not None:
+            mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.traffic, source.spec)
+            watched = PairedSource(watched, mask)
+            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
         most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
         return Documents(
             source.source,
-            Watched(reader, self.traffic, source.spec),
-            self._encoder(source_id, reader, engine),
+            watched,
+            encoder,
             self.config.epochs[source_id],
             self.excluded.of(source.source),
             self.reading(source_id, reader),
@@ -678,6 +767,30 @@ class Order:
             end_of_text_id=self.end_of_text_id,
         )
 
+    def _check_masks(self, first: int = 0) -> None:
+        """That the columns which hold loss masks do so, of the sources from ``first`` on."""
+        for i, source in enumerate(self.config.sources[first:], first):
+            if source.loss_mask is not None:
+                self._open_mask(i, self.open(i), source.loss_mask)
+
+    def _open_mask(self, source_id: int, reader: Source, column: str) -> Source:
+        spec = self.config.sources[source_id].spec
+        found = open_source(
+            replace(spec, column=column),
+            self.base_dir,
+            self.shards[source_id],
+            self.index_dir,
+            self.traffic,
+            rules=RowRules(skip_bad=self.config.skips_bad_rows(self.config.sources[source_id])),
+        )
+        for what, source in ((spec.column, reader), (column, found)):
+            if source.content is not Content.IDS:
+                raise ConfigError(
+                    f"{str(spec)!r}: {what!r} holds text, but loss_mask is for rows of ids, with a list of 0 and 1 "
+                    "beside them: prepare both, or leave loss_mask out"
+                )
+        return found
+
     def _load_engine(self) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second."""
         if self._first is not None:
@@ -775,6 +888,21 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     ]
     interpolate = {} if node.interpolate == "linear" else {"interpolate": node.interpolate}
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
+
+
+def _refuse_moved_windows(old: RunConfig, new: RunConfig) -> None:
+    """A part of an epoch ends within a window of rows; another part would make other samples of it, some of which were
+    given. Raises ``ConfigError``."""
+    for source in new.sources[: len(old.sources)]:
+        before, now = old.epochs[source.id], new.epochs[source.id]
+        if new.packing == "best_fit" and source.presence != "dropped" and before != now:
+            for epochs in (before, now):
+                if not math.isinf(epochs) and not float(epochs).is_integer():
+                    raise ConfigError(
+                        f"{source.name}: epochs is {before:g} and would be {now:g}, but with packing: best_fit a "
+                        "window of rows that has begun cannot end elsewhere: change whole epochs to whole ones, or "
+                        "give max_tokens instead"
+                    )
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

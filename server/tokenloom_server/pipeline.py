@@ -337,14 +337,13 @@ class Pipeline:
         packers: PackerFactory,
         state: State,
         *,
-        width: int,
-        dtype: npt.DTypeLike,
+        sample_bytes: int,
         extents: Mapping[int, Extent] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``width``: ids per sample as they travel; ``dtype``: the run's narrow integer type. ``extents`` of the
-        ``RunConfig.measured_sources``, by id. ``switches``, in order, lie behind the state."""
-        self._padding = memoryview(bytes(width * np.dtype(dtype).itemsize))
+        """``sample_bytes``: of a sample as it travels. ``extents`` of the ``RunConfig.measured_sources``, by id.
+        ``switches``, in order, lie behind the state."""
+        self._padding = memoryview(bytes(sample_bytes))
         self._switches = deque(switches)
         self._begin(config, packers, state, extents or {})
         self._index = state.sample_index
@@ -452,9 +451,6 @@ class Pipeline:
         mark = Mark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.regime)
         return _state_at(mark, samples, places, dropped)
 
-    def _rows_picked(self, source: int) -> tuple[int, int]:
-        return self._feeds[source].rows_picked()
-
     def _check_step(self, size: int) -> None:
         """With ``batching`` a step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
         batch = self._segment.config.global_batch_size
@@ -510,6 +506,13 @@ class Pipeline:
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
+
+    def _rows_picked(self, source: int) -> tuple[int, int]:
+        """The rows counter of a source, and the tokens of the row that is not at its end, behind its last picked
+        sample."""
+        rows, offset = self._feeds[source].rows_picked()
+        # Of samples that are padded, no part of the tokens is a row's.
+        return rows, offset if self._segment.config.packing == "concat" else 0
 
     def _ready(self, plan: Picks, pick: int) -> int:
         """How many of a plan's first picks, of so many samples each, are there; loads blocks as needed."""

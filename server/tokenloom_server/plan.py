@@ -20,8 +20,8 @@ class PlannedSource(_Future):
     """Of one epoch: exact for Parquet and Arrow files and little text, else estimated. Null for a source that was
     dropped: it is not looked at."""
     tokens_per_row: float | None
-    """With begin- and end-of-text ids, rows that are left out counting as empty; from a sample of rows, unless the
-    source is small."""
+    """As samples count them: with begin- and end-of-text ids and padding, without what is cut off; rows that are left
+    out count as empty. From a sample of rows, unless the source is small."""
     tokens_per_epoch: int | None
     epochs: float | None
     """Passes that are allowed, by the source and the nodes above it; null for no limit."""

@@ -78,6 +78,8 @@ class SourceReport(_Figures):
     """Size of the files."""
     files_digest: str
     """SHA-256 of the source's part of the manifest: paths, sizes and fingerprints, in reading order."""
+    commits: list[str]
+    """Of a dataset on the Hub: ``ORG/NAME@COMMIT``, and further commits whose new files were appended."""
     samples: int
     rows: int
     """Rows taken to their end, each as often as it was."""

@@ -19,7 +19,7 @@ from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.mixing.round_robin import levelled
 from tokenloom_server.mixture_change import Addition, MixtureChange, Setting
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
@@ -209,6 +209,9 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         known = state.sources[source.id] if source.id < len(old.sources) else SourceState()
         if known.exhausted and (source.id in grown or _may_give_more(old, new, source.id)):
             known = replace(known, exhausted=False, dropped_tokens=0)
+        if new.packing == "best_fit" and old.sequence_length != new.sequence_length:
+            # Its samples would be others: a window of rows that has begun is packed again, from its first row.
+            known = packed_again(known)
         sources.append(known)
     before = {
         (node.id, _key(child)): child_state
@@ -312,10 +315,10 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
-    for field in ("add_bos", "add_eot", "filter", "template", "fim", "shuffle", "shuffle_window_rows", "lanes"):
+    drawn = ("shuffle", "shuffle_window_rows", "lanes")
+    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", *drawn):
         if getattr(known, field) != getattr(found, field):
-            orders = field in ("shuffle", "shuffle_window_rows", "lanes")
-            makes = "another order of its rows" if orders else "other documents of the same rows"
+            makes = "another order of its rows" if field in drawn else "other documents of the same rows"
             raise ConfigError(
                 f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
                 f"{_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "

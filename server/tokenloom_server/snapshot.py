@@ -87,6 +87,8 @@ class _Dataset(_Strict):
     alias: str | None = None
     epoch: int = _Count
     row_token_offset: int = _Count
+    #: With best-fit packing: how many samples are emitted of the rows that are packed together from here on.
+    packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
     samples: int = _Count
     rows: int = _Count
     token_offset: int = _Count
@@ -102,6 +104,10 @@ class _Dataset(_Strict):
     lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lanes: list[_Lane] = Field(default_factory=list)
 
+    @property
+    def offset(self) -> int:
+        return self.row_token_offset or self.packed_samples
+
 
 class _InFiles(_Dataset):
     """One that is read file by file."""
@@ -113,7 +119,7 @@ class _InFiles(_Dataset):
 
     @property
     def cursor(self) -> Cursor:
-        return Cursor(self.epoch, self.shard_index, self.row_offset, self.row_token_offset)
+        return Cursor(self.epoch, self.shard_index, self.row_offset, self.offset)
 
 
 class _InWindows(_Dataset):
@@ -125,7 +131,7 @@ class _InWindows(_Dataset):
 
     @property
     def cursor(self) -> Cursor:
-        return Cursor(self.epoch, self.window, self.window_row, self.row_token_offset)
+        return Cursor(self.epoch, self.window, self.window_row, self.offset)
 
 
 _Known = _InFiles | _InWindows
@@ -233,6 +239,8 @@ class Shape:
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
     """The newest revision that holds: its sample index and ``what_of`` its content."""
+    best_fit: bool = False
+    """Whether a cursor's offset counts the samples that a window of rows has given, and not tokens of a row."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
@@ -288,6 +296,8 @@ def encode_state(
             "rows": source.rows,
             "token_offset": source.tokens,
         }
+        if shape.best_fit and source.cursor.offset:
+            entry |= {"row_token_offset": 0, "packed_samples": source.cursor.offset}
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         if source.lanes:
@@ -445,6 +455,8 @@ class Source:
     """None where it stands in no file: of shuffled rows."""
     state: SourceState
     shuffle: str = "none"
+    in_window: bool = False
+    """Whether the cursor stands in a window of best-fit packing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,6 +503,7 @@ def foreign(text: str | bytes) -> Foreign | None:
                 shard=dataset.shard if isinstance(dataset, _InFiles) else None,
                 state=_source(dataset),
                 shuffle=dataset.shuffle,
+                in_window=dataset.packed_samples > 0,
             )
             for dataset in resume.datasets
             if isinstance(dataset, _Known)
@@ -601,6 +614,12 @@ def _sources(datasets: Sequence[_Known], shape: Shape) -> tuple[SourceState, ...
                 f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
+        for field, given in (("row_token_offset", not shape.best_fit), ("packed_samples", shape.best_fit)):
+            if getattr(dataset, field) and not given:
+                raise SnapshotInvalid(
+                    f"resume_state.datasets.{i}: {field} is {getattr(dataset, field)}, but this run's packing has no "
+                    "such place: restore the mixture file that the state was made under, or fork a new run from it"
+                )
         _check_skipped(i, dataset)
         _check_lanes(i, dataset, shape)
         sources.append(_source(dataset))

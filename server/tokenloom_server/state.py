@@ -26,6 +26,11 @@ def digest_hex(digest: int) -> str:
     return f"{digest:032x}"
 
 
+#: The offset of a cursor at the first row of a window of best-fit packing that is packed once more, under other rules
+#: than it was begun. (0 may be the beginning of the epoch, where that has another order than its parts' numbers.)
+PACKED_AGAIN = 2**52
+
+
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """Where a source stands: just behind the last token that a sample took.
@@ -34,6 +39,9 @@ class Cursor:
     shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
     taken to its end is written as (row + 1, 0), also where that is behind the shard's last row. So (0, 0, 0) is
     nothing but the beginning of an epoch. Of shuffled rows, ``shard`` is a window and ``row`` a place in it.
+
+    With best-fit packing a cursor among rows that are packed together stands at the first of them, and ``offset``
+    counts the samples that these have given.
     """
 
     epoch: int = 0
@@ -91,6 +99,16 @@ class SourceState:
     skipped_tokens: int = 0
     tally: Tally = _NOTHING_TALLIED
     lanes: tuple[Lane, ...] = ()
+
+
+def packed_again(source: SourceState) -> SourceState:
+    """A source of which the windows that have begun are packed once more, by best fit."""
+
+    def again(cursor: Cursor) -> Cursor:
+        return replace(cursor, offset=PACKED_AGAIN) if cursor.offset else cursor
+
+    lanes = tuple(lane._replace(cursor=again(lane.cursor)) for lane in source.lanes)
+    return replace(source, cursor=again(source.cursor), lanes=lanes)
 
 
 @dataclass(frozen=True, slots=True)

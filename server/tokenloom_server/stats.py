@@ -53,6 +53,11 @@ class SourceStats(_Figures):
     """Documents that do not lie in one sample as a whole, though the packing would have had them so."""
     lost_tokens: int
     """Tokens of documents that were cut off; with ``batching``, rows that filled no batch of an epoch that ended."""
+    fill_rate: float
+    """Of the source's tokens, the part that documents fill (0 to 1)."""
+    cut_rate: float | None
+    """``cut_documents`` for each row that was taken to its end (0 to 1); null with ``packing: concat``, which does not
+    count them."""
     skipped_samples: int
     """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
     skipped_rows: int

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,10 +24,16 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening
 from tokenloom_server.order import Order
 from tokenloom_server.packing.buckets import described
-from tokenloom_server.packing.origins import Part, parts_behind
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.pipeline import BatchPlan, Group
-from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, MAX_COUNTER, Cursor, State, digest_hex
+from tokenloom_server.state import (
+    DIGEST_MODULUS,
+    DIGEST_MULTIPLIER,
+    MAX_COUNTER,
+    SourceState,
+    State,
+    digest_hex,
+)
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 from tokenloom_server.traced import Status, TracedDocument, TracedRank, TracedSample, TracedStep
 
@@ -42,12 +47,10 @@ MAX_DOCUMENTS = 2**14
 
 
 class _Stretch(NamedTuple):
-    """Consecutive samples of one source: the first one's number in it, the cursor before it, and which steps of their
-    group they are."""
+    """Consecutive samples of one source: the state before them, and which steps of their group they are."""
 
     source: int
-    first: int
-    cursor: Cursor
+    state: SourceState
     steps: Sequence[int]
 
 
@@ -225,7 +228,7 @@ class Traces:
         """The samples of one source that are rows, by the batches that they came in."""
         config, epochs = order.config.sources[stretch.source], order.epochs_of(stretch.source)
         paths, size = order.shard_paths[stretch.source], epochs.size
-        epoch, number = stretch.cursor.epoch, stretch.cursor.row // size
+        epoch, number = stretch.state.cursor.epoch, stretch.state.cursor.row // size
         samples: list[TracedSample] = []
         for at, step in enumerate(stretch.steps):
             while number == epochs.count(epoch):
@@ -249,7 +252,7 @@ class Traces:
                         source_id=stretch.source,
                         source=config.name,
                         spec=config.source,
-                        source_sample=stretch.first + at * size + place,
+                        source_sample=stretch.state.samples + at * size + place,
                         tokens=1,
                         hash=f"{hashed:032x}",
                         digest=digest_hex(digest),
@@ -278,11 +281,11 @@ class Traces:
         decode = self._decode() if text else None
         paths = order.shard_paths[stretch.source]
         samples = []
-        count = len(stretch.steps)
-        parts = list(parts_behind(order.documents(stretch.source), stretch.cursor, (count - 1) * length + order.width))
-        cut = _cut(parts, count, length, order.width)
-        for number, (step, own) in enumerate(zip(stretch.steps, cut, strict=True)):
-            ids = np.frombuffer(group.ids(0, step, step + 1)[0], order.dtype.newbyteorder("<"))
+        parts = order.parts(stretch.source, stretch.state, len(stretch.steps))
+        for number, step in enumerate(stretch.steps):
+            own = next(parts, [])
+            sample = group.ids(0, step, step + 1)[0]
+            ids = order.form.ids(sample)
             again = np.concatenate([part.ids for part in own]) if own else ids[:0]
             index = group.begin + step
             if not np.array_equal(ids, again):
@@ -290,7 +293,7 @@ class Traces:
                     f"sample {index} of run {self._host.name!r} has other tokens than its rows of {config.source!r} "
                     "when they are read again: the data or the tokeniser changed just now"
                 )
-            documents, position = [], 0
+            documents, position = [], order.form.begin(len(ids))
             for part in own:
                 documents.append(
                     TracedDocument(
@@ -318,9 +321,9 @@ class Traces:
                     source_id=stretch.source,
                     source=config.name,
                     spec=config.source,
-                    source_sample=stretch.first + number,
+                    source_sample=stretch.state.samples + number,
                     tokens=length,
-                    hash=f"{xxhash.xxh3_128_intdigest(ids.tobytes(), stretch.source):032x}",
+                    hash=f"{xxhash.xxh3_128_intdigest(sample, stretch.source):032x}",
                     digest=digest_hex(group.marks[step].digest),
                     documents=documents,
                     ids=ids.tolist() if text else None,
@@ -342,27 +345,10 @@ class Traces:
 def _stretches(group: Group) -> list[_Stretch]:
     """The samples of a group, of one rank and one sample a step, by source."""
     picks = group.source_ids[0, : len(group.marks), 0]
-    found = []
-    for source in np.unique(picks).tolist():
-        before = group.base.sources[source]
-        found.append(_Stretch(source, before.samples, before.cursor, np.flatnonzero(picks == source).tolist()))
-    return found
-
-
-def _cut(parts: Sequence[Part], count: int, length: int, width: int) -> Iterator[list[Part]]:
-    """The parts of ``count`` consecutive samples, which advance by ``length`` tokens and read ``width``."""
-    held, at = deque(parts), 0
-    for begin in range(0, count * length, length):
-        while held and at + len(held[0].ids) <= begin:
-            at += len(held.popleft().ids)
-        own, position = [], at
-        for part in held:
-            first, last = max(0, begin - position), min(len(part.ids), begin + width - position)
-            if last <= first:
-                break
-            own.append(part.cut(first, last))
-            position += len(part.ids)
-        yield own
+    return [
+        _Stretch(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
+        for source in np.unique(picks).tolist()
+    ]
 
 
 def _parts(course: Course, begin: int, end: int) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.packing.base import Batch, Feature
 from tokenloom_server.packing.buckets import described, size_of
+from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.remote import ServerUnreachable, token_to_look
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -57,7 +58,7 @@ class Seen:
     digest: str
     #: Total tokens of the run behind it.
     total_tokens: int
-    #: Its ids as a model reads them: where labels are the next ids, one more.
+    #: Its ids as a model reads them, without padding: where labels are the next ids, one more.
     read: npt.NDArray[np.integer[Any]]
     #: Where documents begin among these, ascending; not where it goes on with one from the sample before.
     starts: tuple[int, ...]
@@ -326,24 +327,36 @@ def _requests(
 def _samples(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches) -> Iterator[Seen]:
     """The samples of a message: its steps are of one sample each."""
     length = joined.sequence_length
-    width = length + (joined.labels == wire.LABELS_SHIFTED)
-    ids = np.frombuffer(batches.ids, np.dtype(f"<u{int(joined.id_type)}")).reshape(len(batches.steps), width)
-    first = 0
-    for step, row, source, begin in zip(batches.steps, ids, batches.source_ids, batches.document_counts, strict=True):
-        starts = batches.document_starts[first : first + begin]
-        first += begin
+    form = SampleFormat(
+        length=length,
+        width=length + (joined.labels == wire.LABELS_SHIFTED),
+        dtype=np.dtype(f"u{int(joined.id_type)}"),
+        lengths=joined.sample_lengths,
+        masked=joined.loss_masks,
+        padding="left" if joined.pads_left else "right",
+    )
+    size, first = form.sample_bytes, 0
+    samples = [batches.ids[at : at + size] for at in range(0, len(batches.ids), size)]
+    for step, sample, source, count in zip(
+        batches.steps, samples, batches.source_ids, batches.document_counts, strict=True
+    ):
+        starts = batches.document_starts[first : first + count]
+        first += count
+        ids = form.ids(sample)
+        begin = form.begin(len(ids))
         inside = sum(start < length for start in starts)
         yield Seen(
             index=step.end_index - 1,
             source=sources[source].alias,
             spec=sources[source].spec,
-            ids=row[:length],
+            # Of a sample that is full, the last id may be only a label.
+            ids=ids[: length - begin],
             # What goes on from the sample before is a document of this one, too.
-            documents=inside + (0 not in starts),
+            documents=inside + (begin not in starts),
             digest=step.digest,
             total_tokens=step.total_tokens,
-            read=row,
-            starts=tuple(starts),
+            read=ids,
+            starts=tuple(start - begin for start in starts),
         )
 
 

@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.hub import hub_environment
 from support.s3_server import s3_environment
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "sources"
 #: What a page's example needs beside files in its folder, by the page's name: environment variables.
-SURROUNDINGS: dict[str, AbstractContextManager[Mapping[str, str]]] = {"object-stores": s3_environment()}
+SURROUNDINGS: dict[str, AbstractContextManager[Mapping[str, str]]] = {
+    "hf": hub_environment(),
+    "object-stores": s3_environment(),
+}
 
 
 def block(text: str, language: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,9 +72,13 @@ def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
         ("train.jsonl", jsonl),
         ("train.json", jsonl),
         ("train.txt", lines),
+        ("train.jsonl.gz", lambda rows: gzip.compress(jsonl(rows))),
+        ("train.txt.zst", lambda rows: pa.compress(lines(rows), "zstd", asbytes=True)),
     ],
 )
-def test_files_of_each_kind_are_read_from_any_row(hub: StandInHub, name: str, write: type) -> None:
+def test_files_of_each_kind_are_read_from_any_row(
+    hub: StandInHub, name: str, write: Callable[[list[str]], bytes]
+) -> None:
     hub.repo("org/name").commit({name: write(ROWS[0])})
     assert rows_of(SPEC) == ROWS[0]
     assert rows_of(SPEC, row=19) == ROWS[0][19:]
@@ -118,7 +123,7 @@ def test_reading_goes_on_through_faults(hub: StandInHub) -> None:
 
 def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_path: Path) -> None:
     repo = hub.repo("org/name")
-    repo.commit({"train.parquet": parquet(ROWS[0])})
+    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
     order = create(tmp_path)
     repo.commit({"train.parquet": parquet(ROWS[1])})
     hub.forget()
@@ -127,6 +132,7 @@ def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_pa
 
     assert hub.asked("") == [], "loading a run asks the Hub for nothing"
     assert again.record() == order.record() != create(tmp_path).record()
+    assert again.manifest.commits == {SPEC: (f"org/name@{commit}",)}
     assert rows_of_order(again) == ROWS[0]
 
 

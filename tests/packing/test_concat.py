@@ -9,42 +9,21 @@ from fractions import Fraction
 from itertools import chain, count, islice
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import numbers
+from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_behind
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.state import Cursor, SourceState
+from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.state import Cursor, SourceState, Tally
 from tokenloom_server.tokenizer import DocumentEncoder
 
-EOT = 250
-SOURCE_ID = 3
-
-Row = list[int] | None
-
-
-class MemorySource:
-    """Implements ``Source`` over lists, in pieces of so many rows."""
-
-    content = Content.IDS
-
-    def __init__(self, shards: list[list[Row]], piece: int) -> None:
-        self._rows = shards
-        self._piece = piece
-        self.shards = tuple(Shard(f"shard-{i}", 1, "") for i in range(len(shards)))
-
-    def row_count(self, shard: int) -> int:
-        return len(self._rows[shard])
-
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
-        assert row <= len(self._rows[shard])
-        for first in range(row, len(self._rows[shard]), self._piece):
-            yield Rows(first, pa.array(self._rows[shard][first : first + self._piece], pa.list_(pa.int32())))
+SOURCE_ID, PAD = 3, 255
 
 
 @dataclass(frozen=True)
@@ -56,43 +35,34 @@ class Case:
     lookahead: int
     epochs: float
     piece: int
+    pads: bool = False
+    left: bool = False
+
+    @property
+    def form(self) -> SampleFormat:
+        width = self.length + self.lookahead
+        return SampleFormat(
+            length=self.length,
+            width=width,
+            dtype=np.dtype(np.uint8),
+            lengths=self.pads,
+            padding="left" if self.left else "right",
+            pad_id=PAD,
+        )
 
     def packer(self, state: SourceState | None = None, piece: int = 0) -> ConcatPacker:
-        rows: list[list[Row]] = [[None if row is None else list(row) for row in shard] for shard in self.shards]
-        encoder = DocumentEncoder(None, vocab_size=256, eot_id=EOT)
         return ConcatPacker(
-            Documents("memory", MemorySource(rows, piece or self.piece), encoder, self.epochs),
+            documents_of(self.shards, piece or self.piece, self.epochs),
             state or SourceState(),
             source_id=SOURCE_ID,
-            length=self.length,
-            lookahead=self.lookahead,
+            form=self.form,
+            pads=self.pads,
+            label_starts=True,
         )
 
 
-@dataclass(frozen=True)
-class Sample:
-    ids: tuple[int, ...]
-    cursor: Cursor
-    rows: int
-    starts: tuple[int, ...]
-    hash: int
-
-
 def taken(packer: ConcatPacker, limit: int) -> list[Sample]:
-    """The packer's first samples."""
-    found: list[Sample] = []
-    for block in packer.blocks():
-        places = block.places
-        assert len(block.ids) == len(block.hashes) == len(places.cursors) == len(places.bounds) - 1 > 0
-        for number, (ids, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=places.first_sample):
-            assert ids.readonly
-            cursor, rows, tally, _ = places.behind(number)
-            assert not any(tally)
-            starts = tuple(places.starts_of(number).tolist())
-            found.append(Sample(tuple(ids.tolist()), cursor, rows, starts, hashed))
-        if len(found) >= limit:
-            break
-    return found[:limit]
+    return samples_of(packer, packer.form, limit)
 
 
 def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
@@ -117,23 +87,35 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
                 cursor = Cursor(epoch, shard, row + last, 0 if last else offset + 1)
                 yield token, offset == 0, cursor, number + last
 
+    def sample(ids: tuple[int, ...], advanced: list[Any], read: list[Any]) -> Sample:
+        rest = case.form.width - len(ids)
+        padding = [PAD] * rest
+        raw = bytes([*padding, *ids] if case.left else [*ids, *padding]) + (
+            len(ids).to_bytes(4, "little") if case.pads else b""
+        )
+        return Sample(
+            ids=ids,
+            raw=raw,
+            cursor=advanced[-1][2],
+            rows=advanced[-1][3],
+            tally=Tally(padding_tokens=rest),
+            starts=tuple(i + rest * case.left for i, (_, begins, *_) in enumerate(read) if begins),
+            hash=xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
+        )
+
     # One sample more than asked for, so that the lookahead is there.
     all_tokens = list(islice(tokens(), (limit + 1) * case.length + 1))
     found, at = [], 0
     while at + case.length + case.lookahead <= len(all_tokens) and len(found) < limit:
         advanced = all_tokens[at : at + case.length]
-        ids = tuple(token for token, *_ in all_tokens[at : at + case.length + case.lookahead])
-        found.append(
-            Sample(
-                ids=ids,
-                cursor=advanced[-1][2],
-                rows=advanced[-1][3],
-                starts=tuple(i for i, (_, begins, *_) in enumerate(advanced) if begins),
-                hash=xxhash.xxh3_128_intdigest(bytes(ids), SOURCE_ID),
-            )
-        )
+        read = all_tokens[at : at + case.length + case.lookahead]
+        ids = tuple(token for token, *_ in read)
+        found.append(sample(ids, advanced, read))
         at += case.length
-    return found, len(all_tokens) - at
+    left = all_tokens[at:]
+    if case.pads and len(left) > case.lookahead and len(found) < limit:
+        return [*found, sample(tuple(token for token, *_ in left), left, left)], 0
+    return found, len(left)
 
 
 row = st.one_of(st.none(), st.lists(st.integers(0, 255), max_size=9).map(tuple), st.just(()))
@@ -145,6 +127,8 @@ cases = st.builds(
     lookahead=st.integers(0, 1),
     epochs=st.sampled_from([1.0, 2.0, 2.5, 0.4, 2.1, 3.7, 1.0 / 3.0, math.inf]),
     piece=st.integers(1, 7),
+    pads=st.booleans(),
+    left=st.booleans(),
 )
 
 
@@ -170,9 +154,13 @@ def test_samples_cursors_counters_starts_and_hashes_are_those_of_the_definition(
 def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piece: int) -> None:
     limit = 25
     samples = taken(case.packer(), limit)
-    for k, sample in enumerate(samples, start=1):
-        state = SourceState(cursor=sample.cursor, samples=k, rows=sample.rows, tokens=k * case.length)
+    for k in range(1, len(samples) + 1):
+        state = state_behind(samples[:k], case.length)
         assert taken(case.packer(state, piece), limit - k) == samples[k:]
+        parts = case.packer(state, piece).parts(limit - k)
+        assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
+            sample.ids for sample in samples[k:]
+        ]
 
 
 @given(cases.filter(has_tokens), st.integers(1, 9))
@@ -249,7 +237,8 @@ def test_wide_ids_are_hashed_as_they_travel() -> None:
     ids = numbers(64, 1, 0, 2**20)
     source = MemorySource([[list(ids)]], 1)
     encoder = DocumentEncoder(None, vocab_size=2**20 + 1, eot_id=2**20)
-    packer = ConcatPacker(Documents("memory", source, encoder, 1.0), SourceState(), source_id=9, length=16, lookahead=0)
+    form = SampleFormat(length=16, width=16, dtype=np.dtype(np.uint32))
+    packer = ConcatPacker(Documents("memory", source, encoder, 1.0), SourceState(), source_id=9, form=form)
     (block,) = packer.blocks()
     wire = b"".join(token.to_bytes(4, "little") for token in ids)
     expected_ids = [wire[at : at + 64] for at in range(0, 256, 64)]

@@ -44,6 +44,25 @@ def message(spec: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("location", "parts"),
+    [
+        ("org/name:train", ("org/name", None, None, "train")),
+        ("name:train", ("name", None, None, "train")),
+        ("name@v1.0:train", ("name", None, "v1.0", "train")),
+        ("org/name/20231101.en:train", ("org/name", "20231101.en", None, "train")),
+        ("org/name/a b@refs/pr/3:partial-train", ("org/name", "a b", "refs/pr/3", "partial-train")),
+        ("org/n.a-m_e@feature/x:my_split.2", ("org/n.a-m_e", None, "feature/x", "my_split.2")),
+    ],
+)
+def test_a_spec_names_repository_config_revision_and_split(
+    location: str, parts: tuple[str, str | None, str | None, str]
+) -> None:
+    spec = Spec.parse(f"hf:{location}:text")
+    assert (spec.hub.repo, spec.hub.config, spec.hub.revision, spec.hub.split) == parts
+    assert (str(spec), spec.column) == (f"hf:{location}:text", "text")
+
+
 #: Repositories as they are met, and the splits that are asked of each.
 LAYOUTS: dict[str, tuple[dict[str, bytes], tuple[tuple[str | None, str], ...]]] = {
     "sharded": (

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -463,3 +464,11 @@ def stand_in_hub(page: int = 1000) -> Iterator[StandInHub]:
     """A server that is up."""
     with StandInHub(page) as hub:
         yield hub
+
+
+@contextmanager
+def hub_environment() -> Iterator[Mapping[str, str]]:
+    """What a process needs to take a stand-in for the Hub, and may write there."""
+    with stand_in_hub() as hub, tempfile.TemporaryDirectory() as cache:
+        hub.tokens.add("hf_of_a_writer")
+        yield hub.environment(cache, HF_TOKEN="hf_of_a_writer")

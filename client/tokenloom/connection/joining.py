@@ -49,6 +49,9 @@ class Request:
     state: str
     position_ids: bool
     document_ids: bool
+    attention_mask: bool
+    loss_mask: bool
+    cu_seqlens: bool
     prefetch_steps: int | None
     takeover: bool
     peek: bool
@@ -156,6 +159,13 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             shifted=answer.labels == wire.LABELS_SHIFTED,
             position_ids=request.position_ids,
             document_ids=request.document_ids,
+            attention_mask=request.attention_mask,
+            loss_mask=request.loss_mask,
+            cu_seqlens=request.cu_seqlens,
+            lengths=answer.sample_lengths,
+            pads_left=answer.pads_left,
+            loss_masks=answer.loss_masks,
+            mask_boundaries=answer.mask_boundaries,
         ),
         sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
         group_steps=answer.group_steps,

@@ -252,7 +252,7 @@ class Connection:
                 committed_through=self.buffer.committed_through,
                 server_epoch=self._server_epoch,
                 progress=self.progress(consumed),
-                document_starts=asked.position_ids or asked.document_ids,
+                document_starts=self.opening.layout.document_starts,
                 peek=asked.peek,
                 batch_size=self.opening.layout.batch_size if asked.peek else 0,
                 process=topology.process(),

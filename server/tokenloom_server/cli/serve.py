@@ -253,8 +253,8 @@ def validate(
         size = sum(shard.size for shard in shards) / 1e6
         table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")
     out.print(table)
-    for spec, commit in order.manifest.commits.items():
-        out.print(f"{spec} is read at {commit}", highlight=False)
+    for spec, commits in order.manifest.commits.items():
+        out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
     if found.batching is not None:
         for i in range(len(found.sources)):
             out.print(f"{order.specs[i]}: {order.told_of_buckets(i)}", highlight=False)

@@ -400,6 +400,10 @@ def _join_response(
         skipped_samples=skipped,
         global_batch_size=order.config.global_batch_size or 0,
         batch_size=batch_size,
+        sample_lengths=order.form.lengths,
+        pads_left=order.form.lengths and order.form.padding == "left",
+        loss_masks=order.form.masked,
+        mask_boundaries=order.config.mask_boundaries,
     )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.packing.origins import Part
 from tokenloom_server.sources.features import item_bytes
 from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
@@ -54,7 +55,7 @@ class Batch(NamedTuple):
 class Places:
     """Where a block's samples lie in their source: what is kept of a block once its ids are sent.
 
-    ``length``: tokens that a sample advances by. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
+    ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
     source's rows counter *behind* each sample. ``starts`` uint32: the positions, in tokens from the block's
     first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
     [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``Tally`` behind each sample; [1, 5] where it is the same
@@ -67,6 +68,8 @@ class Places:
     starts: npt.NDArray[np.uint32]
     bounds: npt.NDArray[np.int64]
     tallies: npt.NDArray[np.int64]
+    #: Whether a document that begins with the next sample does so in this one, too, which has its first id as a label.
+    overlaps: bool = False
     #: Of a block that is a batch of rows.
     batch: Batch | None = field(default=None, kw_only=True)
 
@@ -80,15 +83,18 @@ class Places:
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         """Where documents begin in a sample (its number within the source), from the sample's first id."""
         at = sample - self.first_sample
-        return self.starts[self.bounds[at] : self.bounds[at + 1]] - np.uint32(at * self.length)
+        begin, end = int(self.bounds[at]), int(self.bounds[at + 1])
+        if self.overlaps and end < len(self.starts) and self.starts[end] == (at + 1) * self.length:
+            end += 1
+        return self.starts[begin:end] - np.uint32(at * self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Consecutive samples of one source.
 
-    ``ids``: each sample as it travels, its ids in the run's narrow dtype, little-endian (views of the block's
-    memory, which may overlap; read only). ``hashes``: their XXH3-128, seeded with the source id.
+    ``ids``: each sample as it travels (see ``SampleFormat``; views of the block's memory, which may overlap; read
+    only). ``hashes``: their XXH3-128, seeded with the source id.
     """
 
     ids: list[memoryview]
@@ -106,6 +112,13 @@ class Packer(Protocol):
     @property
     def dropped_tokens(self) -> int:
         """The tail that filled no sample; valid once ``blocks`` ended."""
+
+
+class DocumentPacker(Packer, Protocol):
+    """One whose samples are documents' tokens."""
+
+    def parts(self, count: int) -> Iterator[list[Part]]:
+        """What each of the next ``count`` samples is made of, by reading their rows; fewer where the source ends."""
 
 
 #: Builds the packer of a source (by id) that goes on from a state.

@@ -32,7 +32,8 @@ class Piece(NamedTuple):
     ``origins`` [2, rows] int64: the file and the row there of each, where that is something else. ``fates`` [rows]
     uint8: ``BAD`` and ``FILTERED`` for rows that have no tokens because of that, else 0; None where no row is one.
     ``reasons``: of bad rows, by their origin. ``middles`` [rows] uint8: how a row was rearranged (see ``fim``); None
-    where none was.
+    where none was. ``mask`` [tokens] uint8: 0 for a token that no loss counts; None where all count. ``out`` [rows]:
+    the rows that are left out though they have their tokens, where those were asked for; None where none is.
     """
 
     epoch: int
@@ -43,7 +44,14 @@ class Piece(NamedTuple):
     origins: npt.NDArray[np.int64] | None = None
     fates: npt.NDArray[np.uint8] | None = None
     reasons: Mapping[tuple[int, int], str] = MappingProxyType({})
+    mask: npt.NDArray[np.uint8] | None = None
+    out: npt.NDArray[np.bool_] | None = None
     middles: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def given(self) -> int:
+        """Tokens of rows that are not left out."""
+        return len(self.ids) if self.out is None else int(np.diff(self.ends, prepend=0)[~self.out].sum())
 
     def origin(self, at: int) -> tuple[int, int]:
         """The file, and the row there, of a row of the piece."""
@@ -52,14 +60,20 @@ class Piece(NamedTuple):
         shard, row = self.origins[:, at].tolist()
         return shard, row
 
-    def cut(self, rows: int) -> Piece:
-        """The first rows."""
+    def cut(self, behind: int, first: int = 0) -> Piece:
+        """The rows from ``first`` to ``behind``, counted from the first."""
+        begin = int(self.ends[first - 1]) if first else 0
+        end = int(self.ends[behind - 1]) if behind > first else begin
+        rows, tokens = slice(first, behind), slice(begin, end)
         return self._replace(
-            ids=self.ids[: self.ends[rows - 1] if rows else 0],
-            ends=self.ends[:rows],
-            origins=None if self.origins is None else self.origins[:, :rows],
-            fates=None if self.fates is None else self.fates[:rows],
-            middles=None if self.middles is None else self.middles[:rows],
+            first_row=self.first_row + first,
+            ids=self.ids[tokens],
+            ends=self.ends[rows] - begin,
+            origins=None if self.origins is None else self.origins[:, rows],
+            fates=None if self.fates is None else self.fates[rows],
+            mask=None if self.mask is None else self.mask[tokens],
+            out=None if self.out is None else self.out[rows],
+            middles=None if self.middles is None else self.middles[rows],
         )
 
 
@@ -112,14 +126,16 @@ class Documents:
         self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
         self._fraction = exact - math.floor(exact)
 
-    def read(self, start: Cursor) -> Iterator[Piece]:
+    def read(self, start: Cursor, *, mark_excluded: bool = False) -> Iterator[Piece]:
         """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
+
+        ``mark_excluded``: rows that are excluded have their tokens, and ``out`` says which these are.
 
         Raises ``SourceError`` when a whole epoch, or all that is read of the first, has no token at all:
         it would be read for ever, or for nothing; and behind the rows before it at a bad row that is one too many.
         """
         bad = self._bad_rows
-        for piece in self._pieces(start):
+        for piece in self._pieces(start, mark_excluded):
             if piece.fates is not None:
                 found = np.flatnonzero(piece.fates == BAD)
                 if len(found) and bad == self._bad_rows:
@@ -149,7 +165,7 @@ class Documents:
         ids, ends, middles = self._fim.rearranged(piece.ids, piece.ends, piece.epoch, shards, rows)
         return piece._replace(ids=ids, ends=ends, middles=middles)
 
-    def _pieces(self, start: Cursor) -> Iterator[Piece]:
+    def _pieces(self, start: Cursor, mark_excluded: bool) -> Iterator[Piece]:
         epoch, row = start.epoch, start.row
         # A cursor stands behind what was taken, so only the one before all has nothing of a part behind it.
         first = None if (start.shard, row, start.offset) == (0, 0, 0) else start.shard
@@ -175,8 +191,8 @@ class Documents:
             before = 0 if first is None or limit is None else self._reading.rows_before(epoch, first)
             for part in self._reading.parts(epoch, first):
                 left = None if limit is None else limit - before - row
-                for piece in self._part(Cursor(epoch, part, row), left, begun, reader):
-                    found += len(piece.ids)
+                for piece in self._part(Cursor(epoch, part, row), left, begun, reader, mark_excluded):
+                    found += piece.given
                     if piece.fates is not None:
                         out = [
                             many + int(np.count_nonzero(piece.fates == fate))
@@ -195,9 +211,17 @@ class Documents:
             kept = keep
             epoch, first, row = epoch + 1, None, 0
 
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def path(self, shard: int) -> str:
+        """Of a file, for people."""
+        return self._source.shards[shard].path
+
     def part(self, at: Cursor, rows: int) -> Iterator[Piece]:
         """Pieces of so many rows of one part of an epoch, from a place in it on."""
-        yield from self._part(at, rows, None, Reader(self._source))
+        yield from self._part(at, rows, None, Reader(self._source), mark_excluded=False)
 
     def check_offset(self, piece: Piece, offset: int) -> None:
         """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
@@ -213,12 +237,18 @@ class Documents:
             )
 
     def _part(
-        self, at: Cursor, left: int | None, begun: tuple[int, int, int] | None, reader: Reader
+        self,
+        at: Cursor,
+        left: int | None,
+        begun: tuple[int, int, int] | None,
+        reader: Reader,
+        mark_excluded: bool,
     ) -> Iterator[Piece]:
         """Pieces from a place of a part on; at most ``left`` rows. ``begun``: the place of a row that is read whatever
         became of it since."""
         if self._reading.windows is not None:
-            yield from self._window(self._reading.windows, at, left, (at.epoch, at.shard, at.row) == begun, reader)
+            is_begun = (at.epoch, at.shard, at.row) == begun
+            yield from self._window(self._reading.windows, at, left, is_begun, reader, mark_excluded)
             return
         for rows in self._source.read(at.shard, at.row):
             if left is not None:
@@ -234,12 +264,20 @@ class Documents:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
                 piece, fault = self._piece(at.epoch, at.shard, rows.cut(0, error.at)), error
-            yield self._without_excluded(piece, begun) if at.shard in self._excluded else piece
+            if at.shard in self._excluded:
+                piece = self._marked(piece) if mark_excluded else self._without_excluded(piece, begun)
+            yield piece
             if fault is not None:
                 raise fault
 
     def _window(
-        self, windows: Windows, at: Cursor, left: int | None, is_begun: bool, reader: Reader
+        self,
+        windows: Windows,
+        at: Cursor,
+        left: int | None,
+        is_begun: bool,
+        reader: Reader,
+        mark_excluded: bool,
     ) -> Iterator[Piece]:
         first = 0
         for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
@@ -249,7 +287,8 @@ class Documents:
                 if left is not None and left <= 0:
                     return
                 order = windows.permutation(at.epoch, at.shard, number, count)
-                tokens = self._held(held, int(order[skipped]) if is_begun and first <= at.row else None)
+                own = int(order[skipped]) if is_begun and first <= at.row else None
+                tokens = self._held(held, own, mark_excluded)
                 order = order[skipped:] if left is None else order[skipped : skipped + left]
                 row = first + skipped
                 for part in tokens.taken(order):
@@ -258,19 +297,21 @@ class Documents:
                 left = None if left is None else left - len(order)
             first += count
 
-    def _held(self, held: deque[Held], begun: int | None) -> Tokens:
+    def _held(self, held: deque[Held], begun: int | None, mark_excluded: bool) -> Tokens:
         """The tokens of rows that are held, which go meanwhile. ``begun``: which of them is read in any case."""
         found, before = [], 0
         while held:
             shard, rows = held.popleft()
             piece = self._piece(0, shard, rows)
             count = len(piece.ends)
-            if shard in self._excluded:
+            if shard in self._excluded and mark_excluded:
+                piece = self._marked(piece)
+            elif shard in self._excluded:
                 at = -1 if begun is None else begun - before
                 own = (0, shard, rows.first_row + at) if 0 <= at < count else None
                 piece = self._without_excluded(piece, own)
             lies = np.stack((np.full(count, shard), np.arange(rows.first_row, rows.first_row + count)))
-            found.append(Tokens(piece.ids, piece.ends, lies, piece.fates, piece.reasons))
+            found.append(Tokens(piece.ids, piece.ends, lies, piece.fates, piece.reasons, piece.mask, piece.out))
             before += count
         return Tokens.joined(found)
 
@@ -280,7 +321,7 @@ class Documents:
             documents = self._encoder.encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}", error.at) from None
-        piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends)
+        piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)
         if not rows.bad and not documents.bad and rows.filtered is None:
             return piece
         reasons = {row.at: row.reason for row in rows.bad}
@@ -302,9 +343,21 @@ class Documents:
         lengths = np.diff(piece.ends, prepend=0)
         keep = np.ones(len(lengths), np.bool_)
         keep[out] = False
+        kept = np.repeat(keep, lengths)
+        mask = piece.mask[kept] if piece.mask is not None else None
         if piece.fates is not None:
             piece = piece._replace(fates=piece.fates * keep)  # nobody asks what became of a row that is left out
-        return piece._replace(ids=piece.ids[np.repeat(keep, lengths)], ends=np.cumsum(lengths * keep))
+        return piece._replace(ids=piece.ids[kept], ends=np.cumsum(lengths * keep), mask=mask)
+
+    def _marked(self, piece: Piece) -> Piece:
+        rows = self._excluded[piece.shard]
+        first, behind = np.searchsorted(rows, (piece.first_row, piece.first_row + len(piece.ends)))
+        if first == behind:
+            return piece
+        out = np.zeros(len(piece.ends), np.bool_)
+        out[rows[first:behind] - piece.first_row] = True
+        fates = piece.fates * ~out if piece.fates is not None else None
+        return piece._replace(out=out, fates=fates)
 
     def _without_tokens(self, epoch: int, out: Sequence[int]) -> str:
         """``out``: how many rows were bad, and how many filtered."""

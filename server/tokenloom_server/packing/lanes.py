@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.packing.base import Block, Packer, Place, Places
+from tokenloom_server.packing.base import Block, DocumentPacker, Packer, Place, Places
+from tokenloom_server.packing.origins import Part
 from tokenloom_server.state import Lane, SourceState, Tally
 
 #: Samples of a block: those of long blocks of the lanes wait meanwhile, as what they are.
@@ -29,7 +30,7 @@ def lane_state(state: SourceState, lane: int) -> SourceState:
     return SourceState(cursor=found.cursor, samples=found.samples, rows=found.rows, tally=found.tally)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanesPlaces(Places):
     """Those of samples that several lanes gave: sample i is sample ``numbers[i]`` of lane ``lanes[i]``, in the
     ``places[of[i]]`` of that lane, which tells its starts and its tally; ``cursors`` are the lanes' own. ``before``:
@@ -91,9 +92,9 @@ class _Lane:
 
 
 class LanesPacker:
-    """Implements ``Packer`` around those of the lanes."""
+    """Implements ``DocumentPacker`` around those of the lanes."""
 
-    def __init__(self, packers: Sequence[Packer], state: SourceState) -> None:
+    def __init__(self, packers: Sequence[DocumentPacker], state: SourceState) -> None:
         """``packers`` go on from the ``lane_state`` of their lanes."""
         self._packers = packers
         self._state = state
@@ -101,6 +102,20 @@ class LanesPacker:
     @property
     def dropped_tokens(self) -> int:
         return sum(packer.dropped_tokens for packer in self._packers)
+
+    def parts(self, count: int) -> Iterator[list[Part]]:
+        given = [lane_state(self._state, i).samples for i in range(len(self._packers))]
+        parts = [packer.parts(count) for packer in self._packers]
+        live = list(range(len(given)))
+        while live and count:
+            lane = min(live, key=lambda lane: (given[lane], lane))
+            found = next(parts[lane], None)
+            if found is None:
+                live.remove(lane)
+                continue
+            yield found
+            given[lane] += 1
+            count -= 1
 
     def blocks(self) -> Iterator[Block]:
         states = [lane_state(self._state, i) for i in range(len(self._packers))]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.packing import fim
-from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.state import Cursor
 
 
@@ -34,6 +34,14 @@ class Part(NamedTuple):
         return self._replace(begin=self.begin + begin, end=self.begin + end, ids=self.ids[begin:end])
 
 
+def part_of(piece: Piece, row: int, begin: int, end: int) -> Part:
+    """Tokens of one row of a piece: those from ``begin`` to ``end`` of the piece's."""
+    first = int(piece.ends[row - 1]) if row else 0
+    tokens = int(piece.ends[row]) - first
+    middle = None if piece.middles is None else fim.NAMES.get(int(piece.middles[row]))
+    return Part(piece.epoch, *piece.origin(row), begin - first, end - first, tokens, piece.ids[begin:end], middle)
+
+
 def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[Part]:
     """The next ``tokens`` tokens behind a cursor, row by row; fewer where the source ends. Rows without tokens have
     no part. Reads at most a piece more. Raises what ``Documents`` does."""
@@ -47,9 +55,7 @@ def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[
             taken = min(end - first - skip, tokens)
             if taken <= 0:
                 continue
-            ids = piece.ids[first + skip : first + skip + taken]
-            middle = None if piece.middles is None else fim.NAMES.get(int(piece.middles[at]))
-            yield Part(piece.epoch, *piece.origin(at), skip, skip + taken, end - first, ids, middle)
+            yield part_of(piece, at, first + skip, first + skip + taken)
             tokens -= taken
             skip = 0
             if not tokens:

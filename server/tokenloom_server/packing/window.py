@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,13 +92,15 @@ def stretches(reader: Reader, passages: Iterable[Passage], lanes: int) -> Iterat
 
 class Tokens(NamedTuple):
     """Rows as tokens: row i has those up to ``ends[i]``, from where the one before it ends, and lies at ``origins``
-    [2, rows]: its shard and its row there. ``fates`` and ``reasons`` as a ``Piece`` has them."""
+    [2, rows]: its shard and its row there. ``fates``, ``reasons``, ``mask`` and ``out`` as a ``Piece`` has them."""
 
     ids: _Ids
     ends: _Int64s
     origins: _Int64s
     fates: npt.NDArray[np.uint8] | None
     reasons: Mapping[tuple[int, int], str]
+    mask: npt.NDArray[np.uint8] | None = None
+    out: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Tokens]) -> Tokens:
@@ -106,30 +108,46 @@ class Tokens(NamedTuple):
         ids = np.concatenate([part.ids for part in parts])
         before = np.cumsum([0, *(len(part.ids) for part in parts)])
         ends = np.concatenate([part.ends + begin for part, begin in zip(parts, before, strict=False)])
-        fates, reasons = None, {}
+        fates, reasons, mask, out = None, {}, None, None
         if any(part.fates is not None for part in parts):
             none = [np.zeros(len(part.ends), np.uint8) if part.fates is None else part.fates for part in parts]
             fates = np.concatenate(none)
             reasons = {origin: reason for part in parts for origin, reason in part.reasons.items()}
-        return cls(ids, ends, np.concatenate([part.origins for part in parts], axis=1), fates, reasons)
+        if parts[0].mask is not None:
+            mask = np.concatenate([part.mask for part in parts if part.mask is not None])
+        if any(part.out is not None for part in parts):
+            out = np.concatenate(
+                [part.out if part.out is not None else np.zeros(len(part.ends), np.bool_) for part in parts]
+            )
+        return cls(ids, ends, np.concatenate([part.origins for part in parts], axis=1), fates, reasons, mask, out)
 
     def taken(self, order: _Int64s) -> Iterator[Tokens]:
         """The rows at some places, in that order, in pieces."""
         starts = np.concatenate(([0], self.ends))
         ends = np.cumsum(np.diff(starts)[order])
         blobs = _blobs(self.ids, starts)
+        masks = _blobs(self.mask, starts) if self.mask is not None else None
         first = 0
         while first < len(order):
             begin = int(ends[first - 1]) if first else 0
             fits = int(np.searchsorted(ends, begin + PIECE_TOKENS, "right"))
             behind = min(max(fits, first + 1), first + PIECE_ROWS, len(order))
             part = order[first:behind]
-            found = pc.take(blobs, arrays.from_numbers(part), boundscheck=False).buffers()[2]
             count = int(ends[behind - 1]) - begin
-            ids = np.frombuffer(found, self.ids.dtype, count) if count else self.ids[:0]
+            ids = _taken(blobs, part, self.ids.dtype, count)
+            mask = _taken(masks, part, np.dtype(np.uint8), count) if masks is not None else None
             fates = None if self.fates is None else self.fates[part]
-            yield Tokens(ids, ends[first:behind] - begin, self.origins[:, part], fates, self.reasons)
+            out = None if self.out is None else self.out[part]
+            yield Tokens(ids, ends[first:behind] - begin, self.origins[:, part], fates, self.reasons, mask, out)
             first = behind
+
+
+def _taken(
+    blobs: pa.LargeBinaryArray, rows: _Int64s, kind: np.dtype[np.unsignedinteger[Any]], count: int
+) -> npt.NDArray[Any]:
+    """Some rows of ``_blobs``, of ``count`` values in all."""
+    found = pc.take(blobs, arrays.from_numbers(rows), boundscheck=False).buffers()[2]
+    return np.frombuffer(found, kind, count) if count else np.empty(0, kind)
 
 
 def _blobs(ids: _Ids, starts: _Int64s) -> pa.LargeBinaryArray:

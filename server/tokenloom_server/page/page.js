@@ -194,6 +194,11 @@ class RunView extends View {
         row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
       }
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
+      if (source.padding_tokens || source.cut_documents) {
+        const cut = source.cut_rate === null ? "" : `, ${percent(source.cut_rate)} of the rows cut`;
+        const lost = source.lost_tokens ? ` (${grouped(source.lost_tokens)} tokens lost)` : "";
+        row.text("tokens", compact(source.tokens), `${grouped(source.tokens)}; ${percent(source.fill_rate)} filled${cut}${lost}`);
+      }
       const without = [
         source.bad_rows ? `${grouped(source.bad_rows)} did not decode` : "",
         source.filtered_rows ? `${grouped(source.filtered_rows)} did not pass the filter` : "",

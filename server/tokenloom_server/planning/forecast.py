@@ -169,7 +169,8 @@ class _Way:
             extent = self._part.extents[leaf.config.id]
             rows, cursor = was.rows, was.cursor
             if leaf.given and extent is not None and extent.tokens_per_1000_rows:
-                read, rest = divmod(round(1000 * (cursor.offset + leaf.given)), extent.tokens_per_1000_rows)
+                offset = cursor.offset if self._part.config.packing == "concat" else 0
+                read, rest = divmod(round(1000 * (offset + leaf.given)), extent.tokens_per_1000_rows)
                 rows, cursor = rows + read, Cursor(offset=rest // 1000)
             samples = was.samples + round(leaf.given / self._part.config.sequence_length)
             sources.append(

@@ -162,7 +162,11 @@ def _left_of(config: RunConfig, extent: Extent | None, epochs: float, was: Sourc
         return 0.0
     if math.isinf(epochs):
         return math.inf
-    tokens = (rows_of(extent, epochs) - was.rows) * extent.tokens_per_1000_rows // 1000 - was.cursor.offset
-    lookahead = config.labels == "shifted"
+    tokens = (rows_of(extent, epochs) - was.rows) * extent.tokens_per_1000_rows // 1000
+    lookahead = 0
+    if config.packing == "concat":
+        # Where samples are padded, no part of them is a row's.
+        tokens -= was.cursor.offset
+        lookahead = config.labels == "shifted"
     length = config.sequence_length
     return max(0.0, float((tokens - lookahead) // length * length))

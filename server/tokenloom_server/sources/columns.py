@@ -275,6 +275,8 @@ class Reach(NamedTuple):
 
 def reach(array: Any, size: int) -> Reach:
     """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
+    if pa.types.is_struct(array.type):
+        array = array.field(0)  # ids, and their loss mask beside them
     offsets = _offsets(array)
     item = 1 if is_text(array) else array.type.value_type.bit_width // 8
     ends = (offsets[1:].astype(np.int64) - offsets[0]) * item

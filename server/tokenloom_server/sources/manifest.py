@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,16 +80,21 @@ class Manifest:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
 
     @property
-    def commits(self) -> Mapping[str, str]:
-        """Of sources on the Hub, by spec: ``ORG/NAME@COMMIT``, which the run reads whatever is pushed there later."""
-        first = {source.spec: source.shards[0].path for source in self.sources if source.shards}
-        found = {spec: HubPath.parse(path) for spec, path in first.items() if is_hub(path)}
-        return {spec: f"{at.repo}@{at.revision}" for spec, at in found.items()}
+    def commits(self) -> Mapping[str, Sequence[str]]:
+        """``commits_of`` each source on the Hub, by spec."""
+        return {source.spec: found for source in self.sources if (found := commits_of(source.shards))}
 
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def commits_of(shards: Iterable[Shard]) -> Sequence[str]:
+    """Of a dataset on the Hub: each ``ORG/NAME@COMMIT`` that a run reads, whatever is pushed there later. The first is
+    where it began, those behind it brought more files. None for other sources."""
+    paths = (HubPath.parse(shard.path) for shard in shards if is_hub(shard.path))
+    return tuple(dict.fromkeys(f"{at.repo}@{at.revision}" for at in paths))
 
 
 def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:

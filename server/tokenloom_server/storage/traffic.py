@@ -134,7 +134,10 @@ class Traffic:
             self.counts.hedges += hedges
 
     def hedge_after_s(self, length: int) -> float:
-        """When a read of so many bytes is late: a second one is started then, and the first answer counts."""
+        """When a read of so many bytes is late: a second one is started then, and the first answer counts. A listing,
+        which has none, takes as long as it takes."""
+        if not length:
+            return self.patience.attempt_s
         with self._lock:
             known = self._took.get(length.bit_length())
             usual = sorted(known)[len(known) * 95 // 100] if known is not None and len(known) >= _TELLING else 0.0

@@ -19,6 +19,7 @@ from tokenloom_server.tokenizer.definition import (
 )
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
 from tokenloom_server.tokenizer.engine import Encoded, Engine, SpecialTokensInText
+from tokenloom_server.tokenizer.masked import MaskedEncoder
 
 __all__ = [
     "CHECK_ONE_IN",
@@ -30,6 +31,7 @@ __all__ = [
     "EngineChoice",
     "EngineCost",
     "EngineRecord",
+    "MaskedEncoder",
     "SpecialTokensInText",
     "TokenizerDefinition",
     "begin_of_text_id",

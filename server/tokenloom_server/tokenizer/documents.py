@@ -23,12 +23,14 @@ class Documents(NamedTuple):
 
     ``values``: the narrow unsigned dtype, [tokens]; may be a read-only view of the column's memory.
     ``ends``: int64, [rows]; row i's tokens are ``values[ends[i - 1] : ends[i]]``. A null or empty row has none, nor
-    has one that is ``bad`` (ascending).
+    has one that is ``bad`` (ascending). ``mask``: uint8, [tokens], 0 where no loss counts a token; None where each
+    does.
     """
 
     values: Ids
     ends: Ends
     bad: tuple[BadRow, ...] = ()
+    mask: npt.NDArray[np.uint8] | None = None
 
 
 class DocumentEncoder:

@@ -1,0 +1,166 @@
+"""How a sample travels: its ids, and behind them, where samples are padded or masked, a trailer that says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+Int64s = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.uint8]
+
+#: Of a trailer: the sample's real length, and the words that its mask's bits fill up.
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFormat:
+    """The bytes of a sample, the same for all of a generation: what is hashed, and what the client gets.
+
+    First ``width`` ids of ``dtype``, little-endian. With ``lengths`` a uint32 follows: how many of them are of
+    documents; the others are ``pad_id``, on the side of ``padding``. With ``masked`` the loss mask follows, a bit for
+    each id, the first in the lowest bit of the first byte, filled up to whole uint32s; 0 at padding.
+    """
+
+    length: int
+    """Tokens that a sample counts: ``sequence_length``."""
+    width: int
+    """Ids of a sample: one more where labels are shifted."""
+    dtype: np.dtype[np.unsignedinteger[Any]]
+    lengths: bool = False
+    masked: bool = False
+    padding: Literal["right", "left"] = "right"
+    pad_id: int = 0
+
+    @property
+    def id_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def mask_bytes(self) -> int:
+        return -(-self.width // (8 * _WORD_BYTES)) * _WORD_BYTES if self.masked else 0
+
+    @property
+    def trailer_bytes(self) -> int:
+        return _WORD_BYTES * self.lengths + self.mask_bytes
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.id_bytes + self.trailer_bytes
+
+    def begin(self, filled: int) -> int:
+        """Where the documents of a sample begin that fill so many of its ids."""
+        return self.width - filled if self.padding == "left" else 0
+
+    def ids(self, sample: memoryview | bytes) -> Ids:
+        """The ids of a sample without its padding."""
+        found: Ids = np.frombuffer(sample, self.dtype.newbyteorder("<"), self.width)
+        if not self.lengths:
+            return found
+        filled = int.from_bytes(sample[self.id_bytes : self.id_bytes + _WORD_BYTES], "little")
+        begin = self.begin(filled)
+        return found[begin : begin + filled]
+
+    def trailers(self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """[n, trailer_bytes] of samples that documents fill so far; ``mask`` [n, width] of 0 and 1, None for 1 at
+        every id of a document."""
+        found = np.zeros((len(filled), self.trailer_bytes), np.uint8)
+        at = 0
+        if self.lengths:
+            found[:, :_WORD_BYTES] = filled.astype("<u4").view(np.uint8).reshape(-1, _WORD_BYTES)
+            at = _WORD_BYTES
+        if self.masked:
+            if mask is None:
+                where = np.arange(self.width)
+                begins = (self.width - filled if self.padding == "left" else np.zeros_like(filled))[:, None]
+                mask = ((where >= begins) & (where < begins + filled[:, None])).view(np.uint8)
+            bits = np.packbits(mask, axis=1, bitorder="little")
+            found[:, at : at + bits.shape[1]] = bits
+        return found
+
+    def assemble(
+        self, ids: Ids, begins: Int64s, ends: Int64s, order: Int64s, counts: Int64s, mask: Mask | None = None
+    ) -> memoryview:
+        """The bytes of samples, one behind the other, made of stretches of ``ids``.
+
+        Stretch i is ``ids[begins[i] : ends[i]]``; they ascend and do not overlap. ``order`` names them in the order
+        of the samples, each of which takes the next ``counts[k]``, at least one, of at most ``width`` ids in all.
+        ``mask``: 0 or 1 for each of ``ids``; None for all 1.
+        """
+        lengths = (ends - begins)[order]
+        filled: Int64s = np.add.reduceat(lengths, np.cumsum(counts) - counts)
+        # Joining stretches of bytes copies each at once, where a gather would go id by id.
+        padding = np.full(int((self.width - filled).sum()), self.pad_id, self.dtype)
+        if not self.trailer_bytes:
+            return wire(self._joined(ids, padding, None, begins, ends, order, counts, filled))
+        bits = None
+        if mask is not None and self.masked:
+            nothing = np.zeros(len(padding), np.uint8)
+            bits = self._joined(mask, nothing, None, begins, ends, order, counts, filled).reshape(-1, self.width)
+        trailers = self.trailers(filled, bits)
+        joined = self._joined(_little(ids), _little(padding), trailers, begins, ends, order, counts, filled)
+        return joined.view(np.uint8).data.toreadonly()
+
+    def _joined(
+        self,
+        values: npt.NDArray[Any],
+        padding: npt.NDArray[Any],
+        trailers: npt.NDArray[np.uint8] | None,
+        begins: Int64s,
+        ends: Int64s,
+        order: Int64s,
+        counts: Int64s,
+        filled: Int64s,
+    ) -> npt.NDArray[Any]:
+        size, samples, known = values.itemsize, len(counts), 2 * len(begins)
+        parts = [values, padding]
+        # Every other part lies between two stretches, and belongs to no sample.
+        edges = np.empty(known + 1, np.int64)
+        edges[0:-1:2], edges[1::2] = begins, ends
+        edges[-1] = len(values)
+        offsets = [edges * size, (len(values) + np.cumsum(self.width - filled)) * size]
+        behind = 1
+        if trailers is not None:
+            parts.append(trailers.reshape(-1).view(values.dtype))
+            offsets.append(offsets[-1][-1] + np.arange(1, samples + 1) * trailers.shape[1])
+            behind = 2
+        every = np.concatenate(offsets)
+        # Where the stretches of each sample stand among what is taken: with its padding, and its trailer at the end.
+        number = np.arange(samples)
+        first = np.cumsum(counts) - counts + behind * number
+        taken = np.empty(len(order) + behind * samples, np.int64)
+        taken[np.arange(len(order)) + np.repeat(behind * number + (self.padding == "left"), counts)] = 2 * order
+        taken[first + (0 if self.padding == "left" else counts)] = known + number
+        if trailers is not None:
+            taken[first + counts + 1] = known + samples + number
+        joined = pa.Array.from_buffers(
+            pa.large_binary(),
+            len(every) - 1,
+            [None, pa.py_buffer(every), pa.py_buffer(np.concatenate(parts))],
+            null_count=0,
+        ).take(pa.array(taken))
+        total = samples * self.width + (trailers.size // size if trailers is not None else 0)
+        return np.frombuffer(joined.buffers()[2], values.dtype, total)
+
+
+def wire(ids: Ids) -> memoryview:
+    """Ids as they travel, and are hashed: little-endian everywhere."""
+    return _little(ids).view(np.uint8).data.toreadonly()
+
+
+def hashed(samples: Sequence[memoryview], source_id: int) -> list[int]:
+    """XXH3-128 of each sample, seeded with its source's id."""
+    return list(map(xxhash.xxh3_128_intdigest, samples, repeat(source_id)))
+
+
+def _little(ids: Ids) -> Ids:
+    return np.ascontiguousarray(ids) if sys.byteorder == "little" else ids.byteswap()

@@ -1,0 +1,64 @@
+"""Rows of ids with a loss mask beside them: a column of structs, as ``PairedSource`` reads it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from tokenloom_server.errors import TokenizerError
+from tokenloom_server.sources import arrays
+from tokenloom_server.tokenizer.documents import Documents
+
+
+class _Encoder(Protocol):
+    def encode(self, column: Any, first_row: int, shard: int) -> Documents: ...
+
+
+class MaskedEncoder:
+    """Encodes the ids with another encoder, and puts each one's mask beside it.
+
+    A begin-of-text id that is added counts for no loss, and an end-of-text id does if the id before it does.
+    """
+
+    def __init__(self, encoder: _Encoder, column: str, *, adds_bos: bool) -> None:
+        """``column``: of the masks, for messages."""
+        self._encoder = encoder
+        self._column = column
+        self._adds_bos = adds_bos
+
+    def encode(self, column: Any, first_row: int, shard: int) -> Documents:
+        """Raises ``TokenizerError``, naming the row, where a mask is not one 0 or 1 for each id, and what the other
+        encoder raises."""
+        ids, mask = column.field(0), column.field(1)
+        documents = self._encoder.encode(ids, first_row, shard)
+        lengths = np.diff(documents.ends, prepend=0)
+        filled = lengths > 0
+        own, masked = arrays.lengths(ids), arrays.lengths(mask)
+        other = np.flatnonzero(filled & (own != masked))
+        if len(other):
+            at = int(other[0])
+            raise TokenizerError(
+                f"row {first_row + at}: {self._column!r} has {masked[at]} values for {own[at]} ids; expected one each"
+            )
+        flat = mask.flatten()
+        if flat.null_count:
+            raise TokenizerError(
+                f"rows from {first_row} on: {self._column!r} has a null among its values; expected 0 or 1"
+            )
+        # Of rows that give no tokens, nobody asks for the mask.
+        values = arrays.numbers(flat)[np.repeat(filled, masked)]
+        if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= 1:
+            at = int(np.flatnonzero((values < 0) | (values > 1))[0])
+            row = int(np.searchsorted(np.cumsum(own * filled), at, side="right"))
+            raise TokenizerError(f"row {first_row + row}: {self._column!r} has {values[at]}; expected 0 or 1")
+        begins = (documents.ends - lengths)[filled]
+        inside = np.ones(len(documents.values), np.bool_)
+        if self._adds_bos:
+            inside[begins] = False
+        ended = documents.ends[filled & (lengths - self._adds_bos > own)] - 1
+        inside[ended] = False
+        found = np.zeros(len(documents.values), np.uint8)
+        found[inside] = values
+        found[ended] = found[ended - 1]
+        return documents._replace(mask=found)

@@ -1,0 +1,96 @@
+"""Sources in memory, and what a packer makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from tokenloom_server.packing.base import Packer
+from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.state import Cursor, SourceState, Tally
+from tokenloom_server.tokenizer import DocumentEncoder
+
+EOT = 250
+
+Row = Sequence[int] | None
+
+
+class MemorySource:
+    """Implements ``Source`` over lists, in pieces of so many rows."""
+
+    content = Content.IDS
+
+    def __init__(self, shards: Sequence[Sequence[Row]], piece: int) -> None:
+        self._rows = [[None if row is None else list(row) for row in shard] for shard in shards]
+        self._piece = piece
+        self.shards = tuple(Shard(f"shard-{i}", 1, "") for i in range(len(shards)))
+
+    def row_count(self, shard: int) -> int:
+        return len(self._rows[shard])
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        assert row <= len(self._rows[shard])
+        for first in range(row, len(self._rows[shard]), self._piece):
+            yield Rows(first, pa.array(self._rows[shard][first : first + self._piece], pa.list_(pa.int32())))
+
+
+def documents_of(
+    shards: Sequence[Sequence[Row]],
+    piece: int,
+    epochs: float = 1.0,
+    excluded: dict[int, npt.NDArray[np.int64]] | None = None,
+    vocab_size: int = 256,
+) -> Documents:
+    """Each row ends with ``EOT``."""
+    encoder = DocumentEncoder(None, vocab_size=vocab_size, eot_id=EOT)
+    return Documents("memory", MemorySource(shards, piece), encoder, epochs, excluded)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """``ids`` without padding, ``raw`` as they travel; where the source stands behind it."""
+
+    ids: tuple[int, ...]
+    raw: bytes
+    cursor: Cursor
+    rows: int
+    tally: Tally
+    starts: tuple[int, ...]
+    hash: int
+
+
+def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
+    """The packer's first samples."""
+    found: list[Sample] = []
+    for block in packer.blocks():
+        places = block.places
+        assert len(block.ids) == len(block.hashes) == len(places.cursors) == len(places.bounds) - 1 > 0
+        for number, (raw, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=places.first_sample):
+            assert raw.readonly
+            assert len(raw) == form.sample_bytes
+            place = places.behind(number)
+            found.append(
+                Sample(
+                    tuple(form.ids(raw).tolist()),
+                    bytes(raw),
+                    *place[:3],
+                    tuple(places.starts_of(number).tolist()),
+                    hashed,
+                )
+            )
+        if len(found) >= limit:
+            break
+    return found[:limit]
+
+
+def state_behind(samples: Sequence[Sample], length: int) -> SourceState:
+    """The state behind the last of a source's samples."""
+    last = samples[-1]
+    return SourceState(
+        cursor=last.cursor, samples=len(samples), rows=last.rows, tokens=len(samples) * length, tally=last.tally
+    )
