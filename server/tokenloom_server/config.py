@@ -405,6 +405,7 @@ _WITH_BATCHING = {
 #: And of its sources.
 _SOURCE_WITH_BATCHING = {
     *("id", "presence", "source", "alias", "weight", "epochs", "max_tokens", "on_exhausted"),
+    *("shuffle", "shuffle_window_rows"),
 }
 
 ALL_COLUMNS = "*"
@@ -578,6 +579,11 @@ class RunConfig(_Model):
         for mixture, at in self.mixtures():
             for path, source in _walk(mixture, at):
                 _refuse_others(source, _SOURCE_WITH_BATCHING, f"{path}.")
+                if source.shuffle == "shards":
+                    raise ValueError(
+                        f"{path}.shuffle: 'shards' does not apply with batching, where buckets go through all files; "
+                        "set shuffle: rows, or leave it out"
+                    )
                 if source.spec.scheme not in ("parquet", "arrow", "hf"):
                     raise ValueError(
                         f"{path}.source: {source.spec.scheme!r} files cannot be read row by row in any order, as "

@@ -55,8 +55,8 @@ from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.readahead import Late, Pools, ReadAhead
 from tokenloom_server.rules import RowRules
-from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import in_threads, order_warning
@@ -129,6 +129,7 @@ class Order:
         self._suspects: Suspects | None = None
         self._notes_nothing = False
         self._layout_lock = threading.Lock()
+        self._looking_up: dict[int, threading.Lock] = {}
         self._layouts: dict[int, Layout] = {}
         self.name = config.run
         self.specs = tuple(source.source for source in config.sources)
@@ -571,6 +572,7 @@ class Order:
                     seed=self.config.seed,
                     source_id=source_id,
                     epochs=self.config.epochs[source_id],
+                    window_rows=source.shuffle_window_rows if source.shuffle == "rows" else None,
                 )
                 _log.info("source %r: %s", source.source, _of_buckets(found))
                 for name, why in reader.left_out.items():
@@ -611,7 +613,6 @@ class Order:
             mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.traffic, source.spec)
             watched = PairedSource(watched, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
-        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
         return Documents(
             source.source,
             watched,
@@ -621,9 +622,15 @@ class Order:
             self.reading(source_id, reader),
             lane,
             bad_rows=bad_rows,
-            max_bad_rows=most if self.config.skips_bad_rows(source) else None,
+            max_bad_rows=self.max_bad_rows(source_id),
             fim=self._fim(source),
         )
+
+    def max_bad_rows(self, source_id: int) -> int | None:
+        """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
+        source = self.config.sources[source_id]
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return most if self.config.skips_bad_rows(source) else None
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
         if source.fim is None:
@@ -697,12 +704,17 @@ class Order:
             assert self._first is not None
             return self._first._layout(source_id, reader)
         with self._layout_lock:
-            if source_id not in self._layouts:
+            # One for each source: to look one up over a network keeps no other one waiting.
+            lock = self._looking_up.setdefault(source_id, threading.Lock())
+        with lock:
+            layout = self._layouts.get(source_id)
+            if layout is None:
                 spec = self.config.sources[source_id].spec
                 with self.traffic.waiting(f"the index of source {str(spec)!r}", at_once=True):
-                    blocks = block_index.load_or_build(spec, reader, self.base_dir, self.index_dir)
-                self._layouts[source_id] = Layout.of(blocks)
-            return self._layouts[source_id]
+                    layout = Layout.of(blocks(reader, spec, self.base_dir, self.index_dir))
+                with self._layout_lock:
+                    self._layouts[source_id] = layout
+            return layout
 
     def _shares_layout(self, source_id: int) -> bool:
         """Whether the run began with the source, and the same files of it: source ids stay."""

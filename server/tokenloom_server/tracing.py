@@ -216,7 +216,7 @@ class Traces:
 
     # On the thread of all peeks:
 
-    def _samples(self, course: Course, state: State, count: int, pick: int) -> tuple[Group, State]:
+    def _samples(self, course: Course, state: State, count: int, pick: int = 1) -> tuple[Group, State]:
         """The next samples, as many as there are, each pick a step of a world of one; and the state behind them."""
         pipeline, steps = course.pipeline(state), -(-count // pick)
         plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=pick, group_steps=steps)

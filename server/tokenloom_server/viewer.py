@@ -218,6 +218,11 @@ class Following:
                 )
 
     def _begin(self, joined: wire.JoinResponse) -> None:
+        if joined.global_batch_size:
+            raise ConfigError(
+                f"run {self._servers.run!r} gives rows that are ready tensors, which no file of ids can hold: read "
+                "them with RemoteDataset(…, peek=True)"
+            )
         if self._digest and joined.start_digest != self._digest:
             raise errors.OrderMismatch(
                 f"sample {self.index} has digest {joined.start_digest} at the server that answers now, but the samples "
@@ -378,7 +383,7 @@ def _rows(joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches
                 ids=nothing,
                 documents=1,
                 digest=step.digest,
-                total_tokens=step.total_tokens,
+                total_tokens=step.total_tokens - size + place + 1,
                 read=nothing,
                 starts=(),
                 row={"bucket": batch.bucket, **described(batch, data[at : at + own])},

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import flat, order_of
 from support.documents import EOT, Row, Sample, documents_of, samples_of, state_behind
 from tokenloom_server.errors import SourceError
 from tokenloom_server.hashing import Purpose, draw
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.fit import best_fit
 from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.pipeline import BatchPlan
 from tokenloom_server.state import Cursor, SourceState, Tally
 
 SOURCE_ID, SEED, PAD = 3, 11, 255
@@ -279,3 +284,41 @@ def test_files_that_came_later_leave_the_windows_before_them_as_they_were() -> N
     for k in range(1, len(samples)):
         state = state_behind(samples[:k], 4)
         assert after.samples(99, state)[: len(samples) - k] == samples[k:]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("drawn", [{}, {"shuffle": "rows", "shuffle_window_rows": 9}, {"lanes": 3}], ids=str)
+def test_bad_and_filtered_rows_and_masks_go_with_every_packing(
+    tmp_path: Path, packing: str, drawn: dict[str, Any]
+) -> None:
+    rows = [
+        {"ids": [5 + i] * (1 + i % 7), "mask": [i % 2] * (1 + i % 7), "score": i % 4 / 4}
+        if i % 11 != 5
+        else {"ids": "bad", "mask": [], "score": 1.0}
+        for i in range(34)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"source": "jsonl:rows.jsonl:ids", "filter": "score > 0.2", "on_bad_row": "skip", "epochs": 2} | drawn
+    document = flat([], packing=packing, sequence_length=12, pack_window_rows=10 if packing == "best_fit" else 8192)
+    document["mixture"] = {"policy": "sequential", "children": [source | {"loss_mask": "mask", "max_bad_rows": 3}]}
+    order = order_of(tmp_path, document)
+    states, found = [order.initial()], []
+    pipeline = order.pipeline(order.initial())
+    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1)
+    while pipeline.ended is None:
+        group = pipeline.begin_group(plan)
+        pipeline.fill(group, 1)
+        found += [bytes(sample) for sample in group.ids(0, 0, len(group.marks))]
+        states.append(pipeline.state())
+    kept = [row for i, row in enumerate(rows) if i % 11 != 5 and row["score"] > 0.2]
+    tokens = sorted(token for raw in found for token in order.form.ids(raw).tolist())
+    assert tokens == sorted([*(token for row in kept for token in row["ids"]), *[256] * len(kept)] * 2)
+    # An end of text counts as the id before it does.
+    counted = [bin(int.from_bytes(raw[-order.form.mask_bytes :], "little")).count("1") for raw in found]
+    assert sum(counted) == 2 * sum(len(row["ids"]) + 1 for row in kept if row["mask"][0])
+    end = states[-1].sources[0].tally
+    assert (end.bad_rows, end.filtered_rows) == (6, 2 * (len(rows) - 3 - len(kept)))
+    for k, state in enumerate(states[:-1]):
+        again = order.pipeline(order.decode(order.encode(state)))
+        again.advance(1 if k % 8 else 10**6)
+        assert again.state() == states[k + 1 if k % 8 else -1]

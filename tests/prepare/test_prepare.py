@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import subprocess
@@ -122,6 +123,40 @@ def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
     document["seed"] = 8
     with pytest.raises(ConfigError, match="seed: it was 7, it is 8"):
         run(job_of(folder, document, shuffled=True), folder, tmp_path / "out-True")
+
+
+def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(tmp_path: Path) -> None:
+    texts = text_rows(60, 3, 9)
+    rows = [{"title": f"t{i}", "text": text, "score": i % 5} for i, text in enumerate(texts)]
+    lines = [json.dumps(row) if i % 9 else '{"title": "t", "text": 5, "score": 3}' for i, row in enumerate(rows)]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    rules = {"filter": "score >= 2", "template": "{title}: {text}", "on_bad_row": "skip"}
+    source = {"source": "jsonl:a.jsonl.gz:text", "epochs": 1.5, "lanes": 2, **rules}
+    document = mixture(mixture={"policy": "sequential", "children": [source]})
+    job = job_of(tmp_path, document)
+    assert len(job.tasks) == 1, "a compressed file is read from its head"
+    done = run(job, tmp_path, tmp_path / "out")
+    ours, theirs = end_of(served(done.mixture)), end_of(job_order(tmp_path, document))
+    assert (ours.sample_index, ours.digest) == (theirs.sample_index, theirs.digest)
+    assert ours.sources[0].rows == theirs.sources[0].rows
+    (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
+    assert set(child) == {"source", "alias", "epochs", "lanes", "add_bos", "add_eot"}
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert (manifest["bad_rows"], manifest["filtered_rows"]) == (done.bad_rows, done.filtered_rows) == (7, 21)
+    child = document["mixture"]["children"][0]
+    child["max_bad_rows"] = 6
+    with pytest.raises(SourceError, match=r"7 rows are bad, and max_bad_rows allows 6 in an epoch"):
+        run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
+    with pytest.raises(SourceError, match=r"a.jsonl.gz': line \d+: 'text' is a number.*max_bad_rows allows 6"):
+        run(job_of(tmp_path, document), tmp_path, tmp_path / "too many")
+    del child["max_bad_rows"]
+    child["fim"] = {"rate": 1.0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
+    done = run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
+    assert done.found == done.shards, "what is drawn anew each epoch decides no shard"
+    (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
+    assert child["fim"]["ids"] == {"prefix": 1, "middle": 2, "suffix": 3}
+    ours, theirs = end_of(served(done.mixture)), end_of(job_order(tmp_path, document))
+    assert ours.total_tokens == theirs.total_tokens, "as many marks, though at other places"
 
 
 def test_phases_are_served_from_what_was_prepared(folder: Path, tmp_path: Path) -> None:
@@ -267,6 +302,7 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
     (other / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds thesis.tex already, and nothing that was prepared"):
         run(job_of(folder, mixture()), folder, other)
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     out = tmp_path / "out"
     run(job_of(folder, mixture()), folder, out)
     (out / "sources/001-docs/mine.arrow").write_bytes(b"x")
@@ -280,13 +316,27 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
 
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, mixture())
-    with Journal.open(tmp_path / "out", job), pytest.raises(ConfigError, match="another process prepares into it now"):
+    with (
+        Journal.open(tmp_path / "out", job, lambda *_: None),
+        pytest.raises(ConfigError, match="another process prepares into it now"),
+    ):
         run(job, folder, tmp_path / "out")
 
 
 def test_nothing_to_prepare_is_told(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"every source holds ids already.*give --ids"):
         job_of(folder, flat([CODE]))
+
+
+def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
+    document = {
+        "run": "rows",
+        "batching": {"bucket_by": "kind", "columns": ["latents"]},
+        "global_batch_size": 4,
+        "mixture": {"policy": "weighted", "children": [{"source": "parquet:none.parquet:*"}]},
+    }
+    with pytest.raises(ConfigError, match="tensors already: there is nothing to tokenise"):
+        job_of(folder, document)
 
 
 def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def prepare(
     """
     from tokenloom_server.data_roots import DataRoots
     from tokenloom_server.prepare.job import Job
+    from tokenloom_server.prepare.journal import refuse_others
     from tokenloom_server.prepare.preparer import input_bytes
     from tokenloom_server.prepare.preparer import prepare as make
 
@@ -89,6 +90,7 @@ def prepare(
         roots = DataRoots.of(data_root or ())
         fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
         found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
+        refuse_others(out)
         with console(stderr=True).status("opening sources and tokeniser"):
             job = Job.create(
                 found,
@@ -111,9 +113,13 @@ def prepare(
         console(stderr=True).print("stopped; the same command goes on behind what is done")
         raise typer.Exit(130) from None
     print_done = console()
+    without = [
+        f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count
+    ]
+    rows = f"{done.rows:,} rows" + (f" ({' and '.join(without)} ones, without tokens)" if without else "")
     before = f" ({done.found} were there already)" if done.found else ""
     print_done.print(
-        f"{done.rows:,} rows, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}",
+        f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}",
         highlight=False,
     )
     print_done.print(f"serve it: tokenloom serve {done.mixture}", highlight=False, soft_wrap=True)

@@ -37,7 +37,7 @@ class Progress:
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            columns = (BarColumn(None), TextColumn("{task.percentage:>3.0f} %  {task.fields[text]}"))
+            columns = (BarColumn(24), TextColumn("{task.percentage:>3.0f} %  {task.fields[text]}"))
             self._bar = Bar(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console(stderr=True))
             self._task = self._bar.add_task("", total=self._total, text="")
             self._bar.start()
@@ -46,7 +46,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
+            if kind is None and self._total is not None:
+                # Parts of files were rounded down.
+                self._bar.update(self._task, completed=self._total)
             self._bar.stop()
         elif kind is None:
             self._say()

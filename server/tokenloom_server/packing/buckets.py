@@ -1,10 +1,11 @@
 """Batches of rows that are ready tensors: each from one bucket of the source, in an order that is computed.
 
 An epoch's batches are drawn without replacement: the sequence of buckets is a seeded permutation of all full batches
-(sorted by keyed hashes), so that at any point the next bucket is drawn in proportion to the batches left in it. The
-i-th batch of a bucket takes that bucket's i-th ``size`` rows, in the order of the files, so files are read nearly in
-order whatever the buckets are. What is left of a bucket fills no batch and is lost for the epoch. A cursor is the epoch
-and how many of its rows were given: ``row``, with shard and offset 0.
+(sorted by keyed numbers), so that at any point the next bucket is drawn in proportion to the batches left in it. The
+i-th batch of a bucket takes that bucket's i-th ``size`` rows: in the order of the files, which are then read nearly in
+order whatever the buckets are, or shuffled within windows by a keyed permutation. What is left of a bucket fills no
+batch and is lost for the epoch. A cursor is the epoch and how many of its rows were given: ``row``, with shard and
+offset 0.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import numpy.typing as npt
 import xxhash
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draws
+from tokenloom_server.hashing import Purpose, draw, stream
 from tokenloom_server.packing.base import Batch, Block, Feature, Places
+from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.sources.buckets import BucketIndex
 from tokenloom_server.sources.features import BINARY, STORED_AS, STRING, Column, FeatureSource, Values
 from tokenloom_server.state import SourceState, Tally
@@ -29,16 +31,24 @@ from tokenloom_server.state import SourceState, Tally
 _Int64s = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 
-#: Batches of an epoch are numbered in so many bits of a draw's index.
-_BATCH_BITS = 40
-
 
 class Epochs:
     """How many batches each epoch of a source has, and which buckets they come from. Pure, but that it remembers the
     epoch that was asked for last."""
 
-    def __init__(self, index: BucketIndex, *, size: int, seed: int, source_id: int, epochs: float) -> None:
-        """``size``: samples of a batch; ``epochs``: a fraction stands for that part of the last one's batches."""
+    def __init__(
+        self,
+        index: BucketIndex,
+        *,
+        size: int,
+        seed: int,
+        source_id: int,
+        epochs: float,
+        window_rows: int | None = None,
+    ) -> None:
+        """``size``: samples of a batch; ``epochs``: a fraction stands for that part of the last one's batches.
+        ``window_rows``: a bucket's rows are shuffled within so many; None: they come in the order of the files."""
+        self._window = window_rows
         self.index = index
         self.size = size
         self._seed = seed
@@ -71,7 +81,26 @@ class Epochs:
     def rows_of(self, epoch: int, batch: int) -> tuple[_Int64s, _Int64s]:
         """Of an epoch's batch, counted from 0, shard and row in shard of each sample, [size] both."""
         buckets, before = self.drawn(epoch)
-        return self.index.take(int(buckets[batch]), int(before[batch]), self.size)
+        bucket, begin = int(buckets[batch]), int(before[batch]) * self.size
+        places = np.arange(begin, begin + self.size)
+        return self.index.take(bucket, places if self._window is None else self._shuffled(epoch, bucket, places))
+
+    def _shuffled(self, epoch: int, bucket: int, places: _Int64s) -> _Int64s:
+        """Where the rows lie in their bucket that come at some places of its shuffled order: whole windows in a drawn
+        order, what is left behind them, and the rows of each in a drawn order."""
+        assert self._window is not None
+        count, width = int(self.index.counts[bucket]), self._window
+        # A key for each bucket, whatever number others have in front of it.
+        key = draw(draw(self._seed, Purpose.BUCKET, self._source_id, epoch), Purpose.ROWS, bucket, 0)
+        whole = count // width
+        found = np.empty_like(places)
+        for window in np.unique(places // width).tolist():
+            own = places // width == window
+            at = int(Permutation(Purpose.BLOCKS, key, whole)(np.array([window]))[0]) if window < whole else window
+            rows = min(width, count - at * width)
+            permutation = Permutation(Purpose.ROWS, draw(key, Purpose.ROWS, at, 1), rows)
+            found[own] = at * width + permutation(places[own] - window * width)
+        return found
 
     def drawn(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Of each batch of a whole epoch in turn, its bucket, and the number of that bucket's batches before it."""
@@ -80,9 +109,8 @@ class Epochs:
             return last[1:]
         counts = self.index.batches(self.size)
         total = int(counts.sum())
-        numbers = np.arange(total, dtype=np.uint64) + np.uint64(epoch << _BATCH_BITS)
-        hashes = draws(self._seed, Purpose.BUCKET, np.full(total, self._source_id, np.uint64), numbers)
-        order = np.argsort(np.array(hashes, np.uint64), kind="stable")
+        key = draw(self._seed, Purpose.BUCKET, self._source_id, epoch)
+        order = np.argsort(stream(key, np.arange(total, dtype=np.uint64)), kind="stable")
         buckets = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order]
         # The place of each among those of its bucket: sorted by bucket they are consecutive.
         by_bucket = np.argsort(buckets, kind="stable")
@@ -138,9 +166,9 @@ class BucketPacker:
             count = epochs.count(epoch)
             if not count:
                 return
-            buckets, before = epochs.drawn(epoch)
+            buckets, _ = epochs.drawn(epoch)
             for at in range(done, count):
-                ids, batch = self._batch(int(buckets[at]), int(before[at]))
+                ids, batch = self._batch(int(buckets[at]), *epochs.rows_of(epoch, at))
                 earlier = tally
                 if at == count - 1:
                     tally = tally._replace(lost_tokens=tally.lost_tokens + epochs.lost_in(epoch))
@@ -152,10 +180,8 @@ class BucketPacker:
                 samples, rows = samples + size, rows + size
             epoch, done = epoch + 1, 0
 
-    def _batch(self, bucket: int, number: int) -> tuple[list[memoryview], Batch]:
-        index = self._epochs.index
-        shards, rows = index.take(bucket, number, self._epochs.size)
-        key, source = index.keys[bucket], self._source
+    def _batch(self, bucket: int, shards: _Int64s, rows: _Int64s) -> tuple[list[memoryview], Batch]:
+        key, source = self._epochs.index.keys[bucket], self._source
         found = source.take(shards, rows)
         edge, lengths = None, None
         padded = self._padding.padded

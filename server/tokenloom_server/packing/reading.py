@@ -9,7 +9,7 @@ is kept but the cursor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tokenloom_server.hashing import Purpose, draw
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.block_index import row_counts
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -75,16 +76,22 @@ class FileOrder:
     def rows_in(self, part: int) -> int:
         return self._source.row_count(part) if self._counts is None else self._counts[part]
 
+    def _all_counts(self) -> Sequence[int]:
+        if self._counts is None:
+            self._counts = row_counts(self._source)
+        return self._counts
+
     def rows_before(self, epoch: int, part: int) -> int:
         before = self.parts(epoch)
-        return sum(self.rows_in(each) for each in before[: before.index(part)])
+        counts = self._all_counts()
+        return sum(counts[each] for each in before[: before.index(part)])
 
     def near(self, rows: int) -> int:
         return rows
 
     @property
     def rows(self) -> int:
-        return sum(self.rows_in(shard) for shard in range(len(self._source.shards)))
+        return sum(self._all_counts())
 
 
 def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> list[int]:
@@ -118,8 +125,8 @@ class Layout(NamedTuple):
     rows: _Int64s
 
     @classmethod
-    def of(cls, blocks: Sequence[_Int64s]) -> Layout:
-        """``Source.blocks`` of each shard."""
+    def of(cls, blocks: Iterable[_Int64s]) -> Layout:
+        """``blocks``: those of each file (``Source.blocks``)."""
         found = []
         for shard, edges in enumerate(blocks):
             table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))

@@ -108,6 +108,11 @@ class Job:
 
         Raises ``ConfigError`` where there is nothing to prepare, ``SourceError`` and ``TokenizerError``.
         """
+        if config.batching is not None:
+            raise ConfigError(
+                f"run {config.run!r} gives batches of rows (batching), which are tensors already: there is nothing to "
+                "tokenise"
+            )
         order = Order.create(_reading(config, shuffled), base_dir, index_dir, roots, engines=threads)
         job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)
         if not job.sources:
@@ -121,6 +126,7 @@ class Job:
         """What decides the shards' content: two jobs with the same document make the same bytes."""
         record = json.loads(self.order.record())
         config = self.order.config
+        children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
             "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.dtype.name},
@@ -130,7 +136,7 @@ class Job:
             "end_of_text_id": self.order.end_of_text_id,
             "begin_of_text_id": self.order.begin_of_text_id,
             "seed": config.seed if self.shuffled else None,
-            "sources": [self._source_document(prepared, record) for prepared in self.sources],
+            "sources": [self._described(prepared, children[prepared.config.source]) for prepared in self.sources],
         }
 
     @property
@@ -138,9 +144,8 @@ class Job:
         """Whether a source's rows are written in another order than that of its files."""
         return any(source.shuffle != "none" for source in self.order.config.sources)
 
-    def _source_document(self, prepared: Prepared, record: dict[str, Any]) -> dict[str, Any]:
+    def _described(self, prepared: Prepared, fields: dict[str, Any]) -> dict[str, Any]:
         found = self.order.config.sources[prepared.source]
-        fields = next(child for child in record["config"]["mixture"]["children"] if child["source"] == found.source)
         return {
             **{key: value for key, value in fields.items() if key not in ("weight", "epochs")},
             "add_bos": self.order.config.adds_bos(found),

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import xxhash
 
@@ -31,13 +31,22 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard that is done. ``checksum``: XXH3-128 of all of its bytes."""
+    """A shard that is done. ``bad_rows`` and ``filtered_rows`` are among its rows, as empty ones. ``checksum``:
+    XXH3-128 of all of its bytes."""
 
     name: str
     rows: int
+    bad_rows: int
+    filtered_rows: int
     tokens: int
     bytes: int
     checksum: str
+
+
+class Finish(Protocol):
+    """Takes a shard that is written, with so many rows and tokens; of the rows, those without tokens for a reason."""
+
+    def __call__(self, rows: int, tokens: int, *, bad: int, filtered: int) -> None: ...
 
 
 class Journal:
@@ -51,11 +60,12 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, job: Job) -> Iterator[Journal]:
-        """Takes the folder, and up what is done there: verified to the byte.
+    def open(cls, folder: Path, job: Job, found: Callable[[Task, Shard], None]) -> Iterator[Journal]:
+        """Takes the folder, and up what is done there, verified to the byte; ``found`` is told of it, from any thread.
 
         Raises ``ConfigError`` where something else was prepared there, or lies there, or another process is at work.
         """
+        refuse_others(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "journal.jsonl").open("a+b") as file:
             try:
@@ -63,7 +73,7 @@ class Journal:
             except OSError:
                 raise ConfigError(f"{folder}: another process prepares into it now; wait for it, or end it") from None
             _agree(folder, job)
-            yield cls(folder, file, _whole(folder, job, _read(file)))
+            yield cls(folder, file, _whole(folder, job, _read(file), found))
 
     def is_done(self, task: Task) -> bool:
         return task.name in self._done
@@ -72,16 +82,16 @@ class Journal:
         return self._done[task.name]
 
     @contextmanager
-    def writing(self, task: Task) -> Iterator[tuple[Path, Callable[[int, int], None]]]:
-        """Where a task's shard is to be written, and what to call with its rows and tokens once it is whole."""
+    def writing(self, task: Task) -> Iterator[tuple[Path, Finish]]:
+        """Where a task's shard is to be written, and what to call once it is whole."""
         path = self.folder / task.name
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.draft")
 
-        def finish(rows: int, tokens: int) -> None:
+        def finish(rows: int, tokens: int, *, bad: int, filtered: int) -> None:
             with draft.open("rb") as file:
                 os.fsync(file.fileno())
-            shard = Shard(task.name, rows, tokens, draft.stat().st_size, checksum(draft))
+            shard = Shard(task.name, rows, bad, filtered, tokens, draft.stat().st_size, checksum(draft))
             draft.replace(path)
             with self._lock:
                 self._file.write(json.dumps(asdict(shard)).encode() + b"\n")
@@ -114,16 +124,24 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def refuse_others(folder: Path) -> None:
+    """Raises ``ConfigError`` for a folder that has something in it, and nothing that was prepared."""
+    if not folder.is_dir() or (folder / "job.json").exists():
+        return
+    # What a call leaves that was killed before it had written what it makes.
+    ours = ("journal.jsonl", ".index", ".job.json.draft")
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
+    if others:
+        raise ConfigError(
+            f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder, or "
+            "a new one"
+        )
+
+
 def _agree(folder: Path, job: Job) -> None:
     path = folder / "job.json"
     ours = job.document()
     if not path.exists():
-        others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("journal.jsonl", ".index"))
-        if others:
-            raise ConfigError(
-                f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder "
-                "or a new one"
-            )
         write_whole(path, json.dumps(ours, indent=1) + "\n")
         return
     try:
@@ -178,18 +196,27 @@ def _read(file: IO[bytes]) -> dict[str, Shard]:
     return found
 
 
-def _whole(folder: Path, job: Job, journalled: dict[str, Shard]) -> dict[str, Shard]:
+def _whole(
+    folder: Path, job: Job, journalled: dict[str, Shard], found: Callable[[Task, Shard], None]
+) -> dict[str, Shard]:
     """Of the job's shards, those that lie there as they were journalled."""
-    names = {task.name for task in job.tasks}
+    tasks = {task.name: task for task in job.tasks}
     for prepared in job.sources:
         for path in sorted((folder / prepared.folder).glob("*")):
             name = f"{prepared.folder}/{path.name}"
             if path.name.endswith(".draft"):
                 path.unlink()
-            elif name not in names:
+            elif name not in tasks:
                 raise ConfigError(f"{path}: is no shard of this job, and would be served with them; take it away")
-    known = [shard for name, shard in journalled.items() if name in names]
-    faults: Sequence[str | None] = in_threads(lambda shard: _fault(folder, shard), known)
+    known = [shard for name, shard in journalled.items() if name in tasks]
+
+    def looked_at(shard: Shard) -> str | None:
+        fault = _fault(folder, shard)
+        if fault is None:
+            found(tasks[shard.name], shard)
+        return fault
+
+    faults = in_threads(looked_at, known)
     for shard, fault in zip(known, faults, strict=True):
         if fault is not None:
             _log.warning("%s %s: it is made again", folder / shard.name, fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -17,11 +18,14 @@ import numpy as np
 from tokenloom_server import dataset_mix
 from tokenloom_server.config import BYTES_TOKENIZER
 from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.packing.documents import BAD, FILTERED, Piece
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
 from tokenloom_server.state import Cursor
 from tokenloom_server.tokenizer import tokenizer_files
+
+_log = logging.getLogger(__name__)
 
 MIXTURE = "mixture.yaml"
 MANIFEST = "manifest.json"
@@ -35,6 +39,8 @@ class Done:
     """What lies in the folder at the end, and how many of its shards were there before."""
 
     rows: int
+    bad_rows: int
+    filtered_rows: int
     tokens: int
     bytes: int
     shards: int
@@ -61,12 +67,8 @@ def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell,
 
 def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, found: Tell) -> Done:
     stop = threading.Event()
-    with Journal.open(folder, job) as journal:
+    with Journal.open(folder, job, lambda task, shard: found(shard.rows, shard.tokens, task.bytes)) as journal:
         missing = [task for task in job.tasks if not journal.is_done(task)]
-        for task in job.tasks:
-            if journal.is_done(task):
-                shard = journal.shard(task)
-                found(shard.rows, shard.tokens, task.bytes)
         with ThreadPoolExecutor(threads, thread_name_prefix="prepare") as pool:
             # Large ones first would end sooner, but in order of the files a disk reads them faster.
             work = [pool.submit(_make, job, task, journal, tell, stop) for task in missing]
@@ -85,7 +87,7 @@ def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, f
 
 def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Event) -> None:
     with journal.writing(task) as (draft, finish):
-        left = task.rows
+        left, bad, filtered = task.rows, 0, 0
         with ShardWriter(draft, job.order.dtype, job.form) as writer:
             documents = job.order.documents(task.source)
             for part, row, rows in task.passages:
@@ -94,10 +96,31 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
                         return
                     writer.add(piece.ids, piece.ends)
                     left -= len(piece.ends)
+                    if piece.fates is not None:
+                        filtered += int(np.count_nonzero(piece.fates == FILTERED))
+                        bad += _bad_rows(job, task, piece, bad)
                     tell(len(piece.ends), len(piece.ids), task.bytes * len(piece.ends) // task.rows)
         if left:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
-        finish(writer.rows, writer.tokens)
+        finish(writer.rows, writer.tokens, bad=bad, filtered=filtered)
+
+
+def _bad_rows(job: Job, task: Task, piece: Piece, before: int) -> int:
+    """How many a piece has; told of the first of a shard. Raises ``SourceError`` where these are too many already."""
+    found = np.flatnonzero(piece.fates == BAD)
+    if not len(found):
+        return 0
+    reason = piece.reasons[piece.origin(int(found[0]))]
+    if before == 0:
+        _log.warning("%s; bad rows are skipped, and counted", reason)
+    most = job.order.max_bad_rows(task.source)
+    if most is not None and before + len(found) > most:
+        raise SourceError(f"{reason}; so far {before + len(found)} rows of {task.name} are bad, and {_allowed(most)}")
+    return len(found)
+
+
+def _allowed(most: int) -> str:
+    return f"max_bad_rows allows {most} in an epoch: repair the files, or allow more"
 
 
 def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
@@ -109,7 +132,13 @@ def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
             raise SourceError(
                 f"source {source['spec']!r}: no row of it has a token, so it cannot be served; leave it out"
             )
-    totals = {key: sum(int(source[key]) for source in sources) for key in ("rows", "tokens", "bytes")}
+        most = job.order.max_bad_rows(job.order.specs.index(source["spec"]))
+        if most is not None and source["bad_rows"] > most:
+            raise SourceError(f"source {source['spec']!r}: {source['bad_rows']} rows are bad, and {_allowed(most)}")
+    totals = {
+        key: sum(int(source[key]) for source in sources)
+        for key in ("rows", "bad_rows", "filtered_rows", "tokens", "bytes")
+    }
     manifest = {
         **document,
         "tokenloom": version("tokenloom"),
@@ -131,6 +160,8 @@ def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Jou
         "served_as": _spec(job, prepared),
         **{key: value for key, value in document.items() if key != "source"},
         "rows": sum(shard.rows for _, shard in shards),
+        "bad_rows": sum(shard.bad_rows for _, shard in shards),
+        "filtered_rows": sum(shard.filtered_rows for _, shard in shards),
         "tokens": sum(shard.tokens for _, shard in shards),
         "bytes": sum(shard.bytes for _, shard in shards),
         "shards": [
@@ -138,6 +169,8 @@ def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Jou
                 "path": task.name,
                 **_origin(job, task),
                 "rows": shard.rows,
+                "bad_rows": shard.bad_rows,
+                "filtered_rows": shard.filtered_rows,
                 "tokens": shard.tokens,
                 "bytes": shard.bytes,
                 "checksum": shard.checksum,

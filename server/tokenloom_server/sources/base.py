@@ -60,7 +60,8 @@ class Rows(NamedTuple):
 
 
 class Source(Protocol):
-    """One opened source. Not shared between threads; reading has no state but the iterator's own."""
+    """One opened source. Reading has no state but the iterator's own, and is for one thread; counts and blocks may be
+    asked for by several."""
 
     @property
     def content(self) -> Content: ...

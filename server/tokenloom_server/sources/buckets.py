@@ -70,10 +70,9 @@ class BucketIndex:
         found: _Int64s = self.counts // size
         return found
 
-    def take(self, bucket: int, batch: int, size: int) -> tuple[_Int64s, _Int64s]:
-        """The rows of a bucket's full batch, counted from 0: shard and row in shard, [size] each."""
-        begin = int(self.begins[bucket]) + batch * size
-        rows = self.rows[begin : begin + size].astype(np.int64)
+    def take(self, bucket: int, places: _Int64s) -> tuple[_Int64s, _Int64s]:
+        """Rows of a bucket, by their places in it [n]: shard and row in shard, [n] each."""
+        rows = self.rows[int(self.begins[bucket]) + places].astype(np.int64)
         shards = np.searchsorted(self.shard_ends, rows, "right") - 1
         return shards, rows - self.shard_ends[shards]
 

@@ -6,6 +6,7 @@ line. A UTF-8 byte order mark at the head of a file belongs to no line.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class LinesSource(ShardedSource):
         self._decode = decode
         self._row_counts: dict[int, int] = {}
         self._indexes: dict[int, LineIndex] = {}
+        self._indexes_lock = threading.Lock()
 
     def row_count(self, shard: int) -> int:
         if shard not in self._row_counts:
@@ -144,10 +146,11 @@ class LinesSource(ShardedSource):
             entry = self._shards[shard]
             with self._open(entry) as file:
                 index = line_index.load_or_build(entry, file, self._index_dir)
-            if len(self._indexes) >= HELD_INDEXES:
-                self._indexes.pop(next(iter(self._indexes)))
-            self._indexes[shard] = index
-            self._row_counts[shard] = index.row_count
+            with self._indexes_lock:
+                if len(self._indexes) >= HELD_INDEXES:
+                    self._indexes.pop(next(iter(self._indexes)))
+                self._indexes[shard] = index
+                self._row_counts[shard] = index.row_count
         return index
 
 

@@ -1,0 +1,88 @@
+"""Blocks of many files: what was looked up is kept under the files' signatures, and never taken for other files'."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.corpora import write_jsonl, write_parquet
+from tokenloom_server.sources import block_index
+from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.spec import Spec
+
+SPEC = Spec.parse("parquet:*.parquet:ids")
+FILES = 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(FILES):
+        write_parquet(tmp_path / f"{number:02}.parquet", [[number]] * (number + 1), group=4)
+    return tmp_path
+
+
+def looked_up(folder: Path, source: Source | None = None) -> list[list[int]]:
+    source = source or open_source(SPEC, folder)
+    return [edges.tolist() for edges in block_index.blocks(source, SPEC, folder, folder / "index")]
+
+
+def edges(rows: int) -> list[int]:
+    return [*range(0, rows, 4), rows]
+
+
+def forgetful(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    """A source that cannot be asked for its blocks."""
+    source = open_source(SPEC, folder)
+    monkeypatch.setattr(source, "blocks", lambda _: pytest.fail("a file was looked up again"))
+    return source
+
+
+def test_what_was_looked_up_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [edges(number + 1) for number in range(FILES)]
+    assert looked_up(folder) == expected
+    assert looked_up(folder, forgetful(folder, monkeypatch)) == expected
+    assert block_index.row_counts(open_source(SPEC, folder)) == [number + 1 for number in range(FILES)]
+
+
+def test_other_files_are_looked_up_anew(folder: Path) -> None:
+    looked_up(folder)
+    write_parquet(folder / "03.parquet", [[7]] * 9, group=4)
+    assert looked_up(folder)[3] == edges(9)
+    # Of a local file the fingerprint sees the head and the end; another time of modification is reason enough to look.
+    os.utime(folder / "05.parquet", ns=(1, 1))
+    looked_up(folder)
+    assert len(list((folder / "index").glob("blocks-*.npy"))) == 3
+
+
+def test_a_damaged_cache_is_made_again_with_a_line_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = looked_up(folder)
+    (cache,) = (folder / "index").iterdir()
+    whole = cache.read_bytes()
+    for damaged in (whole[:-9], whole[:200] + b"\xff" + whole[201:], b"", b"nonsense"):
+        cache.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert looked_up(folder) == expected
+        assert "is not usable and is built again" in caplog.text
+        assert cache.read_bytes() == whole
+
+
+def test_few_files_and_no_folder_keep_nothing(folder: Path) -> None:
+    write_jsonl(folder / "a.jsonl", ["x"] * 3)
+    few = Spec.parse("jsonl:a.jsonl:text")
+    found: list[npt.NDArray[np.int64]] = block_index.blocks(open_source(few, folder), few, folder, folder / "index")
+    assert [each[-1] for each in found] == [3]
+    assert len(block_index.blocks(open_source(SPEC, folder), SPEC, folder, None)) == FILES
+    assert not (folder / "index").exists()
+
+
+def test_progress_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(block_index, "PROGRESS_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        looked_up(folder)
+    assert "looking up where rows lie: 20 of 20 files (the first is 00.parquet)" in caplog.text
