@@ -312,6 +312,30 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
         assert again == whole[index + 1 : index + 6]
 
 
+@pytest.mark.parametrize("name", ["parquet all", "jsonl all", "arrow ids filter"])
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_every_packing_counts_them_and_resumes(packing: str, name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    write(tmp_path, case.scheme)
+    order = order_over(tmp_path, case, packing=packing, sequence_length=64)
+
+    def samples(state: State, count: int) -> list[tuple[bytes, State]]:
+        pipeline = order.pipeline(state)
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=count)
+        group = pipeline.begin_group(plan)
+        pipeline.fill(group, count)
+        ids = group.ids(0, 0, len(group.marks))
+        return [(bytes(each), order.decode(order.encode(group.state_behind(i)))) for i, each in enumerate(ids)]
+
+    whole = samples(order.initial(), 1000)
+    last, known = whole[-1][1].sources[0].tally, expected(case)
+    # Behind the last sample of all lie the rows that follow its last document.
+    assert known.bad - 4 <= last.bad_rows <= known.bad
+    assert known.filtered - 12 <= last.filtered_rows <= known.filtered
+    for index in range(0, len(whole), 5):
+        assert samples(whole[index][1], 4) == whole[index + 1 : index + 5]
+
+
 def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.txt").write_bytes(
