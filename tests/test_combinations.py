@@ -31,9 +31,9 @@ from tokenloom_server.state import State
 IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]
 TEXTS = [text_rows(9, 4, 9), ["", *text_rows(7, 5, 12)], text_rows(8, 6, 6)]
 #: How many samples behind each index are compared.
-AHEAD = 5
+AHEAD = 3
 #: Every so many indices the whole rest is.
-WHOLE_EVERY = 11
+WHOLE_EVERY = 23
 
 
 def _parquet(folder: Path) -> str:
@@ -134,13 +134,13 @@ def taken(order: Order, state: State, limit: int | None = None) -> tuple[list[by
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packing: str, tmp_path: Path) -> None:
-    source = {"source": SCHEMES[scheme](tmp_path), "epochs": 2.5, **SHUFFLES[shuffle]}
+    source = {"source": SCHEMES[scheme](tmp_path), "epochs": 1.5, **SHUFFLES[shuffle]}
     root = {"policy": "sequential", "children": [source]}
     order = order_of(tmp_path, mixture(mixture=root, **PACKINGS[packing]))
     samples, states, ended = taken(order, order.initial())
-    assert len(samples) > 40
+    assert len(samples) > 30
     assert ended == "every source is exhausted"
-    assert {state.sources[0].cursor.epoch for state in states} == {0, 1, 2}
+    assert {state.sources[0].cursor.epoch for state in states} == {0, 1}
     for at, state in enumerate([order.initial(), *states[:-1]]):
         written = order.encode(state)
         again = order.decode(written)
