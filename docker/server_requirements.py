@@ -1,5 +1,5 @@
-"""Prints what the server needs and nothing more: the base dependencies without torch, the server extra, and what draws
-plans.
+"""Prints what the server needs and nothing more: the base dependencies without torch, the server extra, what draws
+plans, and what reads from the Hub and from object stores.
 
 The base dependencies are the client's, so they name torch; the server never imports it, and an image
 without it is several gigabytes smaller. The list stands in pyproject.toml only, and is read from there.
@@ -14,6 +14,8 @@ import tomllib
 from pathlib import Path
 
 CLIENT_ONLY = {"torch"}
+#: What an image has beside the server itself: whoever runs it cannot add to it.
+EXTRAS = ("server", "plot", "hf", "s3")
 
 
 def server_requirements(pyproject: Path) -> list[str]:
@@ -24,7 +26,9 @@ def server_requirements(pyproject: Path) -> list[str]:
     if left_out != CLIENT_ONLY:
         raise SystemExit(f"{pyproject}: expected {sorted(CLIENT_ONLY)} in dependencies, found {sorted(left_out)}")
     extras = project["optional-dependencies"]
-    return [line for line in base if _name(line) not in CLIENT_ONLY] + extras["server"] + extras["plot"]
+    return [line for line in base if _name(line) not in CLIENT_ONLY] + [
+        line for extra in EXTRAS for line in extras[extra]
+    ]
 
 
 def _name(requirement: str) -> str:

@@ -23,6 +23,8 @@ import redis
 import yaml
 from support.ports import free_port
 from support.redis_server import redis_binary
+from tokenloom_server.cli.given import DATA_ROOTS, data_roots
+from tokenloom_server.data_roots import DataRoots
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS_WITHIN_S = 30.0
@@ -105,7 +107,8 @@ def test_without_a_token_nothing_is_started(environment: dict[str, str]) -> None
 
 def test_the_server_gets_the_tokens_and_nobody_else(compose: dict[str, Any], server: Service) -> None:
     # A name without a value is passed on where it is set.
-    assert server["environment"] == TOKEN | {"TOKENLOOM_READ_TOKEN": None}
+    assert server["environment"].items() >= (TOKEN | {"TOKENLOOM_READ_TOKEN": None}).items()
+    assert not any(server["environment"][name] for name in server["environment"] if name.startswith(("HF_", "AWS_")))
     assert "environment" not in compose["services"]["redis"]
     assert not any(TOKEN["TOKENLOOM_TOKEN"] in argument for argument in server["command"]), "everybody sees a command"
 
@@ -155,6 +158,16 @@ def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Servic
     for bind in binds.values():
         assert bind["read_only"] is True
         assert bind["bind"] == {"create_host_path": False}
+
+
+@pytest.mark.parametrize("urls", [[], ["s3://b/c", "hf://datasets/org"]], ids=len)
+def test_nothing_is_read_outside_of_the_mounted_folder_and_the_urls_that_are_allowed(
+    urls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = _read_compose(TOKEN | {"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"]["environment"]
+    monkeypatch.setenv(DATA_ROOTS, environment[DATA_ROOTS].replace("/config/data", str(tmp_path)))
+
+    assert data_roots(None) == DataRoots.of([str(tmp_path), *urls])
 
 
 def test_mixture_and_data_follow_the_environment() -> None:
