@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +102,8 @@ def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
     shared = Traffic(HURRY)
     with open_file(url, tmp_path, traffic=shared) as file:
         assert file.read_at(0, 70_000) == DATA[:70_000]
-    assert shared.counts.hedges == len(storage.reads) - 1 >= 1
+    assert shared.counts.hedges >= 1
+    assert len(storage.reads) > 1
     assert shared.counts.retries == 0
 
 
@@ -139,7 +141,7 @@ def test_storage_that_never_answers_is_named_and_then_an_error(
 
     assert f"source 'txt:{url}:text': '{url}' could not be read for 1 s, in " in str(caught.value)
     assert "start the trainers again from their last checkpoint" in str(caught.value)
-    assert said[0].startswith(f"storage: source 'txt:{url}:text': '{url}' (for 0 s, attempt ")
+    assert re.match(rf"storage: source 'txt:{url}:text': '{url}' \(for [0-9]+ s, attempt ", said[0])
 
 
 @pytest.mark.parametrize("scheme", ["parquet", "jsonl", "txt", "arrow"])
