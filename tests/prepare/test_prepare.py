@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -326,6 +327,20 @@ def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
 def test_nothing_to_prepare_is_told(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"every source holds ids already.*give --ids"):
         job_of(folder, flat([CODE]))
+
+
+def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
+    masked = {"ids": [[5, 6, 7]] * 9, "mask": [[0, 1, 1]] * 9}
+    pq.write_table(pa.table(masked), folder / "masked.parquet")
+    document = flat([DOCS], packing="best_fit")
+    document["mixture"]["children"].append({"source": "parquet:masked.parquet:ids", "loss_mask": "mask"})
+    done = run(job_of(folder, document, ids=True), folder, tmp_path / "out")
+    _, child = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
+    assert child == {"source": f"parquet:{folder / 'masked.parquet'}:ids", "loss_mask": "mask"}
+    assert end_of(served(done.mixture)).sources[1].rows == 9
+    del document["mixture"]["children"][0]
+    with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss_mask are left as they are"):
+        job_of(folder, document, ids=True)
 
 
 def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:

@@ -79,7 +79,12 @@ class Job:
         self.form: ShardFormat = form
         self.shard_bytes = shard_bytes
         named = {source.source: source for _, source in config.named_sources()}
-        chosen = [i for i, spec in enumerate(order.specs) if ids_too or order.open(i).content is Content.TEXT]
+        # Shards have ids alone, so a source with a loss mask beside them stays as it is: nothing of it is tokenised.
+        chosen = [
+            i
+            for i, spec in enumerate(order.specs)
+            if named[spec].loss_mask is None and (ids_too or order.open(i).content is Content.TEXT)
+        ]
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i in chosen:
@@ -118,7 +123,8 @@ class Job:
         if not job.sources:
             raise ConfigError(
                 f"run {config.run!r}: every source holds ids already, so there is nothing to tokenise; serve it as it "
-                "is, or give --ids to write these, too, as shards of the narrowest type"
+                "is, or give --ids to write these, too, as shards of the narrowest type (those with a loss_mask are "
+                "left as they are)"
             )
         return job
 

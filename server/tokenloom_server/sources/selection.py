@@ -179,7 +179,9 @@ def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
     if compared is None:
         raise SourceError(f"{at}, which is not compared with {_NAMES[comparison.kind]}")
     try:
-        return _Test(comparison, compared, _constants(comparison, compared))
+        # As what the column has for them: float16 is compared as float32, where 0.1 is another number.
+        own = pa.float16() if pa.types.is_float16(_plain_kind(kind)) else compared
+        return _Test(comparison, compared, _constants(comparison, own).cast(compared))
     except (pa.ArrowException, OverflowError) as error:
         raise SourceError(f"{at}, and the constant is none ({error})") from None
 
@@ -224,6 +226,9 @@ def _passes(test: _Test, array: Any) -> npt.NDArray[np.bool_]:
         array = array.cast(test.kind, safe=False)
     operator = test.comparison.operator
     if operator.endswith("in"):
+        if pa.types.is_floating(array.type):
+            # Arrow looks values up by their bits, but -0.0 equals 0, as it does for ==.
+            array = pc.add(array, pa.scalar(0, array.type))
         found = arrays.flags(pc.call_function("is_in", [array], pc.SetLookupOptions(test.constants)))
         found = found if operator == "in" else ~found
     else:
