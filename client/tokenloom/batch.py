@@ -152,7 +152,12 @@ class Message:
         self._source_ids = source_ids
         self._documents: _Documents | None = None
         if layout.document_starts:
-            self._documents = _Documents(layout, count, document_counts, document_starts, self._filled)
+            filled = self._filled
+            if filled is None and PADDING in source_ids:
+                # All samples are full but those that fill up a last step, of which nothing is.
+                ends = np.where(np.equal(source_ids, PADDING), 0, layout.width).reshape(shape)
+                filled = np.zeros_like(ends), ends
+            self._documents = _Documents(layout, count, document_counts, document_starts, filled)
 
     def batch(self, step: int, columns: Columns) -> Batch:
         """The batch of a step, counted from 0 in the message.

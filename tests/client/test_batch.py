@@ -68,6 +68,25 @@ def test_padding_samples_have_no_index_no_source_and_no_labels() -> None:
     assert batch["source_ids"].tolist() == [0, -1]
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_padding_samples_are_no_document(shifted: bool) -> None:
+    (batch,) = make(
+        np.zeros((1, 2, 3 + shifted), "<u2"),
+        sources=[0, -1],
+        starts=[[0, 2], []],
+        shifted=shifted,
+        document_ids=True,
+        position_ids=True,
+        attention_mask=True,
+        cu_seqlens=True,
+    )
+
+    assert batch["document_ids"].tolist() == [[0, 0, 1], [-1, -1, -1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
+    assert batch["cu_seqlens"].tolist() == [0, 2, 3, 6]
+
+
 def test_tensors_can_be_written_to_without_changing_each_other() -> None:
     first, second = make(np.zeros((2, 1, 4), "<u2"), sources=[0, 0])
 

@@ -445,6 +445,29 @@ def test_what_names_no_bucket_is_refused_with_the_file_and_the_row(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([[1, 2], [1, 2], [1, None]], pa.list_(pa.int32())), "row 2 has a null in column 'key'"),
+        (pa.DictionaryArray.from_arrays([0, 0, 1], pa.array(["a", None])), "row 2 has a null in column 'key'"),
+        (pa.DictionaryArray.from_arrays([0, 0, 1], pa.array([1, None])), "row 2 has a null in column 'key'"),
+        (
+            pa.array([1, 2, 2**64 - 1], pa.uint64()),
+            "column 'key' names buckets, which are int64, but .*18446744073709551615",
+        ),
+    ],
+    ids=["item of a list", "text of a dictionary", "number of a dictionary", "beyond int64"],
+)
+def test_a_value_that_is_hidden_in_another_and_names_no_bucket_is_refused_alike(
+    tmp_path: Path, values: pa.Array, message: str
+) -> None:
+    write_arrow(tmp_path / "more", pa.table({"key": values, "row": [0, 1, 2]}))
+    children = {"policy": "sequential", "children": [{"source": MORE}]}
+    batching = {"bucket_by": "key", "columns": ["row"]}
+    with pytest.raises(SourceError, match=rf"more/data-00000-of-00001.arrow.*{message}"):
+        order_of(tmp_path, document(mixture=children, batching=batching))
+
+
+@pytest.mark.parametrize(
     ("values", "keys"),
     [
         (pa.array([10, 9, 10, 9], pa.int16()), ("9", "10")),

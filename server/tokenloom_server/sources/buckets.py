@@ -169,14 +169,12 @@ def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
     codes: list[npt.NDArray[np.int32]] = []
     row = 0
     for array in source.bucket_arrays(shard, bucketing.column):
-        if array.null_count:
-            first = row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            raise SourceError(
-                f"{where}: row {first} has a null in column {bucketing.column!r}, which names its bucket; fill it, or "
-                "take such rows out"
-            )
-        row += len(array)
+        _check_filled(array, row, bucketing, where)
         found = _lengths(array, bucketing, where) if bucketing.by_length else _values(array, bucketing.column, where)
+        if isinstance(found, pa.Array):
+            # Of an item of a list, or a value of a dictionary.
+            _check_filled(found, row, bucketing, where)
+        row += len(array)
         if bucketing.edges:
             edges = np.array(bucketing.edges)
             at = np.searchsorted(edges, found, "left")
@@ -188,6 +186,16 @@ def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
         own = np.array([keys.setdefault(key, len(keys)) for key in unique], np.int32)
         codes.append(own[inverse])
     return _Coded(list(keys), np.concatenate(codes) if codes else np.empty(0, np.int32))
+
+
+def _check_filled(array: Any, row: int, bucketing: Bucketing, where: str) -> None:
+    """Raises ``SourceError`` for a null; ``row``: that of the array's first."""
+    if array.null_count:
+        first = row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise SourceError(
+            f"{where}: row {first} has a null in column {bucketing.column!r}, which names its bucket; fill it, or "
+            "take such rows out"
+        )
 
 
 def _unique(values: Any) -> tuple[list[Any], npt.NDArray[np.integer]]:
@@ -218,8 +226,14 @@ def _values(array: Any, column: str, where: str) -> Any:
         array = array.dictionary_decode()
         kind = array.type
     if pa.types.is_integer(kind):
-        # Of uint64, what is beyond raises.
-        return array.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        try:
+            found = array.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise SourceError(
+                f"{where}: column {column!r} names buckets, which are int64, but {error}; store it as text"
+            ) from None
+        # A null is one of a dictionary's values.
+        return found if found.null_count else found.to_numpy()
     if pa.types.is_boolean(kind) or pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
