@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.block_index import COLUMNS as BLOCK_INDEX_COLUMNS
+from benchmarks.large import COLUMNS as LARGE_COLUMNS
 from benchmarks.peers.__main__ import COLUMNS as PEER_COLUMNS
 from benchmarks.ranks import COLUMNS as RANK_COLUMNS
 from benchmarks.results import FOLDER, ROOT, Result, Row, newest, number
@@ -105,6 +107,14 @@ def _client(folder: Path) -> str:
     return table(result, {name: name for row in result.rows for name in row.median})
 
 
+def _large(folder: Path) -> str:
+    return table(newest("large", folder), LARGE_COLUMNS)
+
+
+def _block_index(folder: Path) -> str:
+    return table(newest("block-index", folder), BLOCK_INDEX_COLUMNS)
+
+
 def _peers(data: str) -> Callable[[Path], str]:
     return lambda folder: table(newest(f"peers-{data}", folder), PEER_COLUMNS)
 
@@ -161,6 +171,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "start": _latency("start"),
     "restore": _latency("restore"),
     "snapshot": _latency("snapshot"),
+    "large": _large,
+    "block-index": _block_index,
     "sizing": _sizing,
     "peers-ids": _peers("ids"),
     "peers-text": _peers("text"),
