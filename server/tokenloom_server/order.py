@@ -11,8 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,14 +27,14 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server import readahead, snapshot
 from tokenloom_server.careful import CarefulEncoder
 from tokenloom_server.config import (
-    OUTSIDE_THE_ORDER,
-    SOURCE_OUTSIDE_THE_ORDER,
     NodeConfig,
     RunConfig,
     SourceConfig,
     weight_text,
 )
 from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.differences import differences, refuse
+from tokenloom_server.engines import Engines
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.extents import Extent, measure
@@ -70,7 +69,6 @@ from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.suspects import Suspects
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
-    Encoded,
     Engine,
     EngineRecord,
     MaskedEncoder,
@@ -812,7 +810,7 @@ class Order:
         with self._engine_lock:
             if self._loaded is None:
                 load = partial(load_engine, self.tokenizer, self.engine, self.config.special_tokens_in_text)
-                self._loaded = _Engines(load, self._engines)
+                self._loaded = Engines(load, self._engines)
             return self._loaded
 
     def _load_suspects(self) -> Suspects | None:
@@ -839,32 +837,6 @@ class Order:
             digest = self.tokenizer.digest if self.tokenizer is not None else ""
             return {"digest": digest, "engine": "none", "version": ""}
         return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
-
-
-class _Engines:
-    """Implements ``Engine`` for several threads, with as many engines as are at work at once: each serves one
-    caller at a time."""
-
-    def __init__(self, load: Callable[[], Engine], most: int) -> None:
-        """Loads the first; raises ``TokenizerError`` where that fails."""
-        first = load()
-        self.name = first.name
-        self.version = first.version
-        self._load = load
-        self._room = threading.Semaphore(most)
-        self._idle = deque([first])
-
-    def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        with self._room:
-            try:
-                # The one that was used last: what it knows is in the processor's cache.
-                engine = self._idle.pop()
-            except IndexError:
-                engine = self._load()
-            try:
-                return engine.encode(texts)
-            finally:
-                self._idle.append(engine)
 
 
 def _check_named(config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
@@ -955,80 +927,3 @@ def _first_rows(source: Source) -> pa.Array:
         for rows in source.read(shard, 0):
             return rows.column
     return pa.array([], pa.large_string())
-
-
-def differences(config: RunConfig, record: str) -> dict[str, str]:
-    """By field, how a mixture file differs from a run's record, both values named."""
-    return dict(_differences(json.loads(record)["config"], json.loads(canonical(config.order_fields())), ""))
-
-
-def refuse(config: RunConfig, different: Mapping[str, str]) -> None:
-    """Raises ``ConfigError`` where there are differences."""
-    if not different:
-        return
-    remedy = "put these back, or begin a new run under another name"
-    if all(field.startswith("mixture.") for field in different):
-        remedy += (
-            "; or make them a revision, from the next possible sample on: serve with --revise REASON, or put these "
-            "back and use `tokenloom mixture apply` while it trains"
-        )
-    elif set(different) <= {"sequence_length"}:
-        remedy += ", such as one that is forked from this run's checkpoint; `phases` plan such a change"
-    raise ConfigError(
-        f"the mixture file of run {config.run!r} differs from the run's record:\n  "
-        + "\n  ".join(f"{field}: {both}" for field, both in different.items())
-        + f"\n{remedy}"
-    )
-
-
-def began_with(config: RunConfig, record: str) -> RunConfig:
-    """The config that a run's record is of. What decides no order (paths, names) is the mixture file's: names by spec,
-    those of nodes by their place."""
-    fields = json.loads(record)["config"]
-    outside_by_spec = {
-        source.source: {field: getattr(source, field) for field in SOURCE_OUTSIDE_THE_ORDER}
-        for source in config.sources
-    }
-
-    def named(node: dict[str, Any], file: NodeConfig | None) -> dict[str, Any]:
-        children: list[dict[str, Any]] = []
-        for i, child in enumerate(node["children"]):
-            same_place = file.children[i] if file is not None and i < len(file.children) else None
-            if "source" in child:
-                children.append(child | outside_by_spec.get(child["source"], {}))
-            else:
-                children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
-        return node | {"children": children, "alias": file.alias if file is not None else None}
-
-    # What a record leaves out has its default, not the file's value.
-    outside = config.model_dump(include=set(OUTSIDE_THE_ORDER))
-    return RunConfig.model_validate({**fields, **outside, "mixture": named(fields["mixture"], config.mixture)})
-
-
-def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:
-    """Each field with another value, and both of them, in the file's own terms."""
-    if isinstance(record, dict) and isinstance(file, dict):
-        found = []
-        for key in sorted(record.keys() | file.keys()):
-            at = f"{path}.{key}" if path else key
-            default = _default_of(at)
-            found += _differences(record.get(key, default), file.get(key, default), at)
-        return found
-    if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
-        pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
-        return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
-    return [] if record == file else [(path, f"the run began with {_short(record)}, the file has {_short(file)}")]
-
-
-def _default_of(path: str) -> Any:
-    """What a field that the record or the file leaves out stands for: the run's own fields have defaults."""
-    field = RunConfig.model_fields.get(path)
-    return "(not given)" if field is None or field.default is None else field.default
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list) and isinstance(value[0], dict):
-        # Children, of which one list has more: their names tell which.
-        return f"{len(value)}: " + ", ".join(child.get("source", child.get("policy", "?")) for child in value)
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 160 else text[:157] + "…"

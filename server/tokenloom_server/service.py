@@ -15,6 +15,7 @@ from tokenloom_server.committer import Committer
 from tokenloom_server.config import NodeConfig, RunConfig
 from tokenloom_server.course import Course, Origin
 from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.differences import began_with, differences, refuse
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.figures import Figures
 from tokenloom_server.forking import Forking
@@ -24,7 +25,7 @@ from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
-from tokenloom_server.order import Order, began_with, differences, refuse
+from tokenloom_server.order import Order
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
