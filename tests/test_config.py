@@ -185,6 +185,7 @@ BAD_RULES = [
     (TEMPLATE, "ids}", "the brace at character 4 of 'ids}' ends no {column}; write }}"),
     (TEMPLATE, "{{ids}}", "names no column"),
     (FIM_FIELD, {"rate": 0.5}, "fim.ids: is missing"),
+    (FIM_FIELD, {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 1}}, "expected three different ids"),
     (FIM_FIELD, {"rate": 0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
     (FIM_FIELD, {"rate": 1.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
     ("mixture.children.0.max_bad_rows", 3, "max_bad_rows: is for on_bad_row: skip"),

@@ -127,6 +127,15 @@ class FimIds(_Model):
     suffix: Annotated[int, Field(ge=0)]
     """Before what came last."""
 
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        if len({self.prefix, self.middle, self.suffix}) < 3:
+            raise ValueError(
+                f"found prefix {self.prefix}, middle {self.middle} and suffix {self.suffix}, expected three different "
+                "ids, or nobody can tell the parts apart"
+            )
+        return self
+
 
 class FimConfig(_Model):
     """Fill in the middle."""

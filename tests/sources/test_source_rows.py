@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,17 @@ def test_a_source_without_a_row_is_refused_and_an_empty_shard_among_others_is_no
     source = open_source(Spec.parse(spec), tmp_path, None, None)
     assert (source.row_count(0), values(source, 0, 0)) == (0, [])
     assert values(source, 1, 0) == rows
+
+
+def test_a_shard_that_is_replaced_by_one_of_its_size_is_noticed_when_it_is_opened_again(tmp_path: Path) -> None:
+    write_txt(tmp_path / "a.txt", ["first", "second"])
+    source = open_source(Spec.parse("txt:a.txt:text"), tmp_path, None, None)
+    assert values(source, 0, 0) == ["first", "second"]
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    assert values(source, 0, 0) == ["first", "second"], "touched, and nothing else"
+    write_txt(tmp_path / "a.txt", ["third", "fourth"])
+    with pytest.raises(SourceChanged, match=r"'a.txt' has other content: found fingerprint xxh3:.*put the file back"):
+        values(source, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["parquet text", "arrow stream text"], indirect=True)

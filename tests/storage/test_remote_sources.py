@@ -13,7 +13,7 @@ from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.sources import manifest
+from tokenloom_server.sources import locations, manifest
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.spec import Spec
@@ -58,6 +58,21 @@ def test_rows_from_any_row_on_are_those_of_local_files(corpus: Path, spec: str) 
         assert away.row_count(shard) == local.row_count(shard)
         for row in range(local.row_count(shard) + 1):
             assert rows(away, shard, row) == rows(local, shard, row)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*.txt", "**/*.txt", "*/*.txt", "**", "**.txt", "a**.txt", "p*/**", ".h*.txt", "*/.*/*.txt", "?*.txt", "[!a].txt"],
+)
+def test_patterns_match_what_they_match_of_local_files(tmp_path: Path, store: Any, pattern: str) -> None:
+    names = ("a.txt", "ab.txt", "b.txt", ".hidden.txt", "part/c.txt", "part/.d.txt", ".trash/e.txt", "part/.old/f.txt")
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text("text\n")
+    store.put(str(tmp_path / "data"), "/corpus/data", recursive=True)
+    spec = f"txt:data/{pattern}:text"
+    found = locations.paths(at(PLACE, spec), tmp_path)
+    assert found == tuple(f"{PLACE}/{path}" for path in locations.paths(Spec.parse(spec), tmp_path))
 
 
 def test_a_run_of_remote_files_is_the_run_of_local_ones(corpus: Path) -> None:

@@ -152,7 +152,8 @@ def where(spec: Spec, shard: Shard) -> str:
 
 
 def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None = None) -> File:
-    """Opens a shard. Raises ``SourceChanged`` where it is missing, of another size, or (remote) signed otherwise."""
+    """Opens a shard. Raises ``SourceChanged`` where it is missing, of another size, signed otherwise (remote), or
+    (local) was written since ``traffic`` first saw it and has another fingerprint."""
     try:
         file = open_file(shard.path, base_dir, where(spec, shard), traffic)
     except FileNotFoundError:
@@ -166,10 +167,25 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None
     found = _sizes_differ(shard, file.size)
     if found is None and isinstance(file, RemoteFile):
         found = _signatures_differ(shard, file.entry)
+    if found is None and traffic is not None and isinstance(file, LocalFile):
+        found = _written_since(shard, file, traffic)
     if found is not None:
         file.close()
         raise SourceChanged(f"source {str(spec)!r}: {found}; {REMEDY}")
     return file
+
+
+def _written_since(shard: Shard, file: LocalFile, traffic: Traffic) -> str | None:
+    """``difference`` of a file that was written since it was first opened: a run may go on for weeks, and only its
+    beginning compares all files."""
+    name, modified = str(file.path), file.modified_ns
+    # What lies in the Hub's cache has another kind of fingerprint, and is never written to.
+    if not shard.fingerprint.startswith(f"{HASH}:") or traffic.modified.setdefault(name, modified) == modified:
+        return None
+    found = _fingerprints_differ(shard, fingerprint_of(file))
+    if found is None:
+        traffic.modified[name] = modified
+    return found
 
 
 def order_warning(spec: Spec, shards: tuple[Shard, ...]) -> str | None:

@@ -134,8 +134,8 @@ def _found(
     for name in wanted:
         if name not in paths:
             raise SourceError(
-                f"source {str(spec)!r}: no line has the key {name!r} in {place}; check its spelling in filter and "
-                "template"
+                f"source {str(spec)!r}: no line has the key {name!r} (looked for in {place}); check its spelling in "
+                "filter and template"
             )
     return {name: Column(paths[name], kinds.get(name, pa.string())) for name in wanted}
 

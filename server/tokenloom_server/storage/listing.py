@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -18,8 +19,25 @@ STATS_AT_ONCE = 16
 
 
 def find(pattern: str, traffic: Traffic) -> tuple[Entry, ...]:
-    """The files that a URL with wildcards matches, by their paths. Raises ``OSError`` and ``StorageError``."""
+    """The files that a URL with wildcards matches, by their paths; as of local files, those below or with a name that
+    begins with a dot only where the pattern has the dot. Raises ``OSError`` and ``StorageError``."""
+    return tuple(entry for entry in _matching(pattern, traffic) if not _is_hidden(entry.path, pattern))
+
+
+def _is_hidden(path: str, pattern: str) -> bool:
+    given = pattern.split("/")
+    literal = next(i for i, part in enumerate(given) if has_magic(part))
+    dotted = [part for part in given[literal:] if part.startswith(".")]
+    return any(
+        name.startswith(".") and not any(fnmatchcase(name, part) for part in dotted)
+        for name in path.split("/")[literal:]
+    )
+
+
+def _matching(pattern: str, traffic: Traffic) -> tuple[Entry, ...]:
     files = filesystem(root(pattern))
+    # Within a name, more stars are one, as in local patterns; fsspec takes none but ** alone.
+    pattern = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/"))
     above, _, name = pattern.rpartition("/")
     if name[:1] in tuple("*?[") and "**" not in name and not has_magic(above):
         # What fsspec would list twice, and ask for by itself: nothing but the folder is before the wildcard.

@@ -66,6 +66,8 @@ class Traffic:
         self.clock = clock
         self.counts = Counts()
         self.stopped = False
+        #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
+        self.modified: dict[str, int] = {}
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         # By the power of two that a read's length lies below.
