@@ -11,7 +11,7 @@ from tokenloom_server.course import Course, Origin
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
-from tokenloom_server.order import Order
+from tokenloom_server.order import Order, moves_parts
 from tokenloom_server.snapshot import Foreign, Source
 from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
@@ -165,6 +165,13 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
             continue
         if not (known.in_file_order and source.in_file_order):
             _refuse_another_shuffle(theirs, known, ours, source)
+        epochs = theirs.config.epochs[known.id], ours.config.epochs[source.id]
+        if source.lanes > 1 and moves_parts(*epochs):
+            raise SnapshotInvalid(
+                f"source {source.source!r}: epochs is {epochs[0]:g} in run {theirs.name!r} and {epochs[1]:g} in "
+                f"{ours.name!r}, but its {source.lanes} lanes share the rows of an epoch, and have begun on their "
+                "parts: make them the same or both whole, or write the spec in another way to begin it anew"
+            )
         pairs: dict[str, tuple[object, object]] = {
             "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
             "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
