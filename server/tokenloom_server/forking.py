@@ -176,13 +176,20 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
             "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
             "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
         }
+        for field in ("filter", "template", "fim"):
+            pairs[field] = getattr(known, field), getattr(source, field)
+        if source.fim is not None:
+            # What the parts of each document are is drawn by these.
+            pairs["seed"] = theirs.config.seed, ours.config.seed
+            pairs["place in the mixture (source id)"] = known.id, source.id
         if source.spec.scheme == "npy":
             pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
         for field, values in pairs.items():
             if values[0] != values[1]:
                 raise SnapshotInvalid(
                     f"source {source.source!r}: {field} is {values[0]} in run {theirs.name!r} and {values[1]} in "
-                    f"{ours.name!r}: places within documents would be others; make them the same"
+                    f"{ours.name!r}: places within documents would be others; make them the same, or write the spec "
+                    "in another way to begin it anew"
                 )
 
 
