@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from tokenloom_server.errors import SourceError, TokenizerError
+from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
+from tokenloom_server.forking import _refuse_other_documents
 from tokenloom_server.order import Order
 from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
@@ -538,3 +539,27 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
     assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
     assert len(known) - len(whole) * LENGTH < LENGTH
     assert whole[-1][1].sources[0].tally.bad_rows == 1
+
+
+def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "score": 1}\n')
+    fim = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
+
+    def order(run: str, seed: int = 1, **fields: Any) -> Order:
+        source = {"source": "jsonl:rows.jsonl:text", **fields}
+        mixture = {"policy": "sequential", "children": [source]}
+        return order_of(
+            tmp_path, {"run": run, "seed": seed, "tokenizer": "bytes", "sequence_length": 8, "mixture": mixture}
+        )
+
+    base = order("base")
+    for fields in ({"filter": "score >= 1"}, {"template": "{score} {text}"}, {"fim": fim}):
+        (field,) = fields
+        _refuse_other_documents(order("base", **fields), order("fork", **fields))
+        # It would go on in the midst of a text that the other run never had.
+        for ours, theirs in ((base, order("fork", **fields)), (order("base", **fields), order("fork"))):
+            with pytest.raises(SnapshotInvalid, match=rf"'jsonl:rows.jsonl:text': {field} is .* in run 'base' and "):
+                _refuse_other_documents(ours, theirs)
+    _refuse_other_documents(base, order("fork", seed=2))
+    with pytest.raises(SnapshotInvalid, match="seed is 1 in run 'base' and 2 in 'fork': places within documents"):
+        _refuse_other_documents(order("base", fim=fim), order("fork", seed=2, fim=fim))

@@ -216,6 +216,24 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
             _refuse_other_documents(ours, order)
 
 
+@pytest.mark.parametrize(("epochs", "other"), [(1.5, 2), (2, 1.5), (1, 1.5), (1.5, 1)])
+def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Path, epochs: float, other: float) -> None:
+    def order(epochs: float, lanes: int = 3, run: str = "test") -> Order:
+        children = [{"source": CODE, "alias": "code", "lanes": lanes, "epochs": epochs}]
+        return order_of(folder, mixture(run=run, mixture={"policy": "sequential", "children": children}))
+
+    # Each lane would go on in a part that is not its own: over rows that another gave.
+    says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
+    with pytest.raises(ConfigError, match=says):
+        revised(Course(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
+    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork', but its 3"):
+        _refuse_other_documents(order(epochs), order(other, run="fork"))
+
+    revised(Course(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])
+    revised(Course(order(2)), 5, set=[{"child": "code", "epochs": 3}])
+    _refuse_other_documents(order(2), order(3, run="fork"))
+
+
 def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path) -> None:
     order = order_of(folder, shuffled())
     host: Any = None

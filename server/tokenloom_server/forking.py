@@ -11,7 +11,7 @@ from tokenloom_server.course import Course, Origin
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
-from tokenloom_server.order import Order
+from tokenloom_server.order import Order, moves_parts
 from tokenloom_server.snapshot import Foreign, Source
 from tokenloom_server.state import ChildState, SourceState, State, packed_again
 
@@ -165,17 +165,31 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
             continue
         if not (known.in_file_order and source.in_file_order):
             _refuse_another_shuffle(theirs, known, ours, source)
+        epochs = theirs.config.epochs[known.id], ours.config.epochs[source.id]
+        if source.lanes > 1 and moves_parts(*epochs):
+            raise SnapshotInvalid(
+                f"source {source.source!r}: epochs is {epochs[0]:g} in run {theirs.name!r} and {epochs[1]:g} in "
+                f"{ours.name!r}, but its {source.lanes} lanes share the rows of an epoch, and have begun on their "
+                "parts: make them the same or both whole, or write the spec in another way to begin it anew"
+            )
         pairs: dict[str, tuple[object, object]] = {
             "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
             "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
         }
+        for field in ("filter", "template", "fim"):
+            pairs[field] = getattr(known, field), getattr(source, field)
+        if source.fim is not None:
+            # What the parts of each document are is drawn by these.
+            pairs["seed"] = theirs.config.seed, ours.config.seed
+            pairs["place in the mixture (source id)"] = known.id, source.id
         if source.spec.scheme == "npy":
             pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
         for field, values in pairs.items():
             if values[0] != values[1]:
                 raise SnapshotInvalid(
                     f"source {source.source!r}: {field} is {values[0]} in run {theirs.name!r} and {values[1]} in "
-                    f"{ours.name!r}: places within documents would be others; make them the same"
+                    f"{ours.name!r}: places within documents would be others; make them the same, or write the spec "
+                    "in another way to begin it anew"
                 )
 
 

@@ -294,7 +294,7 @@ class Order:
     ) -> Order:
         """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
         given are those of before, or measured."""
-        _refuse_moved_windows(self.config, config)
+        _refuse_moved_parts(self.config, config)
         known_files = {source.spec: set(source.shards) for source in self.manifest.sources}
         new = Manifest(
             tuple(
@@ -874,19 +874,27 @@ def _described(node: NodeConfig) -> dict[str, Any]:
     return {"id": node.id, "policy": node.policy, **alias, **interpolate, "children": children}
 
 
-def _refuse_moved_windows(old: RunConfig, new: RunConfig) -> None:
-    """A part of an epoch ends within a window of rows; another part would make other samples of it, some of which were
-    given. Raises ``ConfigError``."""
+def _refuse_moved_parts(old: RunConfig, new: RunConfig) -> None:
+    """A part of an epoch ends within a window of rows, and is what its lanes share: another part would make other
+    samples of the window, or give lanes rows that others gave. Raises ``ConfigError``."""
     for source in new.sources[: len(old.sources)]:
         before, now = old.epochs[source.id], new.epochs[source.id]
-        if new.packing == "best_fit" and source.presence != "dropped" and before != now:
-            for epochs in (before, now):
-                if not math.isinf(epochs) and not float(epochs).is_integer():
-                    raise ConfigError(
-                        f"{source.name}: epochs is {before:g} and would be {now:g}, but with packing: best_fit a "
-                        "window of rows that has begun cannot end elsewhere: change whole epochs to whole ones, or "
-                        "give max_tokens instead"
-                    )
+        if source.presence == "dropped" or not moves_parts(before, now):
+            continue
+        for applies, why in (
+            (new.packing == "best_fit", "with packing: best_fit a window of rows that has begun cannot end elsewhere"),
+            (source.lanes > 1, f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts"),
+        ):
+            if applies:
+                raise ConfigError(
+                    f"{source.name}: epochs is {before:g} and would be {now:g}, but {why}: change whole epochs to "
+                    "whole ones, or give max_tokens instead"
+                )
+
+
+def moves_parts(before: float, now: float) -> bool:
+    """Whether another number of epochs has or had a last one of which only a part is read."""
+    return before != now and not all(math.isinf(epochs) or float(epochs).is_integer() for epochs in (before, now))
 
 
 def _vocab_size(config: RunConfig, definition: TokenizerDefinition | None) -> int:

@@ -65,6 +65,11 @@ class Seen:
     #: Of a row that travels as it is, its columns, for people.
     row: Mapping[str, Any] | None = None
 
+    @property
+    def tokens(self) -> int:
+        """What it counts as, without padding: a row is one."""
+        return len(self.ids) if self.row is None else 1
+
     def text(self, decode: Decode | None, most: int | None = None) -> str:
         """Its text, of the first ``most`` tokens if given; its ids where the run has no tokeniser."""
         if self.row is not None:
@@ -78,7 +83,7 @@ class Seen:
             "sample": self.index,
             "source": self.source,
             "spec": self.spec,
-            "tokens": len(self.ids) if self.row is None else 1,
+            "tokens": self.tokens,
             **({} if self.row is None else {"row": self.row}),
             "documents": self.documents,
             "digest": self.digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -115,6 +115,7 @@ def test_every_epoch_has_every_row_once_with_its_own_tokens(
 ) -> None:
     every = [(shard, row) for shard, rows in enumerate(counts) for row in range(rows)]
     lanes = min(lanes, 1 if len(every) < 10 * lanes else lanes)
+    window_rows = max(1, min(window_rows, len(every) // lanes))  # as orders have it: a lane has a window at least
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window, "WINDOW_BYTES", stretch)
         found: list[Taken] = []
@@ -232,6 +233,26 @@ def test_a_lane_without_tokens_is_refused_by_name() -> None:
     source = Numbered([3])
     with pytest.raises(SourceError, match="lane 0 of 8 has no token in any of its rows of epoch 0; read"):
         read(documents_of("none", source, lane=(0, 8)))
+
+
+def test_a_lane_without_tokens_in_some_epoch_goes_on_with_the_next() -> None:
+    def taken(start: Cursor = Cursor()) -> list[Taken]:
+        # Six rows in six lanes, of which one is empty: another lane's in each epoch.
+        source = Numbered([6], block=1)
+        return [row for row in read(documents_of("rows", source, 30, (1, 6), window_rows=1), start) if row.ids]
+
+    whole = taken()
+    epochs = [row.cursor.epoch for row in whole]
+    assert epochs[0] == 0 and 15 < len(epochs) < 30
+    for at, row in enumerate(whole):
+        assert taken(replace(row.cursor, row=row.cursor.row + 1)) == whole[at + 1 :]
+
+
+def test_a_lane_that_never_has_tokens_is_refused_after_some_epochs() -> None:
+    excluded = {0: np.arange(6)}
+    documents = documents_of("rows", Numbered([6], block=1), float("inf"), (1, 6), excluded, window_rows=1)
+    with pytest.raises(SourceError, match="lane 1 of 6 has no token in any of its rows of epoch 65"):
+        list(documents.read(Cursor(1, 0, 6)))
 
 
 def test_a_file_that_ends_before_its_index_says_is_named() -> None:

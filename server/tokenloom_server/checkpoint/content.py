@@ -28,6 +28,7 @@ class Source:
     window: int | None
     """In place of a shard, where rows are shuffled; the row counts within it."""
     row: int | None
+    """In the shard or window; where there is neither, of the rows in batches that the epoch gives."""
     token_in_row: int | None
     samples: int | None
     rows: int | None
@@ -172,14 +173,16 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
         spec, tokens = str(entry.get("spec")), _count(entry.get("token_offset"))
         known = ids.get(spec)
         number = _count(entry.get("id"))
+        # Of rows in batches it counts those that the epoch gave, whatever file they lie in.
+        in_batches = spec.endswith(":*")
         found.append(
             Source(
                 id=number if number is not None or known is None else known.id,
                 spec=spec,
                 alias=_text(entry.get("alias")) or (known.alias if known is not None else None),
                 epoch=_count(entry.get("epoch")),
-                shard=_text(entry.get("shard")),
-                window=_count(entry.get("window")),
+                shard=None if in_batches else _text(entry.get("shard")),
+                window=None if in_batches else _count(entry.get("window")),
                 row=_count(entry.get("row_offset", entry.get("window_row"))),
                 token_in_row=_count(entry.get("row_token_offset")),
                 samples=_count(entry.get("samples")),

@@ -89,10 +89,11 @@ def _print_samples(view: View) -> None:
     table = Table(expand=True)
     for heading in ("sample", "source", "tokens", "documents"):
         table.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
-    table.add_column("text" if view.decode else "ids", no_wrap=True, overflow="ellipsis", ratio=1)
+    of_rows = any(seen.row is not None for seen in view.samples)
+    table.add_column("row" if of_rows else "text" if view.decode else "ids", no_wrap=True, overflow="ellipsis", ratio=1)
     for seen in view.samples:
         begin = on_one_line(seen.text(view.decode, out.width))
-        table.add_row(f"{seen.index:,}", seen.source, f"{len(seen.ids):,}", f"{seen.documents:,}", begin)
+        table.add_row(f"{seen.index:,}", seen.source, f"{seen.tokens:,}", f"{seen.documents:,}", begin)
     out.print(table)
 
 
@@ -102,7 +103,7 @@ def _print_texts(view: View) -> None:
     out = console()
     for seen in view.samples:
         out.rule(
-            f"sample {seen.index:,}: {seen.source}, {len(seen.ids):,} tokens, {seen.documents:,} documents",
+            f"sample {seen.index:,}: {seen.source}, {seen.tokens:,} tokens, {seen.documents:,} documents",
             align="left",
         )
         out.print(as_lines(seen.text(view.decode)), highlight=False, soft_wrap=True)

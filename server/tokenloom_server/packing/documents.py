@@ -89,6 +89,8 @@ BAD, FILTERED = _FATES = 1, 2
 
 #: A source with at most this many tokens and rows is kept in memory once it was read, for its next epochs.
 KEPT_TOKENS = 2**18
+#: Epochs in a row without a token after which a lane is taken to have none at all, or it would be read for ever.
+EMPTY_EPOCHS = 64
 
 
 class Documents:
@@ -172,6 +174,8 @@ class Documents:
         # A row that a sample has begun is read to its end, even if it was excluded since.
         begun = (epoch, start.shard, row) if start.offset else None
         kept: list[Piece] | None = None
+        #: Epochs in a row that were read as a whole and had no token.
+        empty = 0
         reader = Reader(self._source)
         while True:
             begin, limit = self._rows_read(epoch)
@@ -206,7 +210,8 @@ class Documents:
                 before += self._reading.rows_in(part) if limit is not None else 0
                 if limit is not None and before >= limit:
                     break
-            if whole and not found and (epoch < self._whole or not epoch):
+            empty = 0 if found or not whole else empty + 1
+            if empty and (epoch < self._whole or not epoch) and not self._may_find_some(epoch, empty):
                 raise SourceError(self._without_tokens(epoch, out))
             kept = keep
             epoch, first, row = epoch + 1, None, 0
@@ -358,6 +363,12 @@ class Documents:
         out[rows[first:behind] - piece.first_row] = True
         fates = piece.fates * ~out if piece.fates is not None else None
         return piece._replace(out=out, fates=fates)
+
+    def _may_find_some(self, epoch: int, empty: int) -> bool:
+        """Whether a lane may have tokens yet, although its rows of so many epochs had none: it has others in each
+        epoch, and few of a source's rows may have any, by its filter say. At a run's beginning it is told still, when
+        fewer lanes can be chosen."""
+        return self._lane[1] > 1 and not self._reading.repeats and epoch > 0 and empty < EMPTY_EPOCHS
 
     def _without_tokens(self, epoch: int, out: Sequence[int]) -> str:
         """``out``: how many rows were bad, and how many filtered."""
