@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 from tokenloom_server import config
@@ -100,6 +101,9 @@ class MemorySource:
 
     def row_count(self, shard: int) -> int:
         return len(self._columns[shard])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        return np.array([0, self.row_count(shard)], np.int64)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         column = self._columns[shard]
