@@ -31,6 +31,9 @@ from tokenloom_server.cli.given import (
 from tokenloom_server.cli.parts import console, fail, set_up_logging
 from tokenloom_server.errors import ConfigError, TokenloomError
 
+#: How long a signal to stop may go unnoticed, seconds.
+SIGNALS_EVERY_S = 0.25
+
 app = typer.Typer()
 
 
@@ -192,7 +195,10 @@ def serve(
         f"{server.page_url} (runs: {', '.join(server.run_names)})",
         flush=True,
     )
-    stopping.wait()
+    # The system may hand a signal to a thread that is not Python's own, and then nothing wakes this one, which has to
+    # handle it: so it looks now and then.
+    while not stopping.wait(SIGNALS_EVERY_S):
+        pass
     logging.getLogger(__name__).info("stopping")
     server.close()
 
