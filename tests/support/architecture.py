@@ -55,6 +55,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("connection",),
         ("dataset", "lr_scheduler"),
         ("__init__",),
+        # Users of what a trainer imports; nothing of the package knows them.
+        ("integrations",),
     ),
     PROTO: (
         ("__init__", "seal", "credentials", "resume", "dataloader_pb2"),
@@ -80,6 +82,9 @@ ONLY: dict[str, frozenset[str]] = {
 #: A process starts here. Whatever cannot be reached from one of these is dead.
 ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__main__")
 
+#: What users import by themselves.
+INTEGRATIONS = f"{CLIENT}.integrations"
+
 #: Client and server in one process: the demonstration is a user of both.
 USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
 #: A trainer's checkpoint may be a file that only torch reads; where there is no torch, this says so.
@@ -99,6 +104,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("matplotlib",), frozenset({f"{SERVER}.picture"})),
     (("fsspec",), frozenset({f"{SERVER}.storage", f"{SERVER}.hub"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
+    (("transformers", "trl", "accelerate", "lightning", "torchdata"), frozenset({INTEGRATIONS})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -114,7 +120,12 @@ IMPURE = (
 #: trains, so the server's list has torch; the rest of the server is kept from it by a rule of its own.
 NEEDS = {
     PROTO: frozenset({"grpc", "google"}),
-    CLIENT: frozenset({"grpc", "google", "numpy", "torch"}),
+    CLIENT: frozenset(
+        {
+            *("grpc", "google", "numpy", "torch"),
+            *("transformers", "trl", "accelerate", "lightning", "torchdata"),  # of integrations, for who has them
+        }
+    ),
     SERVER: frozenset(
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
@@ -293,7 +304,7 @@ def _dangerous(call: ast.Call, safe_loaders: set[str]) -> str | None:
 
 def dead(tree: Tree) -> Iterator[str]:
     """Every module can be reached from a place where a process starts."""
-    waiting = [name for name in ENTRY_POINTS if name in tree.modules]
+    waiting = [name for name in tree.modules if name in ENTRY_POINTS or name.startswith(INTEGRATIONS)]
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()
