@@ -41,6 +41,8 @@ from tokenloom.errors import (
     Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.source_loss import MeanLosses, SourceLoss
+from tokenloom.token_losses import token_losses
 
 __all__ = [
     "AttemptUsed",
@@ -57,6 +59,7 @@ __all__ = [
     "LedgerUnavailable",
     "LedgerUnsafe",
     "LimitExceeded",
+    "MeanLosses",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
@@ -71,10 +74,12 @@ __all__ = [
     "Source",
     "SourceChanged",
     "SourceError",
+    "SourceLoss",
     "StorageError",
     "TokenLRScheduler",
     "TokenizerError",
     "TokenloomError",
     "TooManyPeeks",
     "Unauthenticated",
+    "token_losses",
 ]
