@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Request, Source, ask
+from tokenloom.connection import Connection, Report, Request, Source, ask
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
@@ -261,6 +261,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._joined.opening.layout.sequence_length
 
     @property
+    def labels(self) -> str:
+        """``"same"``: labels are the input ids, and a model shifts them inside; ``"shifted"``: they are the ids one
+        further. Of a run of rows: ``"same"``."""
+        return "shifted" if self._joined.opening.layout.shifted else "same"
+
+    @property
     def sources(self) -> list[Source]:
         """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds: a revision may add
         some while the run trains."""
@@ -284,6 +290,34 @@ class RemoteDataset(IterableDataset[Batch]):
     def end_reason(self) -> str | None:
         """Why the data ended; None while it has not."""
         return self._connection.buffer.end_reason if self._connection else None
+
+    def report(
+        self,
+        losses: Mapping[int, tuple[float, int]],
+        *,
+        sample_index: int,
+        total_tokens: int,
+        step: int,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Sends losses over all ranks to the server, which shows them: by source id the mean and the tokens it is of.
+
+        For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
+        sent in the background, and what cannot be sent is logged and dropped.
+        """
+        if self._peek:
+            raise ValueError("peek=True takes no part in the run, so it has no losses to report")
+        self._joined.report(
+            Report(
+                sample_index=sample_index,
+                total_tokens=total_tokens,
+                step=step,
+                sources=dict(losses),
+                loss=loss,
+                learning_rate=learning_rate,
+            )
+        )
 
     @property
     def _joined(self) -> Connection:
