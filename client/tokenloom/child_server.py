@@ -35,6 +35,8 @@ FOLDER = ".tokenloom-server"
 POLL_S = 0.02
 #: A server that was asked to end and did not, within this, is killed: its own bounds add up to less.
 GRACE_S = 20.0
+#: Of the server's lease, seconds.
+LEASE_S = 5
 #: A server that ends again so soon after its start is not helped by another one...
 SOUND_S = 30.0
 #: ... after so many in a row.
@@ -145,8 +147,9 @@ class ChildServer:
         """Starts the process and waits until it is ready. False where that is not wanted any more."""
         command = [sys.executable, "-m", "tokenloom_server", "serve", str(self.mixture), "--grpc", self._grpc]
         command += ["--rest", "127.0.0.1:0", "--ready-file", str(self._ready_file), "--parent", str(os.getpid())]
-        # Nobody but this launch can reach this server, so whoever trained before is gone.
-        command += ["--liveness", "0"]
+        # Nobody but this launch can reach this server, so whoever trained before is gone. And the lease is for moves
+        # to another machine or address alone: whoever starts waits for that.
+        command += ["--liveness", "0", "--lease", str(LEASE_S)]
         if "TOKENLOOM_LEDGER" not in os.environ:
             command += ["--ledger", "auto"]
         self._ready_file.unlink(missing_ok=True)

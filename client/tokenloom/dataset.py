@@ -41,7 +41,8 @@ class RemoteDataset(IterableDataset[Batch]):
     ``url`` may be the path of a mixture file instead (``.yaml``): rank 0 then starts the server, which all ranks of the
     launch join, and ends it when they have closed their datasets or it dies. What is wrong with the file is raised
     here, on every rank. With ``local=True``, for one process alone, the same samples come without a server or a
-    socket, and what is wrong with the data is raised by the first ``iter()``. Both need ``pip install 'tokenloom[server]'``.
+    socket, and what is wrong with the data is raised by the first ``iter()``. Both need
+    ``pip install 'tokenloom[server]'``.
 
     The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
     from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id
