@@ -30,8 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         document = flat([CODE, DOCS, WIKI], run=labels, labels=labels, sequence_length=LENGTH, **fields)
         files.append(folder / f"{labels}.yaml")
         files[-1].write_text(yaml.safe_dump(document), encoding="utf-8")
-    with ServerProcess(*files) as server:
-        yield server
+    server = ServerProcess(folder / "server", *files).start()
+    yield server
+    server.terminate()
 
 
 def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
