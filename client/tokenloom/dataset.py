@@ -271,6 +271,11 @@ class RemoteDataset(IterableDataset[Batch]):
         """Samples per rank and step, as asked for; None where the run says it."""
         return self._batch_size
 
+    @property
+    def accumulate(self) -> int:
+        """Batches of an optimiser step."""
+        return self._accumulate
+
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
         changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
