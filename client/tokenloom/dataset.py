@@ -39,6 +39,10 @@ class RemoteDataset(IterableDataset[Batch]):
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
     waits for one at most ``batch_timeout_s``.
 
+    ``accumulate`` is how many batches the trainer takes for each optimiser step, counted from where it joined; the
+    same on all ranks. Their ``global_label_tokens`` is then of all of them, so ``next()`` waits until they are all
+    there or the data end; at least twice as many are fetched ahead.
+
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
 
@@ -66,6 +70,7 @@ class RemoteDataset(IterableDataset[Batch]):
         url: str,
         batch_size: int | None = None,
         *,
+        accumulate: int = 1,
         rank: int | None = None,
         world_size: int | None = None,
         attempt: str | None = None,
@@ -100,7 +105,8 @@ class RemoteDataset(IterableDataset[Batch]):
             tls_key=tls_key,
             environment=os.environ,
         )
-        for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
+        steps = {"batch_size": batch_size, "prefetch_steps": prefetch_steps, "accumulate": accumulate}
+        for name, value in steps.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
         for name, seconds in (
@@ -113,6 +119,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if resume is not None and not resume:
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
         self._batch_size = batch_size
+        self._accumulate = accumulate
         self._resume = resume or ""
         self._takeover = takeover
         if fork_from is not None and resume:
@@ -323,6 +330,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 loss_mask=self._loss_mask,
                 cu_seqlens=self._cu_seqlens,
                 prefetch_steps=self._prefetch_steps,
+                accumulate=self._accumulate,
                 takeover=self._takeover,
                 fork=fork is not None,
                 peek=self._peek,
