@@ -136,7 +136,8 @@ NEEDS = {
         {
             *("grpc", "google", "numpy", "torch"),
             *("tqdm", "typing_extensions"),  # of the extra for bars; and what torch brings
-            *("transformers", "trl", "accelerate", "lightning", "torchdata"),  # of integrations, for who has them
+            # of integrations, for who has them
+            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata"),
         }
     ),
     SERVER: frozenset(
