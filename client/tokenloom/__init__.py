@@ -42,7 +42,9 @@ from tokenloom.errors import (
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
 from tokenloom.source_loss import MeanLosses, SourceLoss
+from tokenloom.token_budget import TokenBudget
 from tokenloom.token_losses import token_losses
+from tokenloom.token_progress import TokenProgress
 
 __all__ = [
     "AttemptUsed",
@@ -76,7 +78,9 @@ __all__ = [
     "SourceError",
     "SourceLoss",
     "StorageError",
+    "TokenBudget",
     "TokenLRScheduler",
+    "TokenProgress",
     "TokenizerError",
     "TokenloomError",
     "TooManyPeeks",
