@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Request, Source
+from tokenloom.connection import Connection, Request, Source, ask
 from tokenloom.embedded import Embedded
 from tokenloom.errors import ProtocolError
 from tokenloom.local import Local
@@ -260,6 +260,17 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._topology.world_size
 
     @property
+    def batch_size(self) -> int | None:
+        """Samples per rank and step, as asked for; None where the run says it."""
+        return self._batch_size
+
+    def plan(self, tokens: int | None = None) -> dict[str, Any]:
+        """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
+        changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
+        ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
+        return ask.plan(self._address, self._credentials, tokens or 0, self._connect_timeout_s)
+
+    @property
     def sequence_length(self) -> int:
         """Tokens of a sample."""
         return self._joined.opening.layout.sequence_length
@@ -351,7 +362,6 @@ class RemoteDataset(IterableDataset[Batch]):
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
                 batch_timeout_s=self._batch_timeout_s,
-                connect=self._served_here.connect if self._served_here is not None else None,
             )
         )
         start, skipped = connection.opening.start, connection.opening.skipped_samples
