@@ -409,7 +409,6 @@ class RemoteDataset(IterableDataset[Batch]):
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
                 batch_timeout_s=self._batch_timeout_s,
-                connect=self._served_here.connect if self._served_here is not None else None,
             )
         )
         start, skipped = connection.opening.start, connection.opening.skipped_samples

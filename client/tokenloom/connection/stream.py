@@ -109,10 +109,7 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        if self._request.connect is not None:
-            self._channel = self._request.connect()
-        else:
-            self._channel = open_channel(next(self._targets), self._request.credentials)
+        self._channel = open_channel(self._request.address, next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
