@@ -82,7 +82,13 @@ class Forks:
 
     def __init__(self, *modules: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _FORKS, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _FORKS, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # As torchrun has it; but OpenMP reads it as torch is imported, so for a fork it would come too late, and
+            # idle threads of each rank would spin for the same few cores.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.statuses: dict[int, int] = {}
         assert self._answer_line() == "ready\n", f"{modules} cannot be imported"
@@ -188,7 +194,6 @@ def launch(
         variables = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
