@@ -216,6 +216,13 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
+    def history(self) -> History:
+        """What states are written from, for who hands the batches on to another process."""
+        if self._history is None:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._history
+
+    @property
     def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
         return self._history.last if self._history is not None else self._standing
@@ -252,6 +259,11 @@ class RemoteDataset(IterableDataset[Batch]):
     def sequence_length(self) -> int:
         """Tokens of a sample."""
         return self._joined.opening.layout.sequence_length
+
+    @property
+    def labels_shifted(self) -> bool:
+        """Whether labels are the next ids (``labels: shifted``), or equal the ids."""
+        return self._joined.opening.layout.shifted
 
     @property
     def sources(self) -> list[Source]:
