@@ -245,6 +245,13 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
+    def history(self) -> History:
+        """What states are written from, for who hands the batches on to another process."""
+        if self._history is None:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._history
+
+    @property
     def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
         return self._history.last if self._history is not None else self._standing
