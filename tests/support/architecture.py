@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     CLIENT: (
         ("errors", "columns"),
         ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer",),
+        ("buffer", "device"),
         ("connection",),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
