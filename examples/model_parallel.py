@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> None:
             batch,
             cp.get_local_rank(),
             cp.size(),
-            labels_shifted=dataset.labels_shifted,
+            labels_shifted=dataset.labels == "shifted",
             load_balanced=options.load_balanced,
         )
         optimizer.zero_grad()

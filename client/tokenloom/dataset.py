@@ -18,6 +18,7 @@ from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.device import resolve
 from tokenloom.embedded import Embedded
 from tokenloom.errors import ProtocolError
 from tokenloom.local import Local
@@ -62,6 +63,10 @@ class RemoteDataset(IterableDataset[Batch]):
     Batches have the columns ``position_ids``, ``document_ids``, ``attention_mask``, ``loss_mask`` and ``cu_seqlens``
     (with ``max_seqlen``) where these are asked for.
 
+    ``device="cuda"`` makes the tensors there, equal to the bit: ids cross to it as narrow as they travelled, from
+    pinned memory and one batch ahead, and are widened there. A batch is ready for the stream that is current at
+    ``next()``.
+
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
     ``peek=True`` only looks: it joins nothing, counts nothing and fences nobody, whatever the run is doing. The whole
@@ -97,6 +102,7 @@ class RemoteDataset(IterableDataset[Batch]):
         attention_mask: bool = False,
         loss_mask: bool = False,
         cu_seqlens: bool = False,
+        device: str | torch.device | None = None,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
         batch_timeout_s: float = 3600.0,
@@ -150,6 +156,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._attention_mask = attention_mask
         self._loss_mask = loss_mask
         self._cu_seqlens = cu_seqlens
+        self._device = resolve(device) if device is not None else None
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._batch_timeout_s = batch_timeout_s
@@ -416,6 +423,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
                 batch_timeout_s=self._batch_timeout_s,
+                device=self._device,
             )
         )
         start, skipped = connection.opening.start, connection.opening.skipped_samples
@@ -448,6 +456,11 @@ class RemoteDataset(IterableDataset[Batch]):
                 f"this DataLoader has num_workers={worker.num_workers}, but a rank is one slot of the run and each "
                 "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
                 "and batch_size=None"
+            )
+        if worker is not None and self._device is not None and self._device.type == "cuda":
+            raise RuntimeError(
+                f"device={str(self._device)!r} makes batches in the trainer's process, and this is a DataLoader's "
+                "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
             )
 
     def _check_process(self) -> None:

@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     CLIENT: (
         ("errors", "columns", "mixture_file"),
         ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer", "child_server", "local", "token_losses"),
+        ("buffer", "child_server", "device", "local", "token_losses"),
         ("connection", "embedded"),
         ("dataset", "lr_scheduler"),
         ("token_budget",),

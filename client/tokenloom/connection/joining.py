@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
+import torch
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -60,6 +61,8 @@ class Request:
     connect_timeout_s: float
     reconnect_timeout_s: float
     batch_timeout_s: float
+    device: torch.device | None = None
+    """Where batches are made; None: in ordinary memory, by numpy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from tokenloom.connection.channel import Retry, failure, open_channel, retryable
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.reporting import Report, Reporter
 from tokenloom.connection.response import Response, read
+from tokenloom.device import DeviceSteps, Transfer
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.features import Bucket, Feature, RowsMessage
 from tokenloom.snapshot import Point
@@ -77,13 +78,19 @@ class Connection:
             timeout_s=request.batch_timeout_s,
             counted=not request.peek,
         )
+        self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
         background thread met."""
-        return self.buffer.take(self.on_silence)
+        taken = self.buffer.take(self.on_silence)
+        if self._transfer is not None and (following := self.buffer.following()) is not None:
+            _, message, number = following
+            assert isinstance(message, DeviceSteps)
+            message.send(number)
+        return taken
 
     def report(self, report: Report) -> None:
         """Sends losses in the background, for monitoring."""
@@ -244,6 +251,9 @@ class Connection:
                 document_counts=batches.document_counts,
                 document_starts=batches.document_starts,
             )
+        if self._transfer is not None:
+            assert isinstance(message, Message | RowsMessage)
+            message = DeviceSteps(message, self._transfer)
         points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 

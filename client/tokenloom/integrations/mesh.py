@@ -195,7 +195,7 @@ class GroupDataset(IterableDataset[Batch]):
                 "start": [*start[:3], _told(start.base)],
                 "generation": self._dataset.generation,
                 "sequence_length": self._dataset.sequence_length,
-                "labels_shifted": self._dataset.labels == "shifted",
+                "labels": self._dataset.labels,
             }
         except Exception as error:
             self._line.send_error(error)
@@ -300,9 +300,9 @@ class GroupDataset(IterableDataset[Batch]):
         return int(self._known("sequence_length"))
 
     @property
-    def labels_shifted(self) -> bool:
-        """Whether labels are the next ids (``labels: shifted``), or equal the ids."""
-        return bool(self._known("labels_shifted"))
+    def labels(self) -> str:
+        """As ``RemoteDataset.labels``: ``"same"`` or ``"shifted"``."""
+        return str(self._known("labels"))
 
     @property
     def generation(self) -> int:
@@ -339,7 +339,7 @@ def context_slice(batch: Batch, rank: int, size: int, *, labels_shifted: bool, l
     and the one as far from the end, so that under a causal mask all ranks have as much to do.
 
     A label belongs to the logits at its place, since the id that it is may lie in another rank's slice. So labels that
-    equal the ids (``labels_shifted=False``; ``dataset.labels_shifted`` says which they are) are shifted, with −100 at
+    equal the ids (``labels_shifted=False``; ``dataset.labels`` says which they are) are shifted, with −100 at
     each sample's end, and ``loss_mask`` with them. There are always ``position_ids``: the dataset's, which begin anew
     with each document, or else the place in the sample. ``cu_seqlens`` stays that of the whole batch.
 
