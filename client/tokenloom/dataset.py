@@ -252,9 +252,14 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._topology.world_size
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples per rank and step, as asked for; None where the run says it."""
-        return self._batch_size
+    def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
+        """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
+        return self._batch_sizes or self._batch_size or None
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of ``next()`` for each of the optimiser's."""
+        return self._accumulate
 
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is

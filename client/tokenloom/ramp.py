@@ -77,8 +77,8 @@ def check(batch_size: object) -> tuple[tuple[int, int], ...]:
         return ()
     if not isinstance(batch_size, Sequence) or isinstance(batch_size, str):
         raise ValueError(
-            "batch_size must be an integer of at least 1, or pairs (total_tokens, batch_size) such as "
-            f"[(0, 4), (1_000_000, 8)]; got {batch_size!r}"
+            f"batch_size must be an integer of at least 1; got {batch_size!r}. Or pairs (total_tokens, batch_size), "
+            "such as [(0, 4), (1_000_000, 8)]"
         )
     pairs: list[tuple[int, int]] = []
     for number, pair in enumerate(batch_size):
