@@ -63,7 +63,7 @@ class Batch(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is the same for all messages of a generation."""
+    """What is the same for all messages of a generation, as long as its batch size is."""
 
     batch_size: int
     sequence_length: int
@@ -198,6 +198,7 @@ class Message:
         into a later step, for one into the ids that it keeps.
         """
         ids = self._ids[step]
+        columns.fit((self._layout.batch_size, self._layout.sequence_length))
         inputs, labels = columns.take(2)
         if self._layout.shifted:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
@@ -244,7 +245,12 @@ class Message:
             "source_ids": np.array(sources, np.int64),
             "sample_ids": samples,
         }
-        numbers = {"sample_index": self._end_indices[step], "total_tokens": self._total_tokens[step]}
+        numbers = {
+            "sample_index": self._end_indices[step],
+            "total_tokens": self._total_tokens[step],
+            "global_tokens": self._tokens[step],
+            "global_label_tokens": self.label_tokens[step],
+        }
         slopes: dict[str, int] = {}
         short = False
         if self._filled is not None:

@@ -14,7 +14,7 @@ from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.resume import sources_of
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tokenloom import topology
+from tokenloom import ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask
@@ -50,9 +50,14 @@ class RemoteDataset(IterableDataset[Batch]):
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
     waits for one at most ``batch_timeout_s``.
 
-    ``accumulate`` is how many batches the trainer takes for each optimiser step, counted from where it joined; the
-    same on all ranks. Their ``global_label_tokens`` is then of all of them, so ``next()`` waits until they are all
-    there or the data end; at least twice as many are fetched ahead.
+    ``batch_size`` may follow the run's tokens: ``[(0, 4), (1_000_000, 8)]`` are pairs of total tokens, ascending from
+    0, and samples per rank and step, each from the first optimiser step on that begins at so many tokens or behind
+    them.
+
+    ``accumulate`` is how many steps of ``next()`` an optimiser step has, counted from where this launch joined; the
+    same on all ranks. The batch size only changes between two optimiser steps. ``global_label_tokens`` is of all
+    batches of one, so ``next()`` waits until they are all there or the data end; at least twice as many are fetched
+    ahead.
 
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
@@ -83,9 +88,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def __init__(
         self,
         url: str | os.PathLike[str],
-        batch_size: int | None = None,
+        batch_size: int | ramp.Schedule | None = None,
         *,
-        accumulate: int = 1,
         local: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -95,6 +99,7 @@ class RemoteDataset(IterableDataset[Batch]):
         takeover: bool = False,
         fork_from: Mapping[str, Any] | None = None,
         stream: str = "train",
+        accumulate: int = 1,
         prefetch_steps: int | None = None,
         peek: bool = False,
         document_ids: bool = False,
@@ -129,10 +134,14 @@ class RemoteDataset(IterableDataset[Batch]):
                 tls_key=tls_key,
                 environment=os.environ,
             )
-        steps = {"batch_size": batch_size, "prefetch_steps": prefetch_steps, "accumulate": accumulate}
-        for name, value in steps.items():
-            if value is not None and (type(value) is not int or value < 1):
+        for name, value in (("accumulate", accumulate), ("prefetch_steps", prefetch_steps)):
+            if (value is not None or name == "accumulate") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if prefetch_steps is not None and prefetch_steps < accumulate:
+            raise ValueError(
+                f"prefetch_steps is {prefetch_steps}; expected at least accumulate, {accumulate}: all steps of an "
+                "optimiser step are fetched before the first is handed out"
+            )
         for name, seconds in (
             ("connect_timeout_s", connect_timeout_s),
             ("reconnect_timeout_s", reconnect_timeout_s),
@@ -142,7 +151,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
         if resume is not None and not resume:
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
-        self._batch_size = batch_size
+        self._batch_sizes = ramp.check(batch_size)
+        self._batch_size = batch_size if isinstance(batch_size, int) else 0
         self._accumulate = accumulate
         self._resume = resume or ""
         self._takeover = takeover
@@ -162,6 +172,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._batch_timeout_s = batch_timeout_s
         self._peek = peek
         if peek:
+            if self._batch_sizes:
+                raise ValueError(f"peek=True has steps of one batch size; got batch_size={batch_size!r}")
             given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
             _refuse_with_peek(**given, takeover=takeover, fork_from=fork_from)
             self._topology = topology.ALONE
@@ -281,13 +293,13 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._topology.world_size
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples per rank and step, as asked for; None where the run says it."""
-        return self._batch_size
+    def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
+        """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
+        return self._batch_sizes or self._batch_size or None
 
     @property
     def accumulate(self) -> int:
-        """Batches of an optimiser step."""
+        """Steps of ``next()`` for each of the optimiser's."""
         return self._accumulate
 
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
@@ -407,7 +419,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 credentials=self._credentials,
                 stream=self._stream,
                 topology=self._topology,
-                batch_size=self._batch_size or 0,
+                batch_size=self._batch_size,
+                batch_sizes=self._batch_sizes,
                 resume="" if loaded else self._resume,
                 state=loaded.text if loaded else "",
                 position_ids=self._position_ids,

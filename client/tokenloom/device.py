@@ -66,6 +66,7 @@ class DeviceSteps:
     def __init__(self, message: Message | RowsMessage, transfer: Transfer) -> None:
         self._message = message
         self._transfer = transfer
+        self.label_tokens = message.label_tokens
 
     def batch(self, step: int, _: Columns) -> Batch:
         """The batch of a step, counted from 0 in the message."""

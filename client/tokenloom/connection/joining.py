@@ -28,6 +28,7 @@ from tokenloom.connection.channel import (
     times_out,
 )
 from tokenloom.errors import ProtocolError
+from tokenloom.ramp import BatchPlan, Ramp
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
 
@@ -46,6 +47,9 @@ class Request:
     stream: str
     topology: Topology
     batch_size: int
+    #: Pairs (total tokens, batch size) instead of that.
+    batch_sizes: tuple[tuple[int, int], ...]
+    accumulate: int
     resume: str
     state: str
     position_ids: bool
@@ -54,7 +58,6 @@ class Request:
     loss_mask: bool
     cu_seqlens: bool
     prefetch_steps: int | None
-    accumulate: int
     takeover: bool
     peek: bool
     fork: bool
@@ -83,7 +86,7 @@ class Opening:
     start: Point
     layout: Layout
     sources: list[Source]
-    group_steps: int
+    ramp: Ramp
     template: bytes
     server_epoch: int
     #: Samples of the order that were jumped over right before ``start``.
@@ -101,6 +104,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         rank=request.topology.rank,
         world_size=request.topology.world_size,
         batch_size=request.batch_size,
+        batch_sizes=[wire.BatchSize(total_tokens=tokens, batch_size=size) for tokens, size in request.batch_sizes],
+        accumulate=request.accumulate,
         attempt=request.topology.attempt,
         nonce=nonce,
         resume=request.resume,
@@ -151,12 +156,14 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
         )
+    first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_steps)
+    plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_steps) for plan in answer.batch_plans]
     return Opening(
         run_uid=answer.run_uid,
         generation=answer.generation,
         start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
         layout=Layout(
-            batch_size=answer.batch_size or request.batch_size,
+            batch_size=first.batch_size,
             sequence_length=answer.sequence_length,
             id_type=np.dtype(f"<u{int(answer.id_type) or 1}").str,
             rows=of_rows,
@@ -172,7 +179,12 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             mask_boundaries=answer.mask_boundaries,
         ),
         sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
-        group_steps=answer.group_steps,
+        ramp=Ramp(
+            plans or [first],
+            world_size=request.topology.world_size,
+            accumulate=request.accumulate,
+            prefetch_steps=request.prefetch_steps,
+        ),
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,
         skipped_samples=answer.skipped_samples,

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, cycle, repeat
 from operator import lt
 from typing import cast
@@ -41,9 +42,6 @@ log = logging.getLogger("tokenloom")
 SOUND_STREAM_S = 10.0
 #: How long close() waits for the server to take the last report.
 FLUSH_S = 2.0
-#: Groups of steps that are fetched ahead: one to take from, one to follow it, and two on their way while the
-#: server hears that it may send them.
-PREFETCH_GROUPS = 4
 
 _STREAM = f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Stream"
 
@@ -66,14 +64,13 @@ class Connection:
             self._disconnect()
             raise
         self._base = self.opening.start.base
+        layout, plans = self.opening.layout, self.opening.ramp.plans
+        self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
-        ahead = request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps
         self.buffer = StepBuffer(
             self.opening.start,
-            # While the trainer is in one optimiser step, the next one comes.
-            capacity_steps=max(ahead, 2 * request.accumulate if request.accumulate > 1 else 1),
             accumulate=request.accumulate,
-            step_samples=request.topology.world_size * self.opening.layout.batch_size,
+            ramp=self.opening.ramp,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
             counted=not request.peek,
@@ -218,7 +215,8 @@ class Connection:
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
         totals = [info.total_tokens for info in infos]
         tokens, labels = [info.tokens for info in infos], [info.label_tokens for info in infos]
-        slices, layout = [info.slice for info in infos], self.opening.layout
+        slices = [info.slice for info in infos]
+        layout = self._layouts[self.opening.ramp.number_at(batches.begin_index)]
         message: Steps
         if layout.rows:
             # Batches of rows have a type of their own, which who asks for a run of them knows.
