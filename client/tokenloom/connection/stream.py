@@ -70,7 +70,7 @@ class Connection:
             step_samples=request.topology.world_size * self.opening.layout.batch_size,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
-            counted=not request.peek,
+            counted=request.counted,
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
@@ -254,7 +254,9 @@ class Connection:
                 progress=self.progress(consumed),
                 document_starts=self.opening.layout.document_starts,
                 peek=asked.peek,
-                batch_size=self.opening.layout.batch_size if asked.peek else 0,
+                batch_size=0 if asked.counted else self.opening.layout.batch_size,
+                samples=asked.samples or 0,
+                world_size=0 if asked.samples is None else asked.topology.world_size,
                 process=topology.process(),
             )
         )
