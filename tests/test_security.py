@@ -472,6 +472,7 @@ MOST = {
     "Snapshot": SMALL_REQUEST_BYTES,
     "Restore": MAX_REQUEST_BYTES,
     "Stats": SMALL_REQUEST_BYTES,
+    "Plan": SMALL_REQUEST_BYTES,
     "Tokenizer": SMALL_REQUEST_BYTES,
 }
 

@@ -41,6 +41,8 @@ from tokenloom.errors import (
     Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.token_budget import TokenBudget
+from tokenloom.token_progress import TokenProgress
 
 __all__ = [
     "AttemptUsed",
@@ -72,7 +74,9 @@ __all__ = [
     "SourceChanged",
     "SourceError",
     "StorageError",
+    "TokenBudget",
     "TokenLRScheduler",
+    "TokenProgress",
     "TokenizerError",
     "TokenloomError",
     "TooManyPeeks",

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Request, Source
+from tokenloom.connection import Connection, Request, Source, ask
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
@@ -236,6 +236,17 @@ class RemoteDataset(IterableDataset[Batch]):
     def world_size(self) -> int:
         """The number of ranks."""
         return self._topology.world_size
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per rank and step, as asked for; None where the run says it."""
+        return self._batch_size
+
+    def plan(self, tokens: int | None = None) -> dict[str, Any]:
+        """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
+        changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
+        ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
+        return ask.plan(self._address, self._credentials, tokens or 0, self._connect_timeout_s)
 
     @property
     def sequence_length(self) -> int:

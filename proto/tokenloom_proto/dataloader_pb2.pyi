@@ -329,6 +329,20 @@ class StatsResponse(_message.Message):
     stats_json: str
     def __init__(self, stats_json: _Optional[str] = ...) -> None: ...
 
+class PlanRequest(_message.Message):
+    __slots__ = ("run", "until_tokens")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    until_tokens: int
+    def __init__(self, run: _Optional[str] = ..., until_tokens: _Optional[int] = ...) -> None: ...
+
+class PlanResponse(_message.Message):
+    __slots__ = ("plan_json",)
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    plan_json: str
+    def __init__(self, plan_json: _Optional[str] = ...) -> None: ...
+
 class TokenizerRequest(_message.Message):
     __slots__ = ("run",)
     RUN_FIELD_NUMBER: _ClassVar[int]

@@ -59,6 +59,11 @@ class DataLoaderStub(object):
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/tokenloom.v1.DataLoader/Plan',
+                request_serializer=tokenloom__proto_dot_dataloader__pb2.PlanRequest.SerializeToString,
+                response_deserializer=tokenloom__proto_dot_dataloader__pb2.PlanResponse.FromString,
+                _registered_method=True)
         self.Tokenizer = channel.unary_unary(
                 '/tokenloom.v1.DataLoader/Tokenizer',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
@@ -109,6 +114,14 @@ class DataLoaderServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Plan(self, request, context):
+        """What the run will be, from its beginning to its end, if nothing is changed: the same to whoever asks and whenever,
+        as long as nothing is revised.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenizer(self, request, context):
         """The run's tokeniser, for who wants to read what the model sees.
         """
@@ -143,6 +156,11 @@ def add_DataLoaderServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=tokenloom__proto_dot_dataloader__pb2.StatsRequest.FromString,
                     response_serializer=tokenloom__proto_dot_dataloader__pb2.StatsResponse.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=tokenloom__proto_dot_dataloader__pb2.PlanRequest.FromString,
+                    response_serializer=tokenloom__proto_dot_dataloader__pb2.PlanResponse.SerializeToString,
             ),
             'Tokenizer': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenizer,
@@ -285,6 +303,33 @@ class DataLoader(object):
             '/tokenloom.v1.DataLoader/Stats',
             tokenloom__proto_dot_dataloader__pb2.StatsRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.DataLoader/Plan',
+            tokenloom__proto_dot_dataloader__pb2.PlanRequest.SerializeToString,
+            tokenloom__proto_dot_dataloader__pb2.PlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

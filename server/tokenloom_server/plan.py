@@ -66,6 +66,8 @@ class RunPlan(_Future):
 
     run: str
     sequence_length: int
+    labels: str
+    """Whether labels equal the input ids (`same`), or are the next ids already (`shifted`)."""
     from_sample_index: int
     from_tokens: int
     until_sample_index: int

@@ -36,6 +36,7 @@ RPCS: Mapping[str, Scope] = {
     f"{_DATA_LOADER}/Snapshot": Scope.READ,  # control where it is to be saved
     f"{_DATA_LOADER}/Restore": Scope.CONTROL,
     f"{_DATA_LOADER}/Stats": Scope.READ,
+    f"{_DATA_LOADER}/Plan": Scope.READ,
     f"{_DATA_LOADER}/Tokenizer": Scope.READ,
     "/grpc.health.v1.Health/Check": Scope.OPEN,
     # It stays open for as long as the caller likes; a stranger could take every place with it.

@@ -34,6 +34,7 @@ from tokenloom_server.producer import Producer
 from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files, places
+from tokenloom_server.state import MAX_COUNTER
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RunStats, SnapshotInfo
 from tokenloom_server.streams import Streams
 from tokenloom_server.traced import TracedSample, TracedStep
@@ -223,6 +224,14 @@ class Runs:
         with served.host.lock:
             course, state = served.host.course, served.host.committed_state
         return served.planner.plan(course, state, until_tokens)
+
+    def plan_from_start(self, run: str, until_tokens: int | None) -> RunPlan:
+        """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at
+        how far the run is, all ranks are told the same, and those of a later launch, too."""
+        served = self.get(run)
+        with served.host.lock:
+            course = served.host.course
+        return served.planner.plan(course, course.initial(), until_tokens or MAX_COUNTER)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         return self.get(run).accounts.receipt(sample_index)

@@ -33,6 +33,87 @@ def test_the_rate_rises_linearly_then_falls_as_a_cosine_and_stays_at_its_minimum
     assert scheduler.optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({"shape": "linear"}, {100: 1.0, 600: 0.55, 1000: 0.19, 1100: 0.1, 5000: 0.1}),
+        ({"shape": "constant", "target_tokens": None}, {50: 0.5, 100: 1.0, 10**12: 1.0}),
+        ({"shape": "inverse_sqrt", "target_tokens": None}, {50: 0.5, 100: 1.0, 400: 0.5, 900: 1 / 3, 10**6: 0.1}),
+        ({"shape": "wsd", "decay_start_tokens": 700}, {99: 0.99, 100: 1.0, 700: 1.0, 800: 0.775, 1100: 0.1}),
+        ({"shape": "wsd", "decay_start_tokens": 700, "decay_shape": "cosine"}, {700: 1.0, 900: 0.55, 1100: 0.1}),
+        (
+            {"shape": "wsd", "decay_start_tokens": 700, "decay_shape": "one_minus_sqrt"},
+            {700: 1.0, 800: 0.55, 2000: 0.1},
+        ),
+        ({"shape": "wsd", "decay_start_tokens": 1100}, {1099: 1.0, 1100: 0.1}),
+    ],
+)
+def test_each_shape_has_its_closed_form(changes: dict[str, Any], rates: dict[int, float]) -> None:
+    scheduler = schedule(**changes)
+    for tokens, rate in rates.items():
+        scheduler.step(tokens)
+
+        assert scheduler.get_last_lr() == [pytest.approx(rate, rel=1e-12)], tokens
+
+
+def _torchs_own(shape: str, of: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """With 10 steps of warm-up of 110, and a minimum of 0.1, where it has one."""
+    from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+
+    warmup = LinearLR(of, start_factor=1e-12, total_iters=10)
+    behind: dict[str, Any] = {
+        "cosine": lambda: CosineAnnealingLR(of, T_max=100, eta_min=0.1),
+        "linear": lambda: LinearLR(of, start_factor=1.0, end_factor=0.1, total_iters=100),
+        "constant": lambda: ConstantLR(of, factor=1.0),
+        "inverse_sqrt": lambda: LambdaLR(of, lambda step: max(0.1, math.sqrt(10 / (step + 10)))),
+    }
+    if shape == "wsd":
+        parts = [warmup, ConstantLR(of, factor=1.0), LinearLR(of, start_factor=1.0, end_factor=0.1, total_iters=40)]
+        return SequentialLR(of, parts, milestones=[10, 70])
+    return SequentialLR(of, [warmup, behind[shape]()], milestones=[10])
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+def test_at_a_constant_batch_size_a_shape_is_torchs_own(shape: str) -> None:
+    theirs, ours = optimizer(), optimizer()
+    own = _torchs_own(shape, theirs)
+    start = {"decay_start_tokens": 700} if shape == "wsd" else {}
+    scheduler = schedule(ours, shape=shape, **start)
+    for step in range(110):
+        scheduler.step(10 * step)
+
+        assert scheduler.get_last_lr()[0] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9, abs=1e-9), step
+        own.step()
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_every_shape_goes_on_to_the_bit_with_another_batch_size(shape: str) -> None:
+    start = {"decay_start_tokens": 700} if shape == "wsd" else {}
+    alone, before = schedule(shape=shape, **start), schedule(shape=shape, **start)
+    for tokens in range(0, 601, 10):
+        before.step(tokens)
+    after = schedule(shape=shape, **start)
+    after.load_state_dict(before.state_dict())
+    for tokens in range(600, 1300, 50):
+        after.step(tokens)
+        alone.step(tokens)
+
+        assert after.get_last_lr() == alone.get_last_lr()
+
+
+def test_a_checkpoint_that_counted_steps_goes_on_by_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    older = torch.optim.lr_scheduler.LinearLR(optimizer(0.5)).state_dict() | {"total_tokens": 600}
+    scheduler = schedule()
+    with caplog.at_level(logging.WARNING, "tokenloom"):
+        scheduler.load_state_dict(older)
+
+    assert scheduler.total_tokens == 600
+    assert scheduler.get_last_lr() == [pytest.approx(0.5 * 0.55)]
+    assert "goes on at its 600 tokens by the schedule given here" in caplog.text
+
+
 def test_the_rate_is_equal_to_the_bit_however_the_run_came_there() -> None:
     small, large = schedule(), schedule()
     for tokens in range(0, 731, 10):
@@ -97,8 +178,11 @@ def test_the_state_is_plain_numbers_and_a_loaded_schedule_that_differs_is_logged
     assert saved == {
         "total_tokens": 0,
         "base_lrs": [1.0],
+        "shape": "cosine",
         "warmup_tokens": 100,
         "target_tokens": 2000,
+        "decay_start_tokens": None,
+        "decay_shape": "linear",
         "min_lr_ratio": 0.1,
     }
     assert scheduler.target_tokens == 2000
@@ -114,6 +198,18 @@ def test_the_state_is_plain_numbers_and_a_loaded_schedule_that_differs_is_logged
         ({"target_tokens": 50}, "not below warmup_tokens; got warmup_tokens=100, target_tokens=50"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio must be between 0 and 1; got 1.5"),
         ({"min_lr_ratio": math.nan}, "min_lr_ratio must be between 0 and 1"),
+        ({"shape": "cosinus"}, "shape must be one of cosine, linear, constant, inverse_sqrt, wsd; got 'cosinus'"),
+        ({"target_tokens": None}, "target_tokens is missing: cosine has its end there"),
+        ({"shape": "inverse_sqrt", "warmup_tokens": 0}, "warmup_tokens must be at least 1 with inverse_sqrt"),
+        ({"decay_start_tokens": 500}, "belong to wsd; leave them out with shape='cosine'"),
+        ({"shape": "linear", "decay_shape": "cosine"}, "belong to wsd; leave them out with shape='linear'"),
+        ({"shape": "wsd"}, "wsd needs decay_start_tokens, between warmup_tokens and target_tokens"),
+        ({"shape": "wsd", "decay_start_tokens": 99}, "warmup_tokens=100, decay_start_tokens=99, target_tokens=1100"),
+        ({"shape": "wsd", "decay_start_tokens": 1101}, "decay_start_tokens=1101, target_tokens=1100"),
+        (
+            {"shape": "wsd", "decay_start_tokens": 500, "decay_shape": "sqrt"},
+            "decay_shape must be one of linear",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -128,7 +224,7 @@ def test_a_step_without_a_sensible_count_is_refused() -> None:
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="has the keys"):
+    with pytest.raises(ValueError, match="must have total_tokens beside them; got \\['last_epoch'\\]"):
         schedule().load_state_dict({"last_epoch": 3})
     with pytest.raises(ValueError, match="the state has 2 parameter groups, the optimizer 1"):
         schedule().load_state_dict(schedule(optimizer(1.0, 2.0)).state_dict())

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import LENGTH, Corpus, StartServer
+from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine
 from support.trainer import Sample, World
+from tokenloom import NotFound, RemoteDataset, TokenBudget
 
 
 def plan(tokenloom: CommandLine, *arguments: str | Path) -> dict[str, object]:
@@ -76,3 +77,38 @@ def test_a_served_run_is_planned_from_where_it_is_committed(
         assert refused.status_code == 422
         assert "counts from the run's beginning" in refused.json()["message"]
         assert rest.get("/v1/runs/on-its-way/plan.svg").content.startswith(b"<?xml")
+
+
+def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
+    corpus: Corpus, start_server: StartServer, sequence: list[Sample]
+) -> None:
+    endless = {"policy": "weighted", "children": [{"source": SPECS[0], "epochs": float("inf")}, {"source": SPECS[1]}]}
+    server = start_server(
+        corpus.mixture("budget"),
+        corpus.mixture("shifted", labels="shifted"),
+        corpus.mixture("endless", mixture=endless),
+    )
+    dataset = RemoteDataset(server.url("budget"), 4)
+    before = TokenBudget.of(dataset)
+    assert before.dataset_samples == pytest.approx(len(sequence), abs=8)
+    assert (before.context_length, before.tokens_per_sample) == (LENGTH, LENGTH - 1)
+    assert before.target_total_tokens == before.dataset_samples * LENGTH
+
+    with dataset:
+        for _ in zip(range(20), dataset, strict=False):
+            pass
+    # A rank that asks later, or after a resume, has the same target.
+    assert TokenBudget.of(RemoteDataset(server.url("budget"), 4)) == before
+    assert dataset.plan(1000)["until_tokens"] == 1000
+
+    assert TokenBudget.of(RemoteDataset(server.url("shifted"), 4)).tokens_per_sample == LENGTH
+
+    with pytest.raises(ValueError, match="this one has no end that is known: give a factor"):
+        TokenBudget.of(RemoteDataset(server.url("endless"), 4))
+    forever = TokenBudget.of(RemoteDataset(server.url("endless"), 4), parameters=1000, factor=20)
+    # In this corpus's streams the second source stands for both of its epochs.
+    epoch = len(corpus.streams[0]) + len(corpus.streams[1]) // 2
+    assert forever.dataset_samples == pytest.approx(epoch / LENGTH, abs=2)
+    assert not forever.ends
+    with pytest.raises(NotFound, match="other"):
+        RemoteDataset(server.url("other"), 4).plan()

@@ -12,6 +12,9 @@ from support.scripts import Forks
 def torch_forks() -> Iterator[Forks]:
     """With torch and the client."""
     # The first optimizer imports the compiler.
-    forks = Forks("torch.distributed", "torch._dynamo", "torch.nn.parallel", "tokenloom")
+    forks = Forks(
+        *("torch.distributed", "torch._dynamo", "torch.nn.parallel", "tokenloom"),
+        *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh"),
+    )
     yield forks
     forks.close()

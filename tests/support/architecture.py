@@ -54,6 +54,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("buffer",),
         ("connection",),
         ("dataset", "lr_scheduler"),
+        ("token_budget",),
+        ("token_progress",),
         ("__init__",),
         # Users of what a trainer imports; nothing of the package knows them.
         ("integrations",),
@@ -123,6 +125,7 @@ NEEDS = {
     CLIENT: frozenset(
         {
             *("grpc", "google", "numpy", "torch"),
+            *("tqdm", "typing_extensions"),  # of the extra for bars; and what torch brings
             *("transformers", "trl", "accelerate", "lightning", "torchdata"),  # of integrations, for who has them
         }
     ),

@@ -172,6 +172,13 @@ class DataLoader:
             return wire.StatsResponse(stats_json=self._runs.stats(request.run).model_dump_json())
         raise AssertionError("unreachable: the context aborts")
 
+    def Plan(self, request: wire.PlanRequest, context: grpc.ServicerContext) -> wire.PlanResponse:  # noqa: N802
+        with _errors(context):
+            _read(request)
+            plan = self._runs.plan_from_start(request.run, request.until_tokens or None)
+            return wire.PlanResponse(plan_json=plan.model_dump_json())
+        raise AssertionError("unreachable: the context aborts")
+
     def Tokenizer(  # noqa: N802
         self, request: wire.TokenizerRequest, context: grpc.ServicerContext
     ) -> wire.TokenizerResponse:
@@ -201,6 +208,9 @@ class DataLoader:
             ),
             "Stats": unary(
                 self.Stats, _bounded(wire.StatsRequest, SMALL_REQUEST_BYTES), wire.StatsResponse.SerializeToString
+            ),
+            "Plan": unary(
+                self.Plan, _bounded(wire.PlanRequest, SMALL_REQUEST_BYTES), wire.PlanResponse.SerializeToString
             ),
             "Tokenizer": unary(
                 self.Tokenizer,

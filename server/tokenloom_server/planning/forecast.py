@@ -131,6 +131,7 @@ class _Way:
         return RunPlan(
             run=config.run,
             sequence_length=config.sequence_length,
+            labels=config.labels,
             from_sample_index=start.sample_index,
             from_tokens=start.total_tokens,
             until_sample_index=self._index_at(end),
