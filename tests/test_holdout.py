@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from support.corpora import VOCAB, id_rows, mixture, numbers, order_of, write_jsonl, write_npy, write_parquet, write_txt
-from test_combinations import PACKINGS, SCHEMES, SHUFFLES
+from support.corpora import mixture, order_of
+from test_combinations import SCHEMES, SHUFFLES
 from tokenloom_server.hashing import Purpose, draw
-from tokenloom_server.order import Order
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.state import Cursor
 

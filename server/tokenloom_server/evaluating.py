@@ -50,8 +50,8 @@ _LOOK_S = 0.5
 
 
 class Sample(NamedTuple):
-    """One that is kept: ``ids`` as they travel, the ``starts`` of documents in it (uint32), and the rolling digest behind
-    it."""
+    """One that is kept: ``ids`` as they travel, the ``starts`` of documents in it (uint32), and the rolling digest
+    behind it."""
 
     ids: bytes
     source_id: int

@@ -1,7 +1,7 @@
 """The streams of a run beside training: what each is made of, and its order.
 
-A stream with a mixture of its own reads files of its own, frozen in a record of its own when a server first sees it. One
-without gives what training's sources hold out, of the files that the run began with: in training's tree, with its
+A stream with a mixture of its own reads files of its own, frozen in a record of its own when a server first sees it.
+One without gives what training's sources hold out, of the files that the run began with: in training's tree, with its
 weights and source ids, each source once.
 """
 

@@ -75,6 +75,12 @@ class Connection:
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
         background thread met."""
