@@ -47,16 +47,22 @@ def serving(folder: Path, ledger: Path, document: dict[str, Any]) -> Iterator[tu
         opened.close()
 
 
-def evaluated(url: str, world_size: int = 1, batch_size: int = 1, samples: int | None = None, stream: str = "validation") -> dict[int, tuple[int, tuple[int, ...]]]:
+def evaluated(
+    url: str, world_size: int = 1, batch_size: int = 1, samples: int | None = None, stream: str = "validation"
+) -> dict[int, tuple[int, tuple[int, ...]]]:
     found: dict[int, tuple[int, tuple[int, ...]]] = {}
     steps = set()
     for rank in range(world_size):
-        with RemoteDataset(url, batch_size, rank=rank, world_size=world_size, stream=stream, samples=samples) as dataset:
+        with RemoteDataset(
+            url, batch_size, rank=rank, world_size=world_size, stream=stream, samples=samples
+        ) as dataset:
             batches = list(dataset)
             assert len(batches) == len(dataset)
             steps.add(len(batches))
             for batch in batches:
-                for at, source, ids, labels in zip(*(batch[name].tolist() for name in ("sample_ids", "source_ids", "input_ids", "labels")), strict=True):
+                for at, source, ids, labels in zip(
+                    *(batch[name].tolist() for name in ("sample_ids", "source_ids", "input_ids", "labels")), strict=True
+                ):
                     if source == -1:
                         assert at == -1 and set(labels) == {-100}
                         continue

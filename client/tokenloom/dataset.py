@@ -139,7 +139,6 @@ class RemoteDataset(IterableDataset[Batch]):
                 resume=resume,
                 takeover=takeover,
                 fork_from=fork_from,
-                attempt=attempt,
             )
         elif samples is not None:
             raise ValueError(f"samples={samples} is for a stream to evaluate on; training goes on to its end")
@@ -164,7 +163,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 stream=stream,
                 rank=rank,
                 world_size=world_size,
-                # Who evaluates takes no slot, so there is nothing to share.
+                # Who evaluates takes no slot, so there is no id to share, and nobody to wait for.
                 attempt=stream if self._evaluates else attempt,
                 process_group=process_group,
                 timeout_s=connect_timeout_s,
