@@ -425,6 +425,12 @@ def reversed_keys(value: Any) -> Any:
 
 FIM = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
 
+
+def valid(source: dict[str, Any]) -> dict[str, Any]:
+    """Streams of which one has a mixture of its own."""
+    return {"valid": {"mixture": {"policy": "weighted", "children": [source]}}}
+
+
 SAME_ORDER: dict[str, Change] = {
     "where a new source's balance begins": put("new_source_baseline", "zero"),
     "the order of keys": lambda d: d.update(reversed_keys(d)),
@@ -575,11 +581,6 @@ def test_a_filter_is_the_same_however_it_is_written(written: str, other: list[st
     one, two = (parsed(changed(put("mixture.children.0.filter", value))) for value in (written, other))
     assert one.digest == two.digest
     assert one.sources[0].filter == [written]
-
-
-def valid(source: dict[str, Any]) -> dict[str, Any]:
-    """Streams of which one has a mixture of its own."""
-    return {"valid": {"mixture": {"policy": "weighted", "children": [source]}}}
 
 
 BAD_STREAMS: list[tuple[dict[str, Any], str]] = [
