@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import runpy
 import sqlite3
 import threading
 from collections import Counter
@@ -93,19 +94,24 @@ def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any
     """What all ranks get, in order: each sample once, and on each rank as many steps."""
     found: dict[int, Sample] = {}
     steps: set[int] = set()
-    ends: set[tuple[int, ...]] = set()
+    ends: set[tuple[tuple[int, int, int], ...]] = set()
     for rank in range(world_size):
         with evaluating(url, batch_size, rank=rank, world_size=world_size, **options) as dataset:
             batches = list(dataset)
             assert len(batches) == len(dataset)
             steps.add(len(batches))
-            ends.add(tuple(batch["sample_index"] for batch in batches))
+            # What is of the whole step is the same on each rank.
+            ends.add(
+                tuple((each["sample_index"], each["global_tokens"], each["global_label_tokens"]) for each in batches)
+            )
             for at, sample in (each for batch in batches for each in samples_of(batch)):
                 assert at not in found
                 found[at] = sample
     assert steps == {math.ceil(len(found) / (world_size * batch_size))}
     assert len(ends) == 1
     assert sorted(found) == list(range(len(found)))
+    labels = sum(label != -100 for sample in found.values() for label in sample.labels[1:])
+    assert sum(step[2] for step in next(iter(ends))) == labels
     return [found[at] for at in range(len(found))]
 
 
@@ -389,7 +395,8 @@ def test_the_page_of_docs_runs_as_it_is_written(folder: Path, capsys: pytest.Cap
     code = re.findall(r"```python\n(.*?)```", DOCS_PAGE.read_text(encoding="utf-8"), re.S)
     assert len(code) == 1
     with serving(folder, held_out(sequence_length=32)) as (url, _):
-        exec(compile(code[0], str(DOCS_PAGE), "exec"), {"url": url})
+        (folder / "page.py").write_text(code[0], encoding="utf-8")
+        runpy.run_path(str(folder / "page.py"), {"url": url})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 1
     assert all(re.fullmatch(r"step \d+  loss \d+\.\d+  validation \d+\.\d+", line) for line in lines)

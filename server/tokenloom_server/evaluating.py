@@ -50,13 +50,14 @@ _LOOK_S = 0.5
 
 
 class Sample(NamedTuple):
-    """One that is kept: ``ids`` as they travel, the ``starts`` of documents in it (uint32), and the rolling digest
-    behind it."""
+    """One that is kept: ``ids`` as they travel, the ``starts`` of documents in it (uint32), the rolling digest behind
+    it, and its real tokens and labels (see ``pipeline.RealTokens``)."""
 
     ids: bytes
     source_id: int
     starts: npt.NDArray[np.uint32]
     digest: int
+    real: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,8 @@ class Slice(NamedTuple):
     #: By step: the stream's tokens up to its end, and the rolling digest there.
     tokens: Sequence[int]
     digests: Sequence[str]
+    #: By step, over all ranks: real tokens and labels.
+    real: Sequence[tuple[int, int]]
     rank: int
     #: By step and place in the batch; None for padding.
     samples: Sequence[Sample | None]
@@ -173,6 +176,11 @@ class Kept:
         """One that is there."""
         return self._samples[index]
 
+    def real(self, begin: int, end: int) -> tuple[int, int]:
+        """Real tokens and labels of samples that are there."""
+        found = [sample.real for sample in self._samples[begin:end]]
+        return sum(tokens for tokens, _ in found), sum(labels for _, labels in found)
+
     def wake(self) -> None:
         """Makes whoever waits look at what interrupts it."""
         with self._changed:
@@ -235,8 +243,10 @@ class Kept:
         picks = group.source_ids[0, :made, 0].tolist()
         return [
             # Copies: a view would keep all of the block that it is of.
-            Sample(bytes(ids), source, own.copy(), mark.digest)
-            for ids, source, own, mark in zip(group.ids(0, 0, made), picks, apart, group.marks, strict=True)
+            Sample(bytes(ids), source, own.copy(), mark.digest, group.real_tokens(step))
+            for step, (ids, source, own, mark) in enumerate(
+                zip(group.ids(0, 0, made), picks, apart, group.marks, strict=True)
+            )
         ], ended
 
     def _fail(self, error: TokenloomError) -> None:
@@ -438,6 +448,7 @@ class Evaluation:
             ends=ends,
             tokens=[end * kept.order.config.sequence_length for end in ends],
             digests=[digest_hex(kept.sample(end - 1).digest) for end in ends],
+            real=[kept.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
             samples=samples,
             padding=bytes(kept.order.sample_bytes),

@@ -58,8 +58,12 @@ def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_s
     batches = wire.Batches(
         begin_index=found.begin,
         steps=[
-            wire.StepInfo(end_index=end, slice=found.rank, total_tokens=tokens, digest=digest)
-            for end, tokens, digest in zip(found.ends, found.tokens, found.digests, strict=True)
+            wire.StepInfo(
+                end_index=end, slice=found.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
+            )
+            for end, total, digest, (tokens, labels) in zip(
+                found.ends, found.tokens, found.digests, found.real, strict=True
+            )
         ],
         ids=found.ids,
         source_ids=found.source_ids,
@@ -74,8 +78,13 @@ def _step_info(group: Group, step: int, rank: int) -> bytes:
     common = group.step_infos.get(step)
     if common is None:
         mark = group.marks[step]
+        tokens, label_tokens = group.real_tokens(step)
         info = wire.StepInfo(
-            end_index=mark.sample_index, total_tokens=mark.total_tokens, digest=digest_hex(mark.digest)
+            end_index=mark.sample_index,
+            total_tokens=mark.total_tokens,
+            digest=digest_hex(mark.digest),
+            tokens=tokens,
+            label_tokens=label_tokens,
         )
         common = group.step_infos[step] = info.SerializeToString()
     place = group.slice_of(step, rank)
