@@ -52,7 +52,8 @@ class _Strict(yaml.SafeLoader):
 @pytest.fixture(scope="module")
 def objects() -> dict[tuple[str, str], Object]:
     """By kind and name."""
-    found = list(yaml.load_all(MANIFEST.read_text(encoding="utf-8"), Loader=_Strict))
+    documents = MANIFEST.read_text(encoding="utf-8").split("\n---\n")
+    found = [yaml.load(document, Loader=_Strict) for document in documents]
     named = {(item["kind"], item["metadata"]["name"]): item for item in found}
     assert len(named) == len(found), "two objects of one kind and name"
     return named
