@@ -48,3 +48,15 @@ def accelerate_forks() -> Iterator[Forks]:
     forks = Forks(*torch, "accelerate", "tokenloom")
     yield forks
     forks.close()
+
+
+@pytest.fixture(scope="module")
+def lightning_forks() -> Iterator[Forks]:
+    """With Lightning, too."""
+    # Its first checkpoint imports every file system that is installed.
+    forks = Forks(
+        *("torch.distributed", "torch._dynamo", "torch.nn.parallel", "s3fs"),
+        *("lightning.pytorch", "tokenloom.integrations.lightning"),
+    )
+    yield forks
+    forks.close()
