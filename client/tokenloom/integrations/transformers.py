@@ -102,9 +102,11 @@ class TokenloomMixin(_Trainer):
         self._token_lr = token_lr
         self._progress = progress
         self._figures: dict[str, float] = {}
-        #: Tokens and end of the batch in training, and the end of the last one that the weights have seen.
+        #: Of the batch in training.
         self._total_tokens: int | None = None
-        self._trained_index: int | None = None
+        #: Where the data of the last steps end, by Trainer's number of steps: callbacks save before an optimiser step
+        #: and behind it.
+        self._ends: dict[int, int] = {}
         self._resumed_step = 0
         self._saved_step: int | None = None
         super().__init__(model, args, *positional, **named)
@@ -148,6 +150,7 @@ class TokenloomMixin(_Trainer):
             left = max(0, self._target_tokens - dataset.total_tokens)
             steps = self._resumed_step + -(-left // (step_tokens * accumulate))
             self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
+        self._ends = {self._resumed_step: dataset.sample_index}
         return _loader(dataset, _whole)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -169,7 +172,7 @@ class TokenloomMixin(_Trainer):
         if len(batches) < num_batches:
             # Trainer would neither step on some of its batches nor end by itself, nor save what it has.
             self.control.should_training_stop = self.control.should_log = True
-            unsaved = self._trained_index is not None and self._saved_step != self.state.global_step
+            unsaved = self.state.global_step not in (self._resumed_step, self._saved_step)
             self.control.should_save = unsaved and self.args.save_strategy == "steps"
             log.warning(
                 "the data of run %s ended: %s (%d of %d batches of a step were left)",
@@ -185,7 +188,8 @@ class TokenloomMixin(_Trainer):
             self.lr_scheduler.step()
         loss: torch.Tensor = super().training_step(model, _inputs(inputs), *rest, **named)
         if self.accelerator.sync_gradients:
-            self._trained_index = inputs["sample_index"]
+            step = self.state.global_step
+            self._ends = {step: self._ends[step], step + 1: inputs["sample_index"]}
         if self._progress is not None:
             self._progress.update(inputs, step=self.accelerator.sync_gradients, **self._figures)
         return loss
@@ -221,7 +225,7 @@ class TokenloomMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         """As Trainer's; the data go on from the checkpoint, too. ``True`` takes the last whole one."""
-        self._total_tokens = self._trained_index = None
+        self._total_tokens = None
         self._resumed_step = 0
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -243,7 +247,8 @@ class TokenloomMixin(_Trainer):
             # Of an earlier attempt: as long as this is here, the checkpoint counts as whole.
             (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
             part = folder / f"{STATE_FILE}.part"
-            part.write_text(json.dumps(self._tokenloom_dataset.state_dict(at=self._trained_index)), encoding="utf-8")
+            state = self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
+            part.write_text(json.dumps(state), encoding="utf-8")
             part.replace(folder / STATE_FILE)
         super()._save_checkpoint(model, trial, *rest, **named)
         self._saved_step = self.state.global_step
@@ -278,6 +283,13 @@ class TokenloomMixin(_Trainer):
         of each sample."""
         layout = self._tokenloom_dataset._joined.opening.layout
         return not layout.rows and layout.shifted != self._loss_shifts_labels
+
+    @property
+    def _share(self) -> float:
+        """How much of the training is over, whatever the steps were before a resume."""
+        if self._target_tokens is None:
+            return float(self.state.global_step / self.state.max_steps)
+        return min(1.0, self._tokenloom_dataset.total_tokens / self._target_tokens)
 
     @property
     def _is_over(self) -> bool:
@@ -409,7 +421,7 @@ class _Flow(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        state.epoch = state.global_step / state.max_steps
+        state.epoch = self._trainer._share
         if self._trainer._is_over and not control.should_training_stop:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy == "steps"
