@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 from tokenloom.batch import Batch
 from tokenloom.dataset import RemoteDataset
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.token_budget import TokenBudget
 from tokenloom.token_progress import TokenProgress
 
 if TYPE_CHECKING:
@@ -127,8 +128,7 @@ class TokenloomMixin(_Trainer):
                 "this Trainer)"
             )
         iter(dataset)
-        layout = dataset._joined.opening.layout
-        if layout.shifted and self._loss_shifts_labels:
+        if dataset.labels == "shifted" and self._loss_shifts_labels:
             raise ValueError(
                 f"run {dataset._address.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
                 "so each would be predicted from one token too far: set labels: same in the mixture file"
@@ -139,16 +139,18 @@ class TokenloomMixin(_Trainer):
                 f"the dataset has accumulate={dataset._accumulate}, but gradient_accumulation_steps={accumulate}: make "
                 "them equal, or leave accumulate out"
             )
-        if layout.batch_size != self.args.train_batch_size:
-            raise ValueError(
-                f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for {max(1, self.args.n_gpu)} "
-                f"devices in this process), but the dataset gives batches of {layout.batch_size} samples: "
-                "pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for each device"
-            )
+        size: Any = dataset.batch_size  # or a schedule: pairs of total tokens and samples
+        if size is None or isinstance(size, int):
+            size = dataset._joined.opening.layout.batch_size
+            if size != self.args.train_batch_size:
+                raise ValueError(
+                    f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for "
+                    f"{max(1, self.args.n_gpu)} devices in this process), but the dataset gives batches of {size} "
+                    "samples: pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for "
+                    "each device"
+                )
         if self._target_tokens is not None:
-            step_tokens = layout.batch_size * layout.sequence_length * self.args.world_size
-            left = max(0, self._target_tokens - dataset.total_tokens)
-            steps = self._resumed_step + -(-left // (step_tokens * accumulate))
+            steps = self._resumed_step + self._steps_left(size)
             self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
         self._ends = {self._resumed_step: dataset.sample_index}
         return _loader(dataset, _whole)
@@ -277,12 +279,29 @@ class TokenloomMixin(_Trainer):
             raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(found).__name__}")
         return found
 
+    def _steps_left(self, size: Any) -> int:
+        """Optimiser steps from here to the target."""
+        assert self._target_tokens is not None
+        dataset, accumulate = self._tokenloom_dataset, self.args.gradient_accumulation_steps
+        if isinstance(size, int):
+            step_tokens = size * dataset.sequence_length * dataset.world_size * accumulate
+            left: int = -(-max(0, self._target_tokens - dataset.total_tokens) // step_tokens)
+            return left
+        budget = TokenBudget(
+            context_length=dataset.sequence_length,
+            batch_size=size,
+            world_size=dataset.world_size,
+            accumulate=accumulate,
+            dataset_samples=-(-self._target_tokens // dataset.sequence_length),
+        )
+        return max(0, budget.target_steps - budget.steps(dataset.sample_index)[0])
+
     @property
     def _counts_as_server(self) -> bool:
         """Whether the model's labels are those that the server counts: all, and where it shifts them, all but the first
         of each sample."""
-        layout = self._tokenloom_dataset._joined.opening.layout
-        return not layout.rows and layout.shifted != self._loss_shifts_labels
+        dataset = self._tokenloom_dataset
+        return not dataset._joined.opening.layout.rows and (dataset.labels == "shifted") != self._loss_shifts_labels
 
     @property
     def _share(self) -> float:
