@@ -171,7 +171,7 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
         for name in ("image", "latent", "length", "source_ids", "sample_ids"):
             assert found[name].device.type == device
             assert torch.equal(found[name].cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
-        assert found["empty"].shape == (2, 0)
+        assert (found["empty"].shape, found["empty"].device.type) == ((2, 0), device)
 
 
 @needs_gpu
