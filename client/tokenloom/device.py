@@ -64,6 +64,7 @@ class DeviceSteps:
     """A message whose batches are made on a device."""
 
     def __init__(self, message: Message | RowsMessage, transfer: Transfer) -> None:
+        self.label_tokens = message.label_tokens
         self._message = message
         self._transfer = transfer
 
