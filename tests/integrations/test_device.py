@@ -18,7 +18,7 @@ import yaml
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
 from tokenloom.batch import Layout, Message
-from tokenloom.device import Transfer, resolve
+from tokenloom.device import DeviceSteps, Transfer, resolve
 from tokenloom.features import Bucket, Feature, RowsMessage
 
 GPU = torch.cuda.is_available()
@@ -250,6 +250,21 @@ def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(url: s
     assert len(rest) == len(expected) - 6
     for (batch, _), found in zip(expected[6:], rest, strict=True):
         assert_equal(dict(found), batch, device)
+
+
+def test_what_cannot_be_sent_ahead_costs_no_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RemoteDataset(url, 4, peek=True, resume="fresh") as dataset:
+        expected = list(dataset)
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(DeviceSteps, "send", out_of_memory)
+    with RemoteDataset(url, 4, peek=True, resume="fresh", device="cpu") as dataset:
+        found = list(dataset)
+    assert len(found) == len(expected)
+    for batch, same in zip(found, expected, strict=True):
+        assert_equal(dict(batch), dict(same), "cpu")
 
 
 def index_of(state: dict[str, str]) -> int:
