@@ -211,6 +211,26 @@ def server(case: str) -> Iterator[str]:
             process.stdin.close()
 
 
+def check(case: str, device: torch.device, steps: int) -> None:
+    """Fast and wrong is not fast: the batches from a server are those of the CPU, and so are the states."""
+    with server(case) as url:
+        options: dict[str, Any] = {"rank": 0, "world_size": 1}
+        with (
+            RemoteDataset(url, CASES[case].batch_size, attempt="a", **options) as plain,
+            RemoteDataset(url, CASES[case].batch_size, attempt="b", device=device, **options) as moved,
+        ):
+            for step, expected, batch in zip(range(steps), plain, moved, strict=False):
+                found = dict[str, Any](batch)
+                same = all(
+                    found[name].device.type == device.type and torch.equal(found[name].cpu(), value)
+                    if isinstance(value, torch.Tensor)
+                    else found[name] == value
+                    for name, value in dict[str, Any](expected).items()
+                )
+                if not same or moved.state_dict() != plain.state_dict():
+                    raise SystemExit(f"{case}: batch or state of step {step} on {device} is not that of the CPU")
+
+
 class Work:
     """Matrix products that take so long, and use the batch."""
 
@@ -295,6 +315,7 @@ def main() -> None:
             crossing.rows.append(row)
     show(crossing)
 
+    check("batch-8", device, options.steps)
     training = Result.begin("device-steps", f"steps of {options.compute_ms:g} ms on {named}, batches from a server")
     for case in ("batch-8", "batch-8-u32"):
         for chosen in (None, *WAYS):
