@@ -2,8 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -212,16 +211,20 @@ class Base(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
 
 class StepInfo(_message.Message):
-    __slots__ = ("end_index", "slice", "total_tokens", "digest")
+    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens")
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     end_index: int
     slice: int
     total_tokens: int
     digest: str
-    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    tokens: int
+    label_tokens: int
+    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ...) -> None: ...
 
 class Batches(_message.Message):
     __slots__ = ("begin_index", "steps", "ids", "source_ids", "document_counts", "document_starts", "base", "buckets")

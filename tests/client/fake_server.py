@@ -176,7 +176,15 @@ class FakeServer(DataLoaderServicer):
         ids = []
         for at, end in zip([begin, *ends[:-1]], ends, strict=True):
             slice_ = (opened.rank + at) % join.world_size
-            message.steps.add(end_index=end, slice=slice_, total_tokens=end * script.length, digest=digest_at(end))
+            samples = min(end, script.end_index) - at
+            message.steps.add(
+                end_index=end,
+                slice=slice_,
+                total_tokens=end * script.length,
+                digest=digest_at(end),
+                tokens=samples * script.length,
+                label_tokens=samples * (width - 1),
+            )
             for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
                 real = index < script.end_index
                 made = (script.ids_of or ids_of)(index, width) if real else np.zeros(width)

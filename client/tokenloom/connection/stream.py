@@ -66,9 +66,12 @@ class Connection:
             raise
         self._base = self.opening.start.base
         self._server_epoch = self.opening.server_epoch
+        ahead = request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps
         self.buffer = StepBuffer(
             self.opening.start,
-            capacity_steps=request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps,
+            # While the trainer is in one optimiser step, the next one comes.
+            capacity_steps=max(ahead, 2 * request.accumulate if request.accumulate > 1 else 1),
+            accumulate=request.accumulate,
             step_samples=request.topology.world_size * self.opening.layout.batch_size,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
@@ -106,7 +109,10 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        self._channel = open_channel(next(self._targets), self._request.credentials)
+        if self._request.connect is not None:
+            self._channel = self._request.connect()
+        else:
+            self._channel = open_channel(next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
@@ -207,6 +213,7 @@ class Connection:
         if not ends or not all(map(lt, begins, ends)):
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
         totals = [info.total_tokens for info in infos]
+        tokens, labels = [info.tokens for info in infos], [info.label_tokens for info in infos]
         slices, layout = [info.slice for info in infos], self.opening.layout
         message: Steps
         if layout.rows:
@@ -219,6 +226,8 @@ class Connection:
                     end_indices=ends,
                     slices=slices,
                     total_tokens=totals,
+                    tokens=tokens,
+                    label_tokens=labels,
                     data=ids,
                     source_ids=batches.source_ids[:],
                     buckets=[_bucket(bucket) for bucket in batches.buckets],
@@ -231,6 +240,8 @@ class Connection:
                 end_indices=ends,
                 slices=slices,
                 total_tokens=totals,
+                tokens=tokens,
+                label_tokens=labels,
                 ids=ids,
                 source_ids=batches.source_ids[:],
                 document_counts=batches.document_counts,
