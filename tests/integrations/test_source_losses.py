@@ -7,7 +7,6 @@ import importlib.util
 import json
 import random
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -121,6 +120,7 @@ def test_the_losses_of_a_turn_are_those_measured_under_its_mixture(mixing: Modul
     assert mixing.measured(found, turn, 200) == {"a": 1.25, "b": 4.0}
 
 
+@pytest.mark.timeout(240)
 def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again(
     torch_forks: Forks, tmp_path: Path
 ) -> None:
@@ -135,44 +135,38 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
     mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
     server = ServerProcess(tmp_path / "server", mixture, flags=("--liveness", 1)).start()
     http = httpx.Client(base_url=f"{server.rest_url}/v1/runs/mixed", trust_env=False, timeout=30)
-    mixer = None
+    arguments = [server.url("mixed"), "--batch-size", 8, "--every", 16, "--lr", 1e-2]
+    checkpoint, kept, record = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "record"
+    asked = [server.rest_url, "--run", "mixed", "--every", "4096", "--turns", 3, "--smoothing", 0.5, "--poll", 0.05]
+    jobs = [launch(torch_forks, EXAMPLES / "online_mixing.py", asked, world_size=1, folder=tmp_path / "mixing")]
     try:
-        arguments = [server.url("mixed"), "--batch-size", 8, "--every", 16, "--lr", 1e-2]
-        checkpoint, record = tmp_path / "checkpoint", tmp_path / "record"
         whole = [*arguments, "--samples", 10_000_000, "--checkpoint", checkpoint, "--record", record]
-        job = launch(torch_forks, SCRIPT, whole, world_size=1, folder=tmp_path / "job")
-        command: list[object] = [sys.executable, EXAMPLES / "online_mixing.py", server.rest_url, "--run", "mixed"]
-        command += ["--every", "4096", "--turns", 3, "--smoothing", 0.5, "--poll", 0.05]
-        with (tmp_path / "mixing.txt").open("w") as output:
-            mixer = subprocess.Popen(
-                list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-            kept = tmp_path / "kept"
-            deadline = time.monotonic() + 75
-            while mixer.poll() is None:
-                assert time.monotonic() < deadline, job.output[-2000:]
-                assert job.forks.status(job.pids[0]) is None, job.output[-2000:]
-                # A checkpoint of the time when the first turn was known to nobody.
-                if not kept.exists() and (checkpoint / "last.pt").exists():
-                    shutil.copytree(checkpoint, kept, ignore=shutil.ignore_patterns("*.part"))
-                time.sleep(0.02)
-        printed = (tmp_path / "mixing.txt").read_text(encoding="utf-8")
-        assert mixer.returncode == 0, printed
+        jobs.append(launch(torch_forks, SCRIPT, whole, world_size=1, folder=tmp_path / "job"))
+        mixer, trainer = jobs
+        deadline = time.monotonic() + 75
+        while torch_forks.status(mixer.pids[0]) is None:
+            assert time.monotonic() < deadline, trainer.output[-2000:]
+            assert torch_forks.status(trainer.pids[0]) is None, trainer.output[-2000:]
+            # A checkpoint of the time when the second turn was known to nobody.
+            if not kept.exists() and (checkpoint / "last.pt").exists():
+                shutil.copytree(checkpoint, kept, ignore=shutil.ignore_patterns("*.part"))
+            time.sleep(0.02)
+        mixer.wait()
 
         revisions = http.get("/mixture").json()["revisions"]
         assert [revision["author"] for revision in revisions] == ["examples/online_mixing.py"] * 2
         assert "online data mixing, turn 2; losses of turn 1: " in revisions[0]["reason"]
-        turn = json.loads((tmp_path / "online_mixing.json").read_text(encoding="utf-8"))
+        turn = json.loads((tmp_path / "mixing" / "online_mixing.json").read_text(encoding="utf-8"))
         assert (turn["number"], turn["sample_index"]) == (3, revisions[-1]["sample_index"])
         assert 0.5 < turn["shares"]["hard"] < 1, "what is random keeps its loss, and gets more"
         last = turn["sample_index"]
         while (now := http.get("/stats").json())["sample_index"] < last + 256:
-            assert time.monotonic() < deadline + 20
+            assert time.monotonic() < deadline, trainer.output[-2000:]
             time.sleep(0.02)
         weights = {child["alias"]: child["weight"] for child in http.get("/mixture").json()["mixture"]["children"]}
         assert weights == pytest.approx(turn["shares"], abs=1e-6)
         assert now["sources"][0]["loss"] > 2 > now["sources"][1]["loss"]
-        job.kill()
+        trainer.kill()
         until = lines(record, 0)
 
         # The mix followed: in each turn the share of the order is the one that the revision gave.
@@ -189,7 +183,7 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
         assert again[0]["sample_index"] < revisions[0]["sample_index"]
         assert again == until[-len(again) :]
     finally:
-        if mixer is not None and mixer.poll() is None:
-            mixer.kill()
+        for job in jobs:
+            job.kill()
         http.close()
         server.kill()
