@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenloom import topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Request, Source, ask
+from tokenloom.connection import Connection, Report, Request, Source, ask
 from tokenloom.embedded import Embedded
 from tokenloom.errors import ProtocolError
 from tokenloom.local import Local
@@ -49,6 +49,10 @@ class RemoteDataset(IterableDataset[Batch]):
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
     waits for one at most ``batch_timeout_s``.
 
+    ``accumulate`` is how many batches the trainer takes for each optimiser step, counted from where it joined; the
+    same on all ranks. Their ``global_label_tokens`` is then of all of them, so ``next()`` waits until they are all
+    there or the data end; at least twice as many are fetched ahead.
+
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
 
@@ -76,6 +80,7 @@ class RemoteDataset(IterableDataset[Batch]):
         url: str | os.PathLike[str],
         batch_size: int | None = None,
         *,
+        accumulate: int = 1,
         local: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -118,7 +123,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 tls_key=tls_key,
                 environment=os.environ,
             )
-        for name, value in (("batch_size", batch_size), ("prefetch_steps", prefetch_steps)):
+        steps = {"batch_size": batch_size, "prefetch_steps": prefetch_steps, "accumulate": accumulate}
+        for name, value in steps.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
         for name, seconds in (
@@ -131,6 +137,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if resume is not None and not resume:
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
         self._batch_size = batch_size
+        self._accumulate = accumulate
         self._resume = resume or ""
         self._takeover = takeover
         if fork_from is not None and resume:
@@ -276,6 +283,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._joined.opening.layout.sequence_length
 
     @property
+    def labels(self) -> str:
+        """``"same"``: labels are the input ids, and a model shifts them inside; ``"shifted"``: they are the ids one
+        further. Of a run of rows: ``"same"``."""
+        return "shifted" if self._joined.opening.layout.shifted else "same"
+
+    @property
     def sources(self) -> list[Source]:
         """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds: a revision may add
         some while the run trains."""
@@ -299,6 +312,34 @@ class RemoteDataset(IterableDataset[Batch]):
     def end_reason(self) -> str | None:
         """Why the data ended; None while it has not."""
         return self._connection.buffer.end_reason if self._connection else None
+
+    def report(
+        self,
+        losses: Mapping[int, tuple[float, int]],
+        *,
+        sample_index: int,
+        total_tokens: int,
+        step: int,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Sends losses over all ranks to the server, which shows them: by source id the mean and the tokens it is of.
+
+        For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
+        sent in the background, and what cannot be sent is logged and dropped.
+        """
+        if self._peek:
+            raise ValueError("peek=True takes no part in the run, so it has no losses to report")
+        self._joined.report(
+            Report(
+                sample_index=sample_index,
+                total_tokens=total_tokens,
+                step=step,
+                sources=dict(losses),
+                loss=loss,
+                learning_rate=learning_rate,
+            )
+        )
 
     @property
     def _joined(self) -> Connection:
@@ -356,6 +397,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 loss_mask=self._loss_mask,
                 cu_seqlens=self._cu_seqlens,
                 prefetch_steps=self._prefetch_steps,
+                accumulate=self._accumulate,
                 takeover=self._takeover,
                 fork=fork is not None,
                 peek=self._peek,

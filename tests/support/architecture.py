@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("planning", "prepare"),
         ("imported",),
         ("host",),
-        ("committer", "leadership", "producer"),
+        ("committer", "leadership", "losses", "producer"),
         ("history", "figures"),
         ("forking", "revising"),
         ("opening", "peeking"),
@@ -51,11 +51,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     CLIENT: (
         ("errors", "columns", "mixture_file"),
         ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer", "child_server", "local"),
+        ("buffer", "child_server", "local", "token_losses"),
         ("connection", "embedded"),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
         ("token_progress",),
+        ("source_loss",),
         ("__init__",),
         # Users of what a trainer imports; nothing of the package knows them.
         ("integrations",),

@@ -53,6 +53,7 @@ class Request:
     loss_mask: bool
     cu_seqlens: bool
     prefetch_steps: int | None
+    accumulate: int
     takeover: bool
     peek: bool
     fork: bool
