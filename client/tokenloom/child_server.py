@@ -56,7 +56,7 @@ class ChildServer:
         where it says nothing.
         """
         require_server(mixture)
-        self.mixture = mixture
+        self.mixture = mixture.absolute()  # a training script may go elsewhere before the server dies
         self.token = secrets.token_hex(32)
         self.folder = _folder(mixture)
         self.log = self.folder / "server.log"

@@ -26,7 +26,7 @@ class LocalServer:
 
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
-        self._mixture = mixture
+        self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
         self._config = config.load(mixture)
         self._folder: Path | None = None
         self._ledger: Ledger | None = None
