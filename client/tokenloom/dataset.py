@@ -387,7 +387,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._connection is None and int(self._joined_in[0]) not in (0, os.getpid()):
             raise RuntimeError(
                 "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 "
-                "(batches are fetched in the background all the same), or a loader that asks its worker for the state"
+                "(batches are fetched in the background all the same), or tokenloom.integrations.stateful.StatefulLoader"
             )
 
 
