@@ -3,6 +3,10 @@
     tokenloom serve examples/compose/mixture.yaml
     torchrun --nproc-per-node 2 examples/ddp.py grpc://127.0.0.1:50051/sample --checkpoint checkpoint
 
+With no server to run, the path of the mixture file stands in the address's place, and rank 0 starts one:
+
+    torchrun --nproc-per-node 2 examples/ddp.py examples/compose/mixture.yaml --checkpoint checkpoint
+
 What Tokenloom needs of a trainer is marked 1 to 4; everything else is ordinary PyTorch.
 """
 
@@ -25,7 +29,9 @@ def main(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    dataset = RemoteDataset(options.url, options.batch_size)  # 1. rank and world size come from torch.distributed
+    dataset = RemoteDataset(
+        options.url, options.batch_size, resume=options.resume
+    )  # 1. rank and world size come from torch.distributed
     model = GPT(vocab_size=258, width=32, depth=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)  # 2. in tokens
@@ -73,11 +79,14 @@ def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, loss:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="grpc://host:port/run")
+    parser.add_argument("url", help="grpc://host:port/run, or the path of a mixture file")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
         "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+    )
+    parser.add_argument(
+        "--resume", help="without a checkpoint, of a run that was trained on: fresh, latest or a snapshot"
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

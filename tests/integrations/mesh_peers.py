@@ -60,7 +60,12 @@ def main(url: str, folder: Path) -> None:
             batch["labels"] += 1  # is a tensor of its own: to write into it changes no other, nor their versions
             assert batch["input_ids"]._version == 0
             assert _plain(batch["input_ids"]) == columns["input_ids"]
-        tell(what="end", reason=dataset.end_reason, generation=dataset.generation)
+        known = {
+            "labels": dataset.labels,
+            "length": dataset.sequence_length,
+            "sources": list(map(str, dataset.sources)),
+        }
+        tell(what="end", reason=dataset.end_reason, generation=dataset.generation, **known)
         tell_error("after the end", lambda: next(dataset))
 
     with dataset_of() as dataset:

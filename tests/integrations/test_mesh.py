@@ -71,6 +71,7 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
     for leader, peer in ((0, 1), (2, 3)):
         assert batches[leader] == batches[peer]
         assert told(leader, "end") == told(peer, "end")
+        assert "glossary" in told(peer, "end")[0]["sources"][1]
         assert told(leader, "resumed") == told(peer, "resumed")
         assert told(leader, "resumed")[0]["columns"]["input_ids"] == batches[leader][2]["columns"]["input_ids"]
         assert error(leader, "an option") == ("ValueError", "prefetch_steps must be an integer of at least 1; got 0")
@@ -115,7 +116,8 @@ def test_a_context_slice_predicts_each_id_once_from_the_one_before_it(load_balan
     batch, size = _batch(24, shifted=shifted), 3
 
     slices = [
-        context_slice(batch, rank, size, labels_shifted=shifted, load_balanced=load_balanced) for rank in range(size)
+        context_slice(batch, rank, size, labels="shifted" if shifted else "same", load_balanced=load_balanced)
+        for rank in range(size)
     ]
 
     order = torch.arange(24)[None]
@@ -137,13 +139,13 @@ def test_positions_that_begin_with_each_document_stay() -> None:
     batch = _batch(8, shifted=True)
     batch["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]] * 2)
 
-    part = context_slice(batch, 1, 2, labels_shifted=True)
+    part = context_slice(batch, 1, 2, labels="shifted")
 
     assert part["position_ids"].tolist() == [[1, 0, 1, 2]] * 2
 
 
 def test_a_sequence_that_cannot_be_cut_evenly_is_refused() -> None:
     with pytest.raises(ValueError, match="24 tokens cannot be cut into 10 equal parts"):
-        context_slice(_batch(24, shifted=True), 0, 5, labels_shifted=True, load_balanced=True)
+        context_slice(_batch(24, shifted=True), 0, 5, labels="shifted", load_balanced=True)
     with pytest.raises(ValueError, match="rank 5 is not one of 5"):
-        context_slice(_batch(25, shifted=True), 5, 5, labels_shifted=True)
+        context_slice(_batch(25, shifted=True), 5, 5, labels="shifted")

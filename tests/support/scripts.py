@@ -22,9 +22,10 @@ from .ports import free_port
 JOB_DEADLINE_S = 90.0
 
 _FORKS = """
-import ctypes, importlib, json, os, runpy, select, signal, sys
+import ctypes, gc, importlib, json, os, runpy, select, signal, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.freeze()  # a rank's collections leave alone what was imported, and the pages that it lies in
 
 def run(request):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a child dies with this process
@@ -86,8 +87,7 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # As torchrun has it; but OpenMP reads it as torch is imported, so for a fork it would come too late, and
-            # idle threads of each rank would spin for the same few cores.
+            # Read when torch is imported, so a rank's own would come too late.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.statuses: dict[int, int] = {}
@@ -194,6 +194,7 @@ def launch(
         variables = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),

@@ -53,12 +53,15 @@ class Request:
     loss_mask: bool
     cu_seqlens: bool
     prefetch_steps: int | None
+    accumulate: int
     takeover: bool
     peek: bool
     fork: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
     batch_timeout_s: float
+    connect: Callable[[], grpc.Channel] | None = None
+    """To a run in this process, which has no address to connect to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class TokenloomDataLoader:
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
         batches = iter(self._dataset)
-        if not self._dataset.labels_shifted:
+        if self._dataset.labels != "shifted":
             raise ValueError(
                 f"{self._url} gives labels that equal the ids, and torchtitan compares the logits at a place with the "
                 "label there: say `labels: shifted` in the mixture file"
