@@ -29,9 +29,8 @@ def main(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    dataset = RemoteDataset(
-        options.url, options.batch_size, resume=options.resume
-    )  # 1. rank and world size come from torch.distributed
+    # 1. Rank and world size come from torch.distributed.
+    dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     model = GPT(vocab_size=258, width=32, depth=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)  # 2. in tokens

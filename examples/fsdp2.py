@@ -47,9 +47,8 @@ def main(options: argparse.Namespace) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
-    dataset = RemoteDataset(
-        options.url, options.batch_size, resume=options.resume
-    )  # 1. rank and world size come from torch.distributed
+    # 1. Rank and world size come from torch.distributed.
+    dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     model = GPT(vocab_size=258, width=32, depth=2)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
