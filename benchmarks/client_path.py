@@ -104,7 +104,13 @@ class Replay(DataLoaderServicer):
             begin, ends = end, range(end + step, end + self._case.message_steps * step + 1, step)
             end = ends[-1]
             infos = [
-                wire.StepInfo(end_index=at, total_tokens=at * self._case.sequence_length, digest=f"{at:032x}")
+                wire.StepInfo(
+                    end_index=at,
+                    total_tokens=at * self._case.sequence_length,
+                    digest=f"{at:032x}",
+                    tokens=step * self._case.sequence_length,
+                    label_tokens=step * (self._case.sequence_length - 1),
+                )
                 for at in ends
             ]
             number += 1

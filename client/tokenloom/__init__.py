@@ -41,7 +41,9 @@ from tokenloom.errors import (
     Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.source_loss import MeanLosses, SourceLoss
 from tokenloom.token_budget import TokenBudget
+from tokenloom.token_losses import token_losses
 from tokenloom.token_progress import TokenProgress
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "LedgerUnavailable",
     "LedgerUnsafe",
     "LimitExceeded",
+    "MeanLosses",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
@@ -73,6 +76,7 @@ __all__ = [
     "Source",
     "SourceChanged",
     "SourceError",
+    "SourceLoss",
     "StorageError",
     "TokenBudget",
     "TokenLRScheduler",
@@ -81,4 +85,5 @@ __all__ = [
     "TokenloomError",
     "TooManyPeeks",
     "Unauthenticated",
+    "token_losses",
 ]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import NotRequired
 
 from tokenloom.columns import Columns
 from tokenloom.errors import ProtocolError
@@ -37,7 +38,14 @@ class Batch(TypedDict):
     sample_index: int
     """End of the step in the run's global order, the same on every rank: what ``state_dict(at=)`` takes."""
     total_tokens: int
-    """Tokens of the whole run after this step, the same on every rank."""
+    """Tokens of the whole run after this step, the same on every rank: ``sequence_length`` for every sample."""
+    global_tokens: int
+    """Real tokens of this step over all ranks, the same on each: positions of ``input_ids`` that are not padding."""
+    global_label_tokens: int
+    """Labels that a causal model predicts, over all ranks and all steps of the optimiser step that this batch belongs
+    to (``accumulate``); the same in each of its batches. Those are the labels that are not −100; where labels equal
+    ``input_ids`` (``labels: same``), without each sample's first, which has nothing before it. A sum of losses over
+    these labels, divided by this number and summed over ranks and steps, is the mean over all of them."""
     position_ids: NotRequired[torch.Tensor]
     """Counted from 0 in each document (and in padding)."""
     document_ids: NotRequired[torch.Tensor]
@@ -116,6 +124,8 @@ class Message:
         end_indices: Sequence[int],
         slices: Sequence[int],
         total_tokens: Sequence[int],
+        tokens: Sequence[int],
+        label_tokens: Sequence[int],
         ids: bytes | memoryview,
         source_ids: Sequence[int],
         document_counts: Sequence[int] = (),
@@ -135,6 +145,9 @@ class Message:
         self._end_indices = end_indices
         self._slices = slices
         self._total_tokens = total_tokens
+        self._tokens = tokens
+        #: By step, over all ranks.
+        self.label_tokens = label_tokens
         shape = count, layout.batch_size
         # Where each sample's tokens begin and end among its ids; None where all are full.
         self._filled: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -195,6 +208,8 @@ class Message:
             "sample_ids": torch.from_numpy(samples),
             "sample_index": self._end_indices[step],
             "total_tokens": self._total_tokens[step],
+            "global_tokens": self._tokens[step],
+            "global_label_tokens": self.label_tokens[step],
         }
         if self._documents is not None:
             self._documents.add_to(batch, step, columns)

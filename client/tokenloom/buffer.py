@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol, TypeAlias
 
 from tokenloom.batch import Batch
@@ -46,6 +47,9 @@ Step: TypeAlias = tuple[Point, "Steps", int]
 class Steps(Protocol):
     """The steps of a message."""
 
+    label_tokens: Sequence[int]
+    """By step, over all ranks."""
+
     def batch(self, step: int, columns: Columns) -> Batch:
         """The batch of a step, counted from 0 in the message."""
 
@@ -61,11 +65,17 @@ class StepBuffer:
         columns: Columns,
         timeout_s: float,
         counted: bool = True,
+        accumulate: int = 1,
     ) -> None:
         """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
-        for who only looks."""
+        for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
+        taken, so the ramp's capacity is at least that."""
         self._ramp = ramp
         self._timeout_s = timeout_s
+        self._accumulate = accumulate
+        # Of the optimiser step that the trainer is in: the steps that it has not taken, and the labels of all.
+        self._left = 0
+        self._label_tokens = 0
         self._counted = counted
         self.received = start
         #: Where the trainer stands; what lies before is reported as consumed.
@@ -170,17 +180,22 @@ class StepBuffer:
         """The next batch, and where the trainer stands behind it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
         with self._taking:  # else two threads would get the same step
+            if self._accumulate > 1 and not self._left:
+                self._begin_optimizer_step(on_silence)
             step = self._steps[0] if self._steps else self._await_step(on_silence)
             if step is None:
                 return None
             point, message, number = step
             batch = message.batch(number, self._columns)
+            if self._accumulate > 1:
+                batch["global_label_tokens"] = self._label_tokens
             # Only now, so that a step whose batch could not be made is not lost.
             try:
                 self._steps.popleft()
             except IndexError:  # fenced just now
                 self._await_step(on_silence)
             self.consumed = point
+            self._left -= 1
             if point.sample_index >= self._wakes_writer_at:
                 self._wakes_writer_at = math.inf  # once
                 self.wake_writer()
@@ -189,11 +204,20 @@ class StepBuffer:
                     self._room.notify()
             return batch, point
 
-    def _await_step(self, on_silence: Callable[[], None]) -> Step | None:
+    def _begin_optimizer_step(self, on_silence: Callable[[], None]) -> None:
+        """Waits for all steps of an optimiser step, fewer where the data end, and counts their labels."""
+        self._await_step(on_silence, self._accumulate)
+        with self._lock:
+            steps = list(islice(self._steps, self._accumulate))
+        self._label_tokens = sum(message.label_tokens[number] for _, message, number in steps)
+        self._left = len(steps)
+
+    def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
+        """The next step, as soon as ``count`` of them are there, or the data end behind it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
         with self._lock:
-            while not (self._steps or self._error or self.end_reason is not None):
+            while not (len(self._steps) >= count or self._error or self.end_reason is not None):
                 if self.closing:
                     raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
                 tick_s = TICK_S if self._starved else STARVED_S
@@ -215,11 +239,9 @@ class StepBuffer:
                     patience_s += PATIENCE_S
                     log.warning("no batch for %.0f s; waiting for: %s", waited_s, what)
             self._starved = False
-            if self._steps:
-                return self._steps[0]
-            if self._error is not None:
+            if self._error is not None and len(self._steps) < count:
                 raise self._error
-            return None
+            return self._steps[0] if self._steps else None
 
     def close(self) -> None:
         """Lets all parties come to an end."""

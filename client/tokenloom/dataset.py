@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenloom import ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Request, Source, ask
+from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.embedded import Embedded
 from tokenloom.errors import ProtocolError
+from tokenloom.local import Local
+from tokenloom.mixture_file import path_of, refuse_options_of_servers
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
 if TYPE_CHECKING:  # a build of torch may lack it
@@ -34,6 +38,12 @@ class RemoteDataset(IterableDataset[Batch]):
     launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as
     given.
 
+    ``url`` may be the path of a mixture file instead (``.yaml``): rank 0 then starts the server, which all ranks of the
+    launch join, and ends it when they have closed their datasets or it dies. What is wrong with the file is raised
+    here, on every rank. With ``local=True``, for one process alone, the same samples come without a server or a
+    socket, and what is wrong with the data is raised by the first ``iter()``. Both need
+    ``pip install 'tokenloom[server]'``.
+
     The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
     from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
@@ -41,7 +51,12 @@ class RemoteDataset(IterableDataset[Batch]):
 
     ``batch_size`` may follow the run's tokens: ``[(0, 4), (1_000_000, 8)]`` are pairs of total tokens, ascending from
     0, and samples per rank and step, each from the first optimiser step on that begins at so many tokens or behind
-    them. ``accumulate`` says how many steps of ``next()`` an optimiser step has; the size only changes between two.
+    them.
+
+    ``accumulate`` is how many steps of ``next()`` an optimiser step has, counted from where this launch joined; the
+    same on all ranks. The batch size only changes between two optimiser steps. ``global_label_tokens`` is of all
+    batches of one, so ``next()`` waits until they are all there or the data end; at least twice as many are fetched
+    ahead.
 
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
@@ -67,9 +82,10 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         batch_size: int | ramp.Schedule | None = None,
         *,
+        local: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
         attempt: str | None = None,
@@ -95,16 +111,23 @@ class RemoteDataset(IterableDataset[Batch]):
         tls_key: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self._address = Address.parse(url)
-        self._credentials = Credentials.find(
-            self._address.hosts,
-            tls=self._address.tls,
-            token=token,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            environment=os.environ,
-        )
+        shown = {"token": token, "tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+        mixture = path_of(url)
+        if mixture is not None:
+            refuse_options_of_servers(mixture, **shown)
+        elif local:
+            raise ValueError(f"local=True needs no server: give the path of a mixture file (.yaml), not {url!r}")
+        else:
+            self._address = Address.parse(os.fspath(url))
+            self._credentials = Credentials.find(
+                self._address.hosts,
+                tls=self._address.tls,
+                token=token,
+                tls_ca=tls_ca,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                environment=os.environ,
+            )
         for name, value in (("accumulate", accumulate), ("prefetch_steps", prefetch_steps)):
             if (value is not None or name == "accumulate") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
@@ -149,7 +172,7 @@ class RemoteDataset(IterableDataset[Batch]):
             self._topology = topology.ALONE
         else:
             self._topology = topology.resolve(
-                run=self._address.run,
+                run=self._address.run if mixture is None else str(mixture),
                 stream=stream,
                 rank=rank,
                 world_size=world_size,
@@ -157,6 +180,10 @@ class RemoteDataset(IterableDataset[Batch]):
                 process_group=process_group,
                 timeout_s=connect_timeout_s,
             )
+        self._served_here: Embedded | Local | None = None
+        self._server_closer: weakref.finalize[[], RemoteDataset] | None = None
+        if mixture is not None:
+            self._serve(mixture, local)
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -273,6 +300,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._joined.opening.layout.sequence_length
 
     @property
+    def labels(self) -> str:
+        """``"same"``: labels are the input ids, and a model shifts them inside; ``"shifted"``: they are the ids one
+        further. Of a run of rows: ``"same"``."""
+        return "shifted" if self._joined.opening.layout.shifted else "same"
+
+    @property
     def sources(self) -> list[Source]:
         """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds: a revision may add
         some while the run trains."""
@@ -297,6 +330,34 @@ class RemoteDataset(IterableDataset[Batch]):
         """Why the data ended; None while it has not."""
         return self._connection.buffer.end_reason if self._connection else None
 
+    def report(
+        self,
+        losses: Mapping[int, tuple[float, int]],
+        *,
+        sample_index: int,
+        total_tokens: int,
+        step: int,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Sends losses over all ranks to the server, which shows them: by source id the mean and the tokens it is of.
+
+        For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
+        sent in the background, and what cannot be sent is logged and dropped.
+        """
+        if self._peek:
+            raise ValueError("peek=True takes no part in the run, so it has no losses to report")
+        self._joined.report(
+            Report(
+                sample_index=sample_index,
+                total_tokens=total_tokens,
+                step=step,
+                sources=dict(losses),
+                loss=loss,
+                learning_rate=learning_rate,
+            )
+        )
+
     @property
     def _joined(self) -> Connection:
         if self._connection is None:
@@ -310,6 +371,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._closed = True
         if self._closer is not None:
             self._closer()
+        if self._server_closer is not None:
+            self._server_closer()
 
     def __enter__(self) -> RemoteDataset:
         return self
@@ -320,7 +383,16 @@ class RemoteDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         if self._connection is not None:
             raise RuntimeError("a RemoteDataset cannot be copied to another process once it has joined the run")
-        return self.__dict__.copy()
+        return self.__dict__ | {"_server_closer": None}
+
+    def _serve(self, mixture: Path, local: bool) -> None:
+        served: Embedded | Local
+        if local:
+            served = Local(mixture, self._topology)
+        else:
+            served = Embedded(mixture, self._stream, self._topology, self._connect_timeout_s)
+        self._served_here, self._address, self._credentials = served, served.address, served.credentials
+        self._server_closer = weakref.finalize(self, served.close)
 
     def _join(self) -> None:
         if self._closed:
@@ -335,7 +407,6 @@ class RemoteDataset(IterableDataset[Batch]):
                 topology=self._topology,
                 batch_size=self._batch_size,
                 batch_sizes=self._batch_sizes,
-                accumulate=self._accumulate,
                 resume="" if loaded else self._resume,
                 state=loaded.text if loaded else "",
                 position_ids=self._position_ids,
@@ -344,12 +415,14 @@ class RemoteDataset(IterableDataset[Batch]):
                 loss_mask=self._loss_mask,
                 cu_seqlens=self._cu_seqlens,
                 prefetch_steps=self._prefetch_steps,
+                accumulate=self._accumulate,
                 takeover=self._takeover,
                 fork=fork is not None,
                 peek=self._peek,
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
                 batch_timeout_s=self._batch_timeout_s,
+                connect=self._served_here.connect if self._served_here is not None else None,
             )
         )
         start, skipped = connection.opening.start, connection.opening.skipped_samples
@@ -368,6 +441,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._connection = connection
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = self._joined_in[0] = os.getpid()
+        if self._served_here is not None:
+            self._served_here.watch(connection.buffer.fail)
         # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
         # And a state of the run that was forked is none of this one, nor is an older data loader's.
         own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None

@@ -57,6 +57,8 @@ class RowsMessage:
         end_indices: Sequence[int],
         slices: Sequence[int],
         total_tokens: Sequence[int],
+        tokens: Sequence[int],
+        label_tokens: Sequence[int],
         data: bytes | memoryview,
         source_ids: Sequence[int],
         buckets: Sequence[Bucket],
@@ -72,6 +74,9 @@ class RowsMessage:
         self._end_indices = end_indices
         self._slices = slices
         self._total_tokens = total_tokens
+        self._tokens = tokens
+        #: By step, over all ranks.
+        self.label_tokens = label_tokens
         self._source_ids = source_ids
         self._buckets = buckets
         self._data = np.frombuffer(data, np.uint8)
@@ -130,6 +135,8 @@ class RowsMessage:
             "bucket": bucket.name,
             "sample_index": self._end_indices[step],
             "total_tokens": self._total_tokens[step],
+            "global_tokens": self._tokens[step],
+            "global_label_tokens": self.label_tokens[step],
         }
 
     def _even(self, bucket: Bucket, begin: int, fixed: int) -> int:

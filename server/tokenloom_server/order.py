@@ -49,6 +49,7 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
+from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.pipeline import Pipeline, Switch, initial_state
@@ -429,6 +430,11 @@ class Order:
             packers,
             state,
             sample_bytes=self.sample_bytes,
+            real=RealTokens(
+                self.form,
+                mask_boundaries=self.config.mask_boundaries,
+                of_rows=self.config.batching is not None,
+            ),
             switches=switches,
             extents=self.extents,
         )

@@ -23,6 +23,7 @@ from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, initial_nodes
 from tokenloom_server.mixing.totals import Extent
 from tokenloom_server.packing.base import Batch, Packer, PackerFactory, Place, Places
+from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
 from tokenloom_server.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
@@ -137,12 +138,15 @@ class Group:
 
     plan: BatchPlan
     base: State
+    real: RealTokens
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
     places: list[list[Places]] = field(default_factory=list)
     dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
+    #: Tokens and labels of each step, over all ranks; empty where every sample has as many (``real``).
+    counts: list[tuple[int, int]] = field(default_factory=list)
     #: The base as canonical JSON, and steps as the wire has them, once somebody made them.
     resume_state: str | None = None
     step_infos: dict[int, bytes] = field(default_factory=dict)
@@ -169,7 +173,40 @@ class Group:
 
     def forget_behind(self, steps: int) -> None:
         """Drops what lies behind the first ``steps`` steps: a burst that failed half-way."""
-        del self.marks[steps:], self.rotations[steps:]
+        del self.marks[steps:], self.rotations[steps:], self.counts[steps:]
+
+    def real_tokens(self, step: int) -> tuple[int, int]:
+        """Tokens and labels of a step over all ranks, as ``RealTokens`` says."""
+        if self.real.varies:
+            return self.counts[step]
+        samples, (tokens, labels) = self.marks[step].sample_index - self.step_begin(step), self.real.full
+        return samples * tokens, samples * labels
+
+    def count(self, first: int, last: int) -> None:
+        """Counts the real tokens of the steps [first, last), whose samples and rotations are there."""
+        samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+        sources = self.source_ids[:, first:last].swapaxes(0, 1).reshape(-1)
+        boundaries = self._boundaries(first, last, sources) if self.real.mask_boundaries else None
+        self.counts += self.real.of(samples.tolist(), last - first, sources == PADDING, boundaries)
+
+    def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
+        """Where documents begin in the samples of the steps [first, last), arranged as ``sources``: by step, rank
+        and place."""
+        origins = self._origins(last)[:, first:last].swapaxes(0, 1).reshape(-1)
+        samples, starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for source in np.unique(sources[sources != PADDING]).tolist():
+            # In consecutive steps a source's numbers are consecutive.
+            where = np.flatnonzero(sources == source)
+            where = where[np.argsort(origins[where])]
+            begin, behind = int(origins[where[0]]), int(origins[where[-1]]) + 1
+            at = behind
+            while at > begin:
+                places = self._places(source, at - 1)
+                upto, at = at, max(begin, places.first_sample)
+                sample, start = places.boundaries(at, upto)
+                samples.append(where[sample + at - begin])
+                starts.append(start)
+        return Boundaries(np.concatenate(samples), np.concatenate(starts))
 
     def ids(self, rank: int, first: int, last: int) -> list[memoryview]:
         """The ids of a rank's steps [first, last), one sample after the other, as they travel; empty once released."""
@@ -360,12 +397,15 @@ class Pipeline:
         state: State,
         *,
         sample_bytes: int,
+        real: RealTokens,
         extents: Mapping[int, Extent] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``sample_bytes``: of a sample as it travels. ``extents`` of the ``RunConfig.measured_sources``, by id.
+        """``sample_bytes``: of a sample as it travels. ``real`` counts what of it is documents'. ``extents`` of the
+        ``RunConfig.measured_sources``, by id.
         ``switches``, in order, lie behind the state."""
         self._padding = memoryview(bytes(sample_bytes))
+        self._real = real
         self._switches = deque(switches)
         self._begin(config, packers, state, extents or {})
         self._index = state.sample_index
@@ -398,6 +438,7 @@ class Pipeline:
         return Group(
             plan=plan,
             base=self.state(),
+            real=self._real,
             samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
         )
@@ -442,6 +483,8 @@ class Pipeline:
             return
         ends_at = [*range(size, count + 1, size), *([count] if count % size else [])]
         group.rotations += rotations[: len(ends_at)]
+        if self._real.varies:
+            group.count(first, first + len(ends_at))
         at = 0
         for end in ends_at:
             self._digest = _digest_behind(self._digest, hashes[at:end], self._powers)

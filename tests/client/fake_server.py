@@ -51,6 +51,8 @@ class Script:
     documents_of: Callable[[int], list[int]] = lambda index: [index % 5]
     join_errors: list[str] = field(default_factory=list)
     """One Join each fails with the next of these names; '' is UNAVAILABLE without a name."""
+    report_errors: list[str] = field(default_factory=list)
+    """One Report each fails with the next of these names."""
     on_message: Callable[[int, int], str | None] = field(default=lambda stream, begin: None)
     """(number of the stream, begin index) → 'silent', 'skip', 'end' (the stream, with OK), or an error's name."""
 
@@ -75,6 +77,7 @@ class FakeServer(DataLoaderServicer):
         self.joins: list[wire.JoinRequest] = []
         self.opens: list[wire.StreamOpen] = []
         self.progress: list[wire.Progress] = []
+        self.reports: list[wire.ReportRequest] = []
         self.half_closed = threading.Event()
         self.committed_through = 0
         self._lock = threading.Lock()
@@ -149,6 +152,12 @@ class FakeServer(DataLoaderServicer):
             yield wire.StreamResponse(batches=message, committed_through=self.committed_through)
             begin = steps[-1]
 
+    def Report(self, request: wire.ReportRequest, context: grpc.ServicerContext) -> wire.ReportResponse:  # noqa: N802
+        if self.script.report_errors:
+            _abort(context, self.script.report_errors.pop(0), "as the script says")
+        self.reports.append(request)
+        return wire.ReportResponse()
+
     def _last_end(self, join: wire.JoinRequest) -> int:
         step = join.world_size * join.batch_size
         return self.script.end_index if self.script.pad_last_step else self.script.end_index // step * step
@@ -167,7 +176,15 @@ class FakeServer(DataLoaderServicer):
         ids = []
         for at, end in zip([begin, *ends[:-1]], ends, strict=True):
             slice_ = (opened.rank + at) % join.world_size
-            message.steps.add(end_index=end, slice=slice_, total_tokens=end * script.length, digest=digest_at(end))
+            samples = min(end, script.end_index) - at
+            message.steps.add(
+                end_index=end,
+                slice=slice_,
+                total_tokens=end * script.length,
+                digest=digest_at(end),
+                tokens=samples * script.length,
+                label_tokens=samples * (width - 1),
+            )
             for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
                 real = index < script.end_index
                 made = (script.ids_of or ids_of)(index, width) if real else np.zeros(width)

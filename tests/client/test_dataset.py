@@ -369,7 +369,7 @@ def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_
     with subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=here,
-        env={**os.environ, "PYTHONPATH": str(here)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

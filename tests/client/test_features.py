@@ -63,6 +63,8 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
         end_indices=[SIZE, 2 * SIZE],
         slices=[0, 0],
         total_tokens=[SIZE, 2 * SIZE],
+        tokens=[group.real_tokens(step)[0] for step in range(2)],
+        label_tokens=[group.real_tokens(step)[1] for step in range(2)],
         data=b"".join(samples),
         source_ids=[0] * ROWS,
         buckets=[
@@ -86,6 +88,7 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
             assert bits_of(batch["x"]) == bits_of(expected)
         assert batch["text"] == ["é" * i for i in range(step * SIZE, (step + 1) * SIZE)]
         assert (batch["bucket"], batch["dataset_id"], batch["key"]) == ("k", "m", ["k"] * SIZE)
+        assert (batch["global_tokens"], batch["global_label_tokens"]) == (SIZE, 0)
 
 
 def message(data: bytes, features: tuple[Feature, ...], **fields: Any) -> RowsMessage:
@@ -96,6 +99,8 @@ def message(data: bytes, features: tuple[Feature, ...], **fields: Any) -> RowsMe
         end_indices=[2],
         slices=[0],
         total_tokens=[2],
+        tokens=[2],
+        label_tokens=[0],
         data=data,
         source_ids=[0] * given["sources"],
         buckets=[Bucket("b", "s", features, given["sample_bytes"])] * given["buckets"],

@@ -62,6 +62,8 @@ def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[Part]]
             end_indices=[mark.sample_index for mark in group.marks],
             slices=[0] * count,
             total_tokens=[mark.total_tokens for mark in group.marks],
+            tokens=[group.real_tokens(step)[0] for step in range(count)],
+            label_tokens=[group.real_tokens(step)[1] for step in range(count)],
             ids=b"".join(group.ids(0, 0, count)),
             source_ids=group.source_ids[0, :count].ravel().tolist(),
             document_counts=counts,
@@ -202,6 +204,7 @@ def test_a_length_beyond_the_sample_is_refused() -> None:
     layout = Layout(batch_size=1, sequence_length=4, id_type="<u2", shifted=False, lengths=True)
     fields: dict[str, Any] = {
         "begin_indices": [0], "end_indices": [1], "slices": [0], "total_tokens": [4], "source_ids": [0],
+        "tokens": [4], "label_tokens": [3],
     }  # fmt: skip
     with pytest.raises(ProtocolError, match="a sample of 4 ids came with a length of 5"):
         Message(layout, ids=bytes(8) + (5).to_bytes(4, "little"), **fields)

@@ -29,6 +29,7 @@ from tokenloom.batch import Batch, Message
 from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
+from tokenloom.connection.reporting import Report, Reporter
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.features import Bucket, Feature, RowsMessage
@@ -52,6 +53,7 @@ class Connection:
         self._nonce = uuid.uuid4().hex
         self._channel: grpc.Channel | None = None
         self._call: grpc.Call | None = None
+        self._reporter: Reporter | None = None
         self._fell_silent = False
         self._heard_at = 0.0
         self._targets = cycle(request.address.targets)
@@ -66,6 +68,7 @@ class Connection:
         self._server_epoch = self.opening.server_epoch
         self.buffer = StepBuffer(
             self.opening.start,
+            accumulate=request.accumulate,
             ramp=self.opening.ramp,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
@@ -79,11 +82,21 @@ class Connection:
         background thread met."""
         return self.buffer.take(self.on_silence)
 
+    def report(self, report: Report) -> None:
+        """Sends losses in the background, for monitoring."""
+        if self._reporter is None:
+            self._reporter = Reporter(self._request, self.opening)
+        self._reporter.put(report)
+
     def close(self) -> None:
         """Reports the last step, ends the stream and the thread; bounded, and quiet if the server is gone."""
+        if self._reporter is not None:
+            self._reporter.finish(FLUSH_S)
         self.buffer.close()
         if self._thread is not threading.current_thread():
             self._thread.join(FLUSH_S)
+        if self._reporter is not None:
+            self._reporter.join()
         if self._call is not None:
             self._call.cancel()
         self._disconnect()
@@ -93,7 +106,10 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        self._channel = open_channel(next(self._targets), self._request.credentials)
+        if self._request.connect is not None:
+            self._channel = self._request.connect()
+        else:
+            self._channel = open_channel(next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
@@ -194,6 +210,7 @@ class Connection:
         if not ends or not all(map(lt, begins, ends)):
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
         totals = [info.total_tokens for info in infos]
+        tokens, labels = [info.tokens for info in infos], [info.label_tokens for info in infos]
         slices = [info.slice for info in infos]
         layout = self._layouts[self.opening.ramp.number_at(batches.begin_index)]
         message: Steps
@@ -207,6 +224,8 @@ class Connection:
                     end_indices=ends,
                     slices=slices,
                     total_tokens=totals,
+                    tokens=tokens,
+                    label_tokens=labels,
                     data=ids,
                     source_ids=batches.source_ids[:],
                     buckets=[_bucket(bucket) for bucket in batches.buckets],
@@ -219,6 +238,8 @@ class Connection:
                 end_indices=ends,
                 slices=slices,
                 total_tokens=totals,
+                tokens=tokens,
+                label_tokens=labels,
                 ids=ids,
                 source_ids=batches.source_ids[:],
                 document_counts=batches.document_counts,

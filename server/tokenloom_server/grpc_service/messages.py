@@ -56,8 +56,13 @@ def _step_info(group: Group, step: int, rank: int) -> bytes:
     common = group.step_infos.get(step)
     if common is None:
         mark = group.marks[step]
+        tokens, label_tokens = group.real_tokens(step)
         info = wire.StepInfo(
-            end_index=mark.sample_index, total_tokens=mark.total_tokens, digest=digest_hex(mark.digest)
+            end_index=mark.sample_index,
+            total_tokens=mark.total_tokens,
+            digest=digest_hex(mark.digest),
+            tokens=tokens,
+            label_tokens=label_tokens,
         )
         common = group.step_infos[step] = info.SerializeToString()
     place = group.slice_of(step, rank)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.sources.features import item_bytes
 from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
@@ -87,6 +88,18 @@ class Places:
         if self.overlaps and end < len(self.starts) and self.starts[end] == (at + 1) * self.length:
             end += 1
         return self.starts[begin:end] - np.uint32(at * self.length)
+
+    def boundaries(self, first: int, behind: int) -> Boundaries:
+        """``starts_of`` the samples from ``first`` to ``behind`` (numbers within the source), of all at once."""
+        at = first - self.first_sample
+        bounds = self.bounds[at : behind - self.first_sample + 1]
+        sample = np.repeat(np.arange(behind - first), np.diff(bounds))
+        found = self.starts[bounds[0] : bounds[-1]].astype(np.int64) - (at + sample) * self.length
+        if not self.overlaps:
+            return Boundaries(sample, found)
+        ends = np.arange(at + 1, behind - self.first_sample + 1) * self.length
+        last = np.flatnonzero(np.append(self.starts, np.uint32(0))[bounds[1:]] == ends)
+        return Boundaries(np.append(sample, last), np.append(found, np.full(len(last), self.length)))
 
 
 @dataclass(frozen=True, slots=True)

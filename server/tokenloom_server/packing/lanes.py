@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tokenloom_server.packing.base import Block, DocumentPacker, Packer, Place, Places
 from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.state import Lane, SourceState, Tally
 
 #: Samples of a block: those of long blocks of the lanes wait meanwhile, as what they are.
@@ -56,6 +57,11 @@ class LanesPlaces(Places):
         at = sample - self.first_sample
         places: Places = self.places[int(self.of[at])]
         return places.starts_of(int(self.numbers[at]))
+
+    def boundaries(self, first: int, behind: int) -> Boundaries:
+        found = [self.starts_of(sample) for sample in range(first, behind)]
+        sample = np.repeat(np.arange(behind - first), [len(starts) for starts in found])
+        return Boundaries(sample, np.concatenate(found).astype(np.int64))
 
     def _lane(self, at: int) -> Lane:
         number = int(self.numbers[at])

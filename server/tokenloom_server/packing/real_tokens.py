@@ -1,0 +1,77 @@
+"""How many tokens of a step are documents', and how many count as labels: what losses are divided by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
+
+
+class Boundaries(NamedTuple):
+    """Where documents begin: id ``at[i]`` of sample ``sample[i]``, the samples counted from the first of those
+    looked at."""
+
+    sample: Int64s
+    at: Int64s
+
+
+class RealTokens:
+    """Counts of samples, by what travels with them.
+
+    A *token* is a position of ``input_ids`` that holds a document's id. A *label* is an id that a causal model is to
+    predict there, and that counts: not padding, not the sample's first id (nothing stands before it), not one that a
+    loss mask leaves out, and with ``mask_boundaries`` no document's first.
+    """
+
+    def __init__(self, form: SampleFormat, *, mask_boundaries: bool = False, of_rows: bool = False) -> None:
+        """``of_rows``: samples are rows in batches, of which each is a token and none has labels."""
+        self._form = form
+        self.mask_boundaries = mask_boundaries and not of_rows
+        #: Whether samples have to be looked at.
+        self.varies = not of_rows and (form.trailer_bytes > 0 or mask_boundaries)
+        #: Tokens and labels of a sample, where they do not.
+        self.full = (1, 0) if of_rows else (form.length, form.width - 1)
+
+    def of(
+        self, samples: list[memoryview], steps: int, padding: Flags, boundaries: Boundaries | None
+    ) -> list[tuple[int, int]]:
+        """Tokens and labels of ``steps`` steps of equally many samples, one behind the other, as they travel.
+        ``padding``: which samples only fill up a last step. ``boundaries``: with ``mask_boundaries``."""
+        form = self._form
+        trailers = np.empty((len(samples), 0), np.uint8)
+        if form.trailer_bytes:
+            behind = slice(form.id_bytes, None)
+            joined = b"".join([sample[behind] for sample in samples])
+            trailers = np.frombuffer(joined, np.uint8).reshape(len(samples), form.trailer_bytes)
+        if form.lengths:
+            filled: Int64s = trailers[:, :4].copy().view("<u4")[:, 0].astype(np.int64)
+        else:
+            filled = np.where(padding, 0, form.width)
+        # Of a shifted sample that is padded on the right, the last id is only a label.
+        over = form.width - form.length
+        tokens = np.maximum(filled - over, 0) if form.padding == "left" else np.minimum(filled, form.length)
+        begins = form.width - filled if form.padding == "left" else np.zeros_like(filled)
+        bits = trailers[:, 4 * form.lengths :] if form.masked else None
+        if bits is None:
+            labels = np.maximum(filled - 1, 0).reshape(steps, -1).sum(1)
+        else:
+            by_step = bits.reshape(steps, -1)
+            marked = [int.from_bytes(own.tobytes(), "little").bit_count() for own in by_step]
+            first = np.where(filled > 0, _bit(bits, np.arange(len(samples)), np.minimum(begins, form.width - 1)), 0)
+            labels = np.array(marked) - first.reshape(steps, -1).sum(1)
+        if boundaries is not None:
+            sample, at = boundaries
+            counted = (at > begins[sample]) & (at < (begins + filled)[sample])
+            sample, at = sample[counted], at[counted]
+            taken = np.ones_like(sample) if bits is None else _bit(bits, sample, at)
+            labels = labels - np.bincount(sample * steps // len(samples), taken, steps).astype(np.int64)
+        return list(zip(tokens.reshape(steps, -1).sum(1).tolist(), labels.tolist(), strict=True))
+
+
+def _bit(bits: npt.NDArray[np.uint8], sample: Int64s, at: Int64s) -> Int64s:
+    """One bit each of some samples' masks."""
+    found: Int64s = (bits[sample, at >> 3] >> (at & 7)).astype(np.int64) & 1
+    return found

@@ -1,0 +1,122 @@
+"""What a loss is divided by: labels of a whole optimiser step, over all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fake_server import Script, eventually, serving
+from support.corpora import CODE, DOCS, WIKI, flat, write_corpus
+from support.server_process import ServerProcess
+from tokenloom import Batch, RemoteDataset
+from torch.nn.functional import cross_entropy
+
+VOCABULARY, LENGTH, BATCH = 258, 24, 2
+#: With the label that ``cross_entropy`` leaves out.
+IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Runs whose steps have different numbers of labels: padding, boundaries, an incomplete last step."""
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
+    files = []
+    for labels in ("same", "shifted"):
+        fields = {"packing": "best_fit", "mask_boundaries": True, "last_step": "pad", "pad_id": 0}
+        document = flat([CODE, DOCS, WIKI], run=labels, labels=labels, sequence_length=LENGTH, **fields)
+        files.append(folder / f"{labels}.yaml")
+        files[-1].write_text(yaml.safe_dump(document), encoding="utf-8")
+    server = ServerProcess(folder / "server", *files).start()
+    yield server
+    server.terminate()
+
+
+def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
+    """What each rank gets, from the run's beginning to its end."""
+    found: list[list[Batch]] = [[] for _ in range(world_size)]
+    attempt = f"{world_size}-{fields}"
+
+    def read(rank: int) -> None:
+        given = {"rank": rank, "world_size": world_size, "attempt": attempt, "resume": "fresh", "takeover": True}
+        with RemoteDataset(url, BATCH, **given, **fields) as dataset:
+            # Memory is used again; these are kept.
+            found[rank] = [{**batch, "labels": batch["labels"].clone()} for batch in dataset]  # type: ignore[misc]
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def loss_of(model: torch.Tensor, batch: Batch, shifted: bool, reduction: str = "sum") -> torch.Tensor:
+    """The loss of a model that knows nothing but the id before, as causal models take it."""
+    logits, labels = model[batch["input_ids"]], batch["labels"]
+    if not shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=IGNORED, reduction=reduction)
+
+
+@pytest.mark.parametrize("labels", ["same", "shifted"])
+def test_losses_of_all_ranks_and_steps_over_the_labels_are_the_mean_of_one_large_batch(
+    server: ServerProcess, labels: str
+) -> None:
+    model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    world, accumulate, shifted = 2, 3, labels == "shifted"
+    ranks = ranks_of(server.url(labels), world, accumulate=accumulate)
+    assert len(ranks[0]) == len(ranks[1]) > 8 and len(ranks[0]) % accumulate, "an optimiser step is to be incomplete"
+    counts = []
+    for first in range(0, len(ranks[0]), accumulate):
+        micro = [batch for rank in ranks for batch in rank[first : first + accumulate]]
+        (count,) = {batch["global_label_tokens"] for batch in micro}
+        total = torch.stack([loss_of(model, batch, shifted) / count for batch in micro]).sum()
+        large: Any = {name: torch.cat([batch[name] for batch in micro]) for name in ("input_ids", "labels")}  # type: ignore[literal-required]
+        torch.testing.assert_close(total, loss_of(model, large, shifted, "mean"))
+        counts.append(count)
+    assert len(set(counts)) > 2, "all optimiser steps have equally many labels"
+    # As ranks that each took the mean of its own labels would not have it: that is what the number is for.
+    means = torch.stack([loss_of(model, batch, shifted, "mean") for batch in micro if (batch["labels"] != -100).any()])
+    assert not torch.allclose(means.mean(), total)
+
+
+def test_an_optimiser_step_is_waited_for_as_a_whole_or_to_the_end_of_the_data() -> None:
+    # Steps of 2 samples of 8 tokens; the last of the 7 has one sample of padding.
+    script = Script(end_index=13, pad_last_step=True, shifted=True)
+    with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, prefetch_steps=1) as dataset:
+        batches = [(batch["global_tokens"], batch["global_label_tokens"]) for batch in dataset]
+        assert {progress.credit_steps for progress in server.progress} == {6}
+
+    assert batches == [(16, 48)] * 6 + [(8, 8)]
+
+
+def test_a_stream_that_breaks_within_an_optimiser_step_changes_nothing() -> None:
+    broken: list[int] = []
+
+    def breaks(stream: int, begin: int) -> str | None:
+        if begin >= 4 and stream < 4 and begin not in broken:
+            broken.append(begin)
+            return ""
+        return None
+
+    script = Script(end_index=18, on_message=breaks, ids_of=None)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, accumulate=4) as dataset:
+        batches = [(batch["sample_index"], batch["global_label_tokens"]) for batch in dataset]
+
+    assert broken
+    assert batches == [(index, 4 * 7 if index <= 16 else 2 * 7) for index in range(1, 19)]
+
+
+def test_who_waits_for_an_optimiser_step_is_told_of_an_error_before_its_first_batch() -> None:
+    script = Script(on_message=lambda _, begin: "Fenced" if begin >= 4 else None)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, accumulate=3) as dataset:
+        batches = iter(dataset)
+        assert [next(batches)["sample_index"] for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(Exception, match="as the script says, at 4"):
+            next(batches)
+        assert dataset.sample_index == 3
+        assert eventually(lambda: dataset.end_reason is None)
