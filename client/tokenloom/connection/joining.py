@@ -62,6 +62,13 @@ class Request:
     batch_timeout_s: float
     connect: Callable[[], grpc.Channel] | None = None
     """To a run in this process, which has no address to connect to."""
+    #: Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on.
+    samples: int | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether what is consumed is to be committed."""
+        return not self.peek and self.samples is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,8 @@ class Opening:
     server_epoch: int
     #: Samples of the order that were jumped over right before ``start``.
     skipped_samples: int
+    #: Of a stream to evaluate on: how many samples there are.
+    samples: int = 0
 
 
 def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
@@ -108,6 +117,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         process=topology.process(),
         peek=request.peek,
         fork=request.fork,
+        samples=request.samples or 0,
     )
     metadata = request.credentials.metadata
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
@@ -117,7 +127,9 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
-            answer = connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=metadata)
+            # And where samples are made for it, a Join waits for these.
+            timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.batch_timeout_s
+            answer = connect().Join(message, timeout=timeout_s, metadata=metadata)
             return _opening(answer, request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
@@ -175,6 +187,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,
         skipped_samples=answer.skipped_samples,
+        samples=answer.stream_samples,
     )
 
 

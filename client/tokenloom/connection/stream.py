@@ -75,10 +75,16 @@ class Connection:
             step_samples=request.topology.world_size * self.opening.layout.batch_size,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
-            counted=not request.peek,
+            counted=request.counted,
         )
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
@@ -277,7 +283,9 @@ class Connection:
                 progress=self.progress(consumed),
                 document_starts=self.opening.layout.document_starts,
                 peek=asked.peek,
-                batch_size=self.opening.layout.batch_size if asked.peek else 0,
+                batch_size=0 if asked.counted else self.opening.layout.batch_size,
+                samples=asked.samples or 0,
+                world_size=0 if asked.samples is None else asked.topology.world_size,
                 process=topology.process(),
             )
         )
