@@ -123,6 +123,8 @@ class RunStats(_Figures):
 
     run: str
     stream: str
+    streams: list[str]
+    """Those that may be evaluated on beside it."""
     run_uid: str
     seed: int
     generation: int

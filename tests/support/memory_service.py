@@ -84,6 +84,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
         **{
             "run": run,
             "stream": "train",
+            "streams": ["validation"],
             "run_uid": "6f0c2f6d9b7a4b5e",
             "seed": 7,
             "generation": 3,
