@@ -24,7 +24,14 @@ import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
 from tokenloom import RemoteDataset
 from tokenloom_server.cli import app
-from tokenloom_server.errors import ConfigError, LimitExceeded, OrderMismatch, SourceChanged
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LimitExceeded,
+    NotFound,
+    OrderMismatch,
+    SourceChanged,
+)
 from tokenloom_server.evaluating import Evaluation, EvaluationCall, Slice
 from tokenloom_server.grpc_service.server import GrpcServer
 from tokenloom_server.hashing import Purpose, draw
@@ -422,6 +429,33 @@ def test_streams_are_told_of(folder: Path) -> None:
     told = CliRunner().invoke(app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"})
     assert told.exit_code != 0
     assert "bench/*.jsonl" in told.output
+
+
+def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several turns, so that a trace begins at more than one state.
+    monkeypatch.setattr("tokenloom_server.evaluating._TURN_TOKENS", 8 * 16)
+    with serving(folder, held_out()) as (url, runs):
+        with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
+            runs.trace_sample("test", 0, stream="validation")
+        samples = evaluated(url)
+        with pytest.raises(BeyondHorizon, match=f"which made {len(samples)} of its samples"):
+            runs.trace_sample("test", len(samples), stream="validation")
+        with pytest.raises(NotFound, match="no stream 'valid'"):
+            runs.trace_sample("test", 0, stream="valid")
+        with pytest.raises(ConfigError, match="has none; leave it out"):
+            runs.trace_sample("test", 0, stream="validation", generation=1)
+        for index, sample in enumerate(samples):
+            found = runs.trace_sample("test", index, stream="validation", text=True)
+            assert (found.status, found.sample, found.source_id) == ("evaluated", index, sample.source)
+            assert found.ids == list(sample.ids)
+            for document in found.documents:
+                row = ROWS[SOURCES[sample.source]][document.shard_index][document.row]
+                content = row.encode() if isinstance(row, str) else bytes(0)
+                tokens = [*(content or row), 256]
+                assert (
+                    tokens[document.begin : document.end]
+                    == found.ids[document.position :][: document.end - document.begin]
+                )
 
 
 def test_the_page_of_docs_runs_as_it_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

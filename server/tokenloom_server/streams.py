@@ -70,6 +70,13 @@ class Streams:
             order.pipeline(order.initial()).advance(1)
         return streams
 
+    def check(self, name: str) -> None:
+        """That there is such a stream. Raises ``NotFound``, naming those that there are."""
+        stream = name.partition("/")[0]
+        if stream not in self.names:
+            known = ", ".join(map(repr, (TRAIN, *self.names)))
+            raise NotFound(f"run {self._config.run!r} has no stream {stream!r}; it has {known}")
+
     def told(self, name: str) -> str:
         """What a stream is made of, for people."""
         manifest = self._manifests.get(name)
@@ -83,10 +90,8 @@ class Streams:
 
         Raises ``NotFound``, naming what there is, and what opening its files raises.
         """
+        self.check(name)
         stream, _, alias = name.partition("/")
-        if stream not in self.names:
-            known = ", ".join(map(repr, (TRAIN, *self.names)))
-            raise NotFound(f"run {self._config.run!r} has no stream {stream!r}; it has {known}")
         manifest = self._manifests.get(stream)
         if manifest is not None:
             mixture = self._config.streams[stream].mixture
