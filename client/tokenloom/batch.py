@@ -63,7 +63,7 @@ class Batch(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is the same for all messages of a generation."""
+    """What is the same for all messages of a generation, as long as its batch size is."""
 
     batch_size: int
     sequence_length: int
@@ -198,6 +198,7 @@ class Message:
         into a later step, for one into the ids that it keeps.
         """
         ids = self._ids[step]
+        columns.fit((self._layout.batch_size, self._layout.sequence_length))
         inputs, labels = columns.take(2)
         if self._layout.shifted:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]

@@ -67,6 +67,7 @@ class DeviceSteps:
         self.label_tokens = message.label_tokens
         self._message = message
         self._transfer = transfer
+        self.label_tokens = message.label_tokens
 
     def batch(self, step: int, _: Columns) -> Batch:
         """The batch of a step, counted from 0 in the message."""
