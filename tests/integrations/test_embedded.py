@@ -176,6 +176,25 @@ def test_datasets_of_one_file_share_a_server_that_ends_with_the_last_of_them(mix
     assert servers(mixture) == []
 
 
+def test_a_stream_to_evaluate_on_is_served_beside_training_and_without_a_server(tmp_path: Path) -> None:
+    source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": float("inf"), "holdout": 0.3}
+    mixture = sample(tmp_path / "mixture", mixture={"policy": "sequential", "children": [source]})
+
+    def validation(local: bool) -> list[list[int]]:
+        with RemoteDataset(mixture, 2, stream="validation", samples=8, local=local) as dataset:
+            return [batch["input_ids"].flatten().tolist() for batch in dataset]
+
+    with RemoteDataset(mixture, 4) as dataset:
+        before = digests(dataset, 2)
+        found = validation(local=False)
+        assert len(found) == 4
+        assert found == validation(local=True)
+        assert len(servers(mixture)) == 1
+        after = digests(dataset, 2)
+    with RemoteDataset(mixture, 4, local=True) as dataset:
+        assert digests(dataset, 4) == before + after
+
+
 def test_a_second_job_of_the_same_file_is_told_who_has_it(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerProcess(mixture.parent, mixture, ledger="sqlite:///tokenloom.db").start()
     try:
