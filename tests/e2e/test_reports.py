@@ -12,12 +12,14 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import torch
 import yaml
 from conftest import LENGTH, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
 from tokenloom import MeanLosses, RemoteDataset, SourceLoss
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 RUN = "reported"
 
@@ -205,3 +207,19 @@ def test_a_source_that_a_revision_brings_has_its_loss_by_name(tmp_path: Path, st
             ("one", [2.0, 2.0, 2.0]),
             ("late", [None, None, 3.0]),
         ]
+
+
+def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus) -> None:
+    with RemoteDataset(str(corpus.mixture(RUN)), 4, local=True) as dataset:
+        batch = next(iter(dataset))
+        source_loss = SourceLoss(dataset)
+        source_loss.add(torch.full((4,), 1.5), batch)
+        source_loss.log()
+        deadline = time.monotonic() + 30
+        stub = DataLoaderStub(dataset._served_here.connect())
+        reported = None
+        while reported is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            reported = json.loads(stub.Stats(wire.StatsRequest(run=RUN)).stats_json)["reported"]
+        assert (reported["sample_index"], reported["loss"]) == (4, 1.5)
