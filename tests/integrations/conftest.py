@@ -15,6 +15,8 @@ def torch_forks() -> Iterator[Forks]:
     forks = Forks(
         *("torch.distributed", "torch._dynamo", "torch.nn.parallel", "tokenloom"),
         *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh"),
+        *("torch.distributed.tensor.parallel", "tokenloom.integrations.mesh"),
+        *("torchdata.stateful_dataloader", "torch.utils.data.graph_settings"),
     )
     yield forks
     forks.close()
