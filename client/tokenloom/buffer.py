@@ -243,6 +243,13 @@ class StepBuffer:
                 raise self._error
             return self._steps[0] if self._steps else None
 
+    def following(self) -> Step | None:
+        """The step that ``take`` would give next, if it is there; for who prepares it."""
+        try:
+            return self._steps[0]
+        except IndexError:
+            return None
+
     def close(self) -> None:
         """Lets all parties come to an end."""
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tokenloom import ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.device import resolve
 from tokenloom.embedded import Embedded
 from tokenloom.errors import ProtocolError
 from tokenloom.local import Local
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("tokenloom")
+
+#: The stream that is trained on; all others are evaluated on.
+TRAIN = "train"
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -67,12 +71,23 @@ class RemoteDataset(IterableDataset[Batch]):
     Batches have the columns ``position_ids``, ``document_ids``, ``attention_mask``, ``loss_mask`` and ``cu_seqlens``
     (with ``max_seqlen``) where these are asked for.
 
+    ``device="cuda"`` makes the tensors there, equal to the bit: ids cross to it as narrow as they travelled, from
+    pinned memory and one batch ahead, and are widened there. A batch is ready for the stream that is current at
+    ``next()``.
+
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
     ``peek=True`` only looks: it joins nothing, counts nothing and fences nobody, whatever the run is doing. The whole
     order comes, to this process alone, from where the ledger stands unless a state was loaded or ``resume`` says
     otherwise; there it may also be a sample index as text, such as ``resume="38000"``. The order is the run's own,
     so ``state_dict()`` is a point that training can resume at.
+
+    ``stream="validation"`` is what training's sources hold out (``stream="validation/ALIAS"``: what one of them does),
+    or another stream that the mixture file names. Its first ``samples`` (None: all of it) come, the same ones at each
+    ``iter()``, cut over the ranks: the last step is filled up with padding samples (source −1, labels −100), so that
+    every rank does as many steps, and ``len()`` tells how many. Evaluating joins no generation and counts nothing, so
+    it may happen before, while and after the run trains. It has no state: ``state_dict()`` is that of a stream which
+    has not begun, and loading it changes nothing.
 
     Where the server wants a token, it is ``token`` or the environment's ``TOKENLOOM_TOKEN``. With ``grpcs://`` the
     connection uses TLS: ``tls_ca`` is the CA that is trusted (PEM), ``tls_cert`` and ``tls_key`` are for a server
@@ -93,7 +108,8 @@ class RemoteDataset(IterableDataset[Batch]):
         resume: str | None = None,
         takeover: bool = False,
         fork_from: Mapping[str, Any] | None = None,
-        stream: str = "train",
+        stream: str = TRAIN,
+        samples: int | None = None,
         accumulate: int = 1,
         prefetch_steps: int | None = None,
         peek: bool = False,
@@ -102,6 +118,7 @@ class RemoteDataset(IterableDataset[Batch]):
         attention_mask: bool = False,
         loss_mask: bool = False,
         cu_seqlens: bool = False,
+        device: str | torch.device | None = None,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
         batch_timeout_s: float = 3600.0,
@@ -128,7 +145,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 tls_key=tls_key,
                 environment=os.environ,
             )
-        for name, value in (("accumulate", accumulate), ("prefetch_steps", prefetch_steps)):
+        counts = {"accumulate": accumulate, "prefetch_steps": prefetch_steps, "samples": samples}
+        for name, value in counts.items():
             if (value is not None or name == "accumulate") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
         if prefetch_steps is not None and prefetch_steps < accumulate:
@@ -154,12 +172,27 @@ class RemoteDataset(IterableDataset[Batch]):
             raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
         self._fork = Loaded.read(fork_from) if fork_from is not None else None
         self._stream = stream
+        self._evaluates = stream not in ("", TRAIN)
+        if self._evaluates:
+            _refuse_with_evaluation(
+                stream,
+                batch_size,
+                peek=peek,
+                resume=resume,
+                takeover=takeover,
+                fork_from=fork_from,
+                accumulate=accumulate > 1 and accumulate,
+            )
+        elif samples is not None:
+            raise ValueError(f"samples={samples} is for a stream to evaluate on; training goes on to its end")
+        self._samples = samples
         self._prefetch_steps = prefetch_steps
         self._document_ids = document_ids
         self._position_ids = position_ids
         self._attention_mask = attention_mask
         self._loss_mask = loss_mask
         self._cu_seqlens = cu_seqlens
+        self._device = resolve(device) if device is not None else None
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._batch_timeout_s = batch_timeout_s
@@ -176,7 +209,9 @@ class RemoteDataset(IterableDataset[Batch]):
                 stream=stream,
                 rank=rank,
                 world_size=world_size,
-                attempt=attempt,
+                # Who evaluates takes no slot, so there is no id to share, and nobody to wait for; but for a server that
+                # rank 0 starts.
+                attempt=stream if self._evaluates and mixture is None else attempt,
                 process_group=process_group,
                 timeout_s=connect_timeout_s,
             )
@@ -193,14 +228,60 @@ class RemoteDataset(IterableDataset[Batch]):
         self._history: History | None = None
         self._closer: weakref.finalize[[Connection, int], RemoteDataset] | None = None
         self._closed = False
+        #: Of an evaluation, once the server said how many samples it has.
+        self._steps: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Joins the run if that was not done, and goes on after the last batch yielded."""
+        """Joins the run if that was not done, and goes on after the last batch yielded. Of a stream to evaluate on,
+        its first samples, each time."""
         self._check_worker()
+        if self._evaluates:
+            return self._evaluation()
         self._check_process()
         if self._connection is None:
             self._join()
-        return _Batches(self)
+        return _Batches(self._next)
+
+    def __len__(self) -> int:
+        """Steps of an evaluation. Asks the server where there was none yet, and waits until it has made the samples."""
+        if not self._evaluates:
+            raise TypeError("how long training goes on is the mixture's to say, so it has no len(); see plan()")
+        if self._steps is None:
+            with self._connect("", "") as connection:
+                self._learn_length(connection)
+        assert self._steps is not None
+        return self._steps
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _evaluation(self) -> Iterator[Batch]:
+        if self._closed:
+            raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+        if self._connection is not None and self._closer is not None and self._connection_pid == os.getpid():
+            self._closer()
+        connection = self._connect("", "")
+        self._learn_length(connection)
+        self._keep(connection)
+
+        def following() -> Batch:
+            if self._closed:
+                raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+            taken = connection.take()
+            if taken is None:
+                raise StopIteration
+            return taken[0]
+
+        return _Batches(following)
+
+    def _learn_length(self, connection: Connection) -> None:
+        found = connection.opening.samples
+        if self._steps is None and self._samples is not None and found < self._samples and self.rank == 0:
+            log.warning(
+                "%s: stream %s has %d samples, not %d: these are evaluated on",
+                self._address, self._stream, found, self._samples,
+            )  # fmt: skip
+        self._steps = -(-found // (self.world_size * connection.opening.layout.batch_size))
 
     def _next(self) -> Batch:
         self._check_process()
@@ -221,6 +302,8 @@ class RemoteDataset(IterableDataset[Batch]):
         Equal on every rank. Needs no network, and works before the first batch and with the server dead.
         """
         self._check_state_is_here()
+        if self._evaluates:
+            return {KEY: self._standing.text}
         if self._history is not None:
             return {KEY: self._history.text(at)}
         place = self._standing
@@ -234,11 +317,14 @@ class RemoteDataset(IterableDataset[Batch]):
         Also what an older data loader saved: ``{"resume_state": {"datasets": […]}}`` or ``{"sample_index": N}``.
         """
         self._check_state_is_here()
-        if self._closed or self._connection is not None:
+        if (self._closed or self._connection is not None) and not self._evaluates:
             raise RuntimeError(
                 "load_state_dict comes before the first iter(), which joins the run at that state; "
                 "to go back, close() this dataset and make a new one"
             )
+        if self._evaluates:
+            _check_no_state(Loaded.read(state), self._stream)
+            return
         self._loaded = Loaded.read(state)
 
     @property
@@ -257,8 +343,17 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
+    def history(self) -> History:
+        """What states are written from, for who hands the batches on to another process."""
+        if self._history is None:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._history
+
+    @property
     def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
+        if self._evaluates and self._connection is not None:
+            return self._connection.buffer.consumed
         return self._history.last if self._history is not None else self._standing
 
     @property
@@ -399,32 +494,7 @@ class RemoteDataset(IterableDataset[Batch]):
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
         fork = self._fork if self._loaded is None else None
         loaded = self._loaded or fork
-        connection = Connection(
-            Request(
-                address=self._address,
-                credentials=self._credentials,
-                stream=self._stream,
-                topology=self._topology,
-                batch_size=self._batch_size,
-                batch_sizes=self._batch_sizes,
-                resume="" if loaded else self._resume,
-                state=loaded.text if loaded else "",
-                position_ids=self._position_ids,
-                document_ids=self._document_ids,
-                attention_mask=self._attention_mask,
-                loss_mask=self._loss_mask,
-                cu_seqlens=self._cu_seqlens,
-                prefetch_steps=self._prefetch_steps,
-                accumulate=self._accumulate,
-                takeover=self._takeover,
-                fork=fork is not None,
-                peek=self._peek,
-                connect_timeout_s=self._connect_timeout_s,
-                reconnect_timeout_s=self._reconnect_timeout_s,
-                batch_timeout_s=self._batch_timeout_s,
-                connect=self._served_here.connect if self._served_here is not None else None,
-            )
-        )
+        connection = self._connect("" if loaded else self._resume, loaded.text if loaded else "", fork=fork is not None)
         start, skipped = connection.opening.start, connection.opening.skipped_samples
         if loaded and not loaded.leads_to(start, skipped):
             connection.close()
@@ -438,15 +508,48 @@ class RemoteDataset(IterableDataset[Batch]):
                 "run %s: samples %d to %d are skipped, as the restore before this launch said",
                 self._address.run, start.sample_index - skipped, start.sample_index - 1,
             )  # fmt: skip
-        self._connection = connection
-        self._closer = weakref.finalize(self, _close, connection, os.getpid())
-        self._connection_pid = self._joined_in[0] = os.getpid()
-        if self._served_here is not None:
-            self._served_here.watch(connection.buffer.fail)
+        self._keep(connection)
+        self._joined_in[0] = os.getpid()
         # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
         # And a state of the run that was forked is none of this one, nor is an older data loader's.
         own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None
         self._history = History(connection.opening.template, start, own)
+
+    def _connect(self, resume: str, state: str, *, fork: bool = False) -> Connection:
+        return Connection(
+            Request(
+                address=self._address,
+                credentials=self._credentials,
+                stream=self._stream,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                batch_sizes=self._batch_sizes,
+                resume=resume,
+                state=state,
+                position_ids=self._position_ids,
+                document_ids=self._document_ids,
+                attention_mask=self._attention_mask,
+                loss_mask=self._loss_mask,
+                cu_seqlens=self._cu_seqlens,
+                prefetch_steps=self._prefetch_steps,
+                accumulate=self._accumulate,
+                takeover=self._takeover,
+                fork=fork,
+                peek=self._peek,
+                connect_timeout_s=self._connect_timeout_s,
+                reconnect_timeout_s=self._reconnect_timeout_s,
+                batch_timeout_s=self._batch_timeout_s,
+                device=self._device,
+                samples=(self._samples or 0) if self._evaluates else None,
+            )
+        )
+
+    def _keep(self, connection: Connection) -> None:
+        self._connection = connection
+        self._closer = weakref.finalize(self, _close, connection, os.getpid())
+        self._connection_pid = os.getpid()
+        if self._served_here is not None:
+            self._served_here.watch(connection.buffer.fail)
 
     def _check_worker(self) -> None:
         worker = get_worker_info()
@@ -455,6 +558,11 @@ class RemoteDataset(IterableDataset[Batch]):
                 f"this DataLoader has num_workers={worker.num_workers}, but a rank is one slot of the run and each "
                 "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
                 "and batch_size=None"
+            )
+        if worker is not None and self._device is not None and self._device.type == "cuda":
+            raise RuntimeError(
+                f"device={str(self._device)!r} makes batches in the trainer's process, and this is a DataLoader's "
+                "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
             )
 
     def _check_process(self) -> None:
@@ -478,14 +586,14 @@ class RemoteDataset(IterableDataset[Batch]):
 class _Batches:
     """An iterator that keeps raising what it met: a generator would turn an error into an end of data."""
 
-    def __init__(self, dataset: RemoteDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, following: Callable[[], Batch]) -> None:
+        self._following = following
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Batch:
-        return self._dataset._next()
+        return self._following()
 
 
 def _refuse_with_peek(**given: object) -> None:
@@ -494,6 +602,31 @@ def _refuse_with_peek(**given: object) -> None:
     if named:
         raise ValueError(
             f"peek=True takes no part in the run, so it is no rank of an attempt: leave out {', '.join(named)}"
+        )
+
+
+def _refuse_with_evaluation(stream: str, batch_size: int | ramp.Schedule | None, **given: object) -> None:
+    """Raises ``ValueError`` for what only training has."""
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None and value is not False]
+    if named:
+        raise ValueError(
+            f"stream={stream!r} is evaluated on, each time from its beginning, and takes no part in training: leave "
+            f"out {', '.join(named)}"
+        )
+    if batch_size is None:
+        raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and step")
+    if not isinstance(batch_size, int):
+        raise ValueError(
+            f"stream={stream!r}: batch_size must be one number, since no tokens are counted in it; got {batch_size!r}"
+        )
+
+
+def _check_no_state(state: Loaded | Older, stream: str) -> None:
+    """Raises ``ValueError`` for a state that would lead somewhere."""
+    if isinstance(state, Older) or state.sample_index:
+        raise ValueError(
+            f"this is the state of a dataset that is trained on, and stream={stream!r} is evaluated on, each time from "
+            "its beginning: load it into the dataset that you train on"
         )
 
 

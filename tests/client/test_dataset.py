@@ -162,13 +162,13 @@ def test_the_state_works_with_the_server_dead_and_after_close() -> None:
 
 
 def test_before_a_join_the_state_is_the_start_of_the_run() -> None:
-    dataset = RemoteDataset(NOBODY, 2, stream="valid")
+    dataset = RemoteDataset(NOBODY, 2)
 
     assert unseal(dataset.state_dict()["tokenloom"]) == {
         "format": "tokenloom/snapshot",
         "version": 1,
         "run": "fake",
-        "stream": "valid",
+        "stream": "train",
         "sample_index": 0,
         "digest": "0" * 32,
         "total_tokens": 0,
@@ -261,11 +261,11 @@ def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: s
 
 def test_the_join_carries_what_the_dataset_was_made_with() -> None:
     with serving(Script()) as (server, url, _):
-        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", stream="valid", resume="fresh") as dataset:
+        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", stream="train", resume="fresh") as dataset:
             iter(dataset)
         join = server.joins[0]
 
-    assert (join.run, join.stream, join.rank, join.world_size) == ("fake", "valid", 1, 2)
+    assert (join.run, join.stream, join.rank, join.world_size) == ("fake", "train", 1, 2)
     assert (join.batch_size, join.attempt, join.resume, join.state_json) == (3, "a", "fresh", b"")
     assert join.nonce
 

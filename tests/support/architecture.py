@@ -31,13 +31,13 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("careful", "extents"),
         ("order", "run"),
         ("course",),
-        ("planning", "prepare"),
+        ("planning", "prepare", "streams"),
         ("imported",),
         ("host",),
         ("committer", "leadership", "losses", "producer"),
         ("history", "figures"),
         ("forking", "revising"),
-        ("opening", "peeking"),
+        ("opening", "peeking", "evaluating"),
         ("tracing", "accounts"),
         ("service",),
         ("metrics", "page"),
@@ -52,7 +52,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "columns", "mixture_file"),
         ("ramp",),
         ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer", "child_server", "local", "token_losses"),
+        ("buffer", "child_server", "device", "local", "token_losses"),
         ("connection", "embedded"),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
@@ -137,7 +137,8 @@ NEEDS = {
         {
             *("grpc", "google", "numpy", "torch"),
             *("tqdm", "typing_extensions"),  # of the extra for bars; and what torch brings
-            *("transformers", "trl", "accelerate", "lightning", "torchdata"),  # of integrations, for who has them
+            # of integrations, for who has them
+            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata"),
         }
     ),
     SERVER: frozenset(

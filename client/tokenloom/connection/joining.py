@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
+import torch
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -63,8 +64,15 @@ class Request:
     connect_timeout_s: float
     reconnect_timeout_s: float
     batch_timeout_s: float
-    connect: Callable[[], grpc.Channel] | None = None
-    """To a run in this process, which has no address to connect to."""
+    device: torch.device | None = None
+    """Where batches are made; None: in ordinary memory, by numpy."""
+    #: Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on.
+    samples: int | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether what is consumed is to be committed."""
+        return not self.peek and self.samples is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,8 @@ class Opening:
     server_epoch: int
     #: Samples of the order that were jumped over right before ``start``.
     skipped_samples: int
+    #: Of a stream to evaluate on: how many samples there are.
+    samples: int = 0
 
 
 def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
@@ -113,6 +123,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         process=topology.process(),
         peek=request.peek,
         fork=request.fork,
+        samples=request.samples or 0,
     )
     metadata = request.credentials.metadata
     retry = Retry(request.connect_timeout_s, len(request.address.targets))
@@ -122,7 +133,9 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
-            answer = connect().Join(message, timeout=max(retry.remaining_s(), 0.001), metadata=metadata)
+            # And where samples are made for it, a Join waits for these.
+            timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.batch_timeout_s
+            answer = connect().Join(message, timeout=timeout_s, metadata=metadata)
             return _opening(answer, request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
@@ -187,6 +200,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,
         skipped_samples=answer.skipped_samples,
+        samples=answer.stream_samples,
     )
 
 

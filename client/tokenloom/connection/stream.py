@@ -31,6 +31,7 @@ from tokenloom.connection.channel import Retry, failure, open_channel, retryable
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.reporting import Report, Reporter
 from tokenloom.connection.response import Response, read
+from tokenloom.device import DeviceSteps, Transfer
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.features import Bucket, Feature, RowsMessage
 from tokenloom.snapshot import Point
@@ -72,15 +73,27 @@ class Connection:
             ramp=self.opening.ramp,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
-            counted=not request.peek,
+            counted=request.counted,
         )
+        self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
         background thread met."""
-        return self.buffer.take(self.on_silence)
+        taken = self.buffer.take(self.on_silence)
+        if self._transfer is not None and (following := self.buffer.following()) is not None:
+            _, message, number = following
+            assert isinstance(message, DeviceSteps)
+            message.send(number)
+        return taken
 
     def report(self, report: Report) -> None:
         """Sends losses in the background, for monitoring."""
@@ -106,10 +119,7 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        if self._request.connect is not None:
-            self._channel = self._request.connect()
-        else:
-            self._channel = open_channel(next(self._targets), self._request.credentials)
+        self._channel = open_channel(self._request.address, next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
@@ -245,6 +255,9 @@ class Connection:
                 document_counts=batches.document_counts,
                 document_starts=batches.document_starts,
             )
+        if self._transfer is not None:
+            assert isinstance(message, Message | RowsMessage)
+            message = DeviceSteps(message, self._transfer)
         points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 
@@ -275,7 +288,9 @@ class Connection:
                 progress=self.progress(consumed),
                 document_starts=self.opening.layout.document_starts,
                 peek=asked.peek,
-                batch_size=self.opening.layout.batch_size if asked.peek else 0,
+                batch_size=0 if asked.counted else self.opening.layout.batch_size,
+                samples=asked.samples or 0,
+                world_size=0 if asked.samples is None else asked.topology.world_size,
                 process=topology.process(),
             )
         )
