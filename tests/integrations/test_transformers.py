@@ -276,3 +276,18 @@ def test_labels_that_would_be_shifted_twice_are_refused(tmp_path: Path) -> None:
         trainer = TokenloomTrainer(model(), arguments(tmp_path), train_dataset=dataset, target_tokens=1024)
         with pytest.raises(ValueError, match="labels: shifted, but LlamaForCausalLM shifts them itself"):
             trainer.train()
+
+
+def test_batches_that_grow_with_the_tokens_end_at_the_same_target(url: str, tmp_path: Path) -> None:
+    # Optimiser steps of 2 × 2 samples, and from 8 samples on of 2 × 4.
+    sizes = [(0, 2), (8 * LENGTH, 4)]
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=2)
+    steps = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        with RemoteDataset(url, sizes, accumulate=2, resume=None if resume else "fresh", takeover=True) as dataset:
+            trainer = TokenloomTrainer(model(), args, train_dataset=dataset, target_tokens=24 * LENGTH)
+            trainer.train(resume_from_checkpoint=resume)
+        steps.append(logged(trainer))
+        assert trainer.state.max_steps == 4
+    assert [step["total_tokens"] for step in steps[0]] == [n * LENGTH for n in (4, 8, 16, 24)]
+    assert steps[1] == steps[0]
