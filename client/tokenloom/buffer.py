@@ -21,6 +21,7 @@ from tokenloom.batch import Batch
 from tokenloom.columns import Columns
 from tokenloom.errors import Fenced, ServerUnavailable
 from tokenloom.snapshot import Point
+from tokenloom.waits import Waited, Waits
 
 log = logging.getLogger("tokenloom")
 
@@ -72,6 +73,7 @@ class StepBuffer:
         taken, so the capacity is at least that."""
         assert capacity_steps >= accumulate
         self.capacity_steps = capacity_steps
+        self.start = start
         self._timeout_s = timeout_s
         self._accumulate = accumulate
         # Of the optimiser step that the trainer is in: the steps that it has not taken, and the labels of all.
@@ -97,6 +99,9 @@ class StepBuffer:
         self._taking = threading.Lock()
         self._reader_waits = False
         self._starved = False
+        # For metrics: steps taken, and what some of them were waited for.
+        self.taken = 0
+        self._waits = Waits()
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
         self._writer_delays = False
         self._wakes_writer_at = math.inf
@@ -110,6 +115,11 @@ class StepBuffer:
     def consumed_through(self) -> int:
         """End index of the last step that ``next()`` returned."""
         return self.consumed.sample_index
+
+    @property
+    def drained(self) -> bool:
+        """Whether the data ended and the trainer has all of it."""
+        return self.end_reason is not None and self.consumed_through == self.received_through
 
     # The reader's side
 
@@ -158,8 +168,7 @@ class StepBuffer:
     def all_committed(self) -> bool:
         """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be behind,
         and until they are not, a restarted server has to be told again."""
-        done = self.end_reason is not None and self.consumed_through == self.received_through
-        return done and self.nothing_to_commit()
+        return self.drained and self.nothing_to_commit()
 
     def nothing_to_commit(self) -> bool:
         """Whether the server need not hear again how far the trainer is."""
@@ -192,6 +201,7 @@ class StepBuffer:
             except IndexError:  # fenced just now
                 self._await_step(on_silence)
             self.consumed = point
+            self.taken += 1
             self._left -= 1
             if point.sample_index >= self._wakes_writer_at:
                 self._wakes_writer_at = math.inf  # once
@@ -213,6 +223,7 @@ class StepBuffer:
         """The next step, as soon as ``count`` of them are there, or the data end behind it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
+        began = time.perf_counter()
         with self._lock:
             while not (len(self._steps) >= count or self._error or self.end_reason is not None):
                 if self.closing:
@@ -236,6 +247,7 @@ class StepBuffer:
                     patience_s += PATIENCE_S
                     log.warning("no batch for %.0f s; waiting for: %s", waited_s, what)
             self._starved = False
+            self._waits.note(self.taken, time.perf_counter() - began)
             if self._error is not None and len(self._steps) < count:
                 raise self._error
             return self._steps[0] if self._steps else None
@@ -246,6 +258,15 @@ class StepBuffer:
             self.closing = True
             for condition in (self._step_ready, self._room, self._report):
                 condition.notify_all()
+
+    def waiting_steps(self) -> int:
+        """How many steps are there to be taken."""
+        return len(self._steps)
+
+    def waits(self) -> Waited:
+        """What ``next()`` waited since this was asked last."""
+        with self._lock:
+            return self._waits.read(self.taken)
 
     # The writer's side
 

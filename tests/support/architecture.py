@@ -49,10 +49,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     CLIENT: (
-        ("errors", "columns"),
+        ("errors", "columns", "waits", "loaders"),
         ("address", "batch", "features", "snapshot", "topology"),
         ("buffer",),
         ("connection",),
+        ("figures",),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
         ("token_progress",),
