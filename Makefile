@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
@@ -29,18 +30,26 @@ chaos: install
 	PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
 		$(if $(WORLD),--world $(WORLD)) $(if $(ONLY),--only $(ONLY)) $(if $(FIGURES),--figures $(FIGURES))
 
-check: install
+check: install $(PROTOC)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 -p tokenloom -p tokenloom_proto
 	@rm -rf $(VENV)/proto-check && mkdir -p $(VENV)/proto-check
 	@$(MAKE) --no-print-directory proto PROTO_OUT=$(VENV)/proto-check
 	@for f in $(VENV)/proto-check/tokenloom_proto/*; do \
 		cmp "$$f" "proto/tokenloom_proto/$$(basename $$f)" || { echo "generated code is stale: run 'make proto' and commit"; exit 1; }; \
 	done
 
-proto: install
-	$(BIN)/python -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v1 \
+# Generated code asks for at least the protobuf of the tool that made it. This is the oldest of those whose code every
+# protobuf from 4.25 on takes, so that a training image keeps the packages that it has; it needs some of its own.
+$(PROTOC): Makefile
+	@$(PYTHON) -m venv $(dir $(PROTOC))..
+	@$(PROTOC) -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<81'
+	@touch $@
+
+proto: $(PROTOC)
+	$(PROTOC) -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v1 \
 		--python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) tokenloom_proto/dataloader.proto
 
 format: install

@@ -3,6 +3,10 @@
     tokenloom serve examples/compose/mixture.yaml
     torchrun --nproc-per-node 2 examples/ddp.py grpc://127.0.0.1:50051/sample --checkpoint checkpoint
 
+With no server to run, the path of the mixture file stands in the address's place, and rank 0 starts one:
+
+    torchrun --nproc-per-node 2 examples/ddp.py examples/compose/mixture.yaml --checkpoint checkpoint
+
 What Tokenloom needs of a trainer is marked 1 to 4; everything else is ordinary PyTorch.
 """
 
@@ -73,7 +77,7 @@ def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, loss:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="grpc://host:port/run")
+    parser.add_argument("url", help="grpc://host:port/run, or the path of a mixture file")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(

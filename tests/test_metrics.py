@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from support.memory_service import MemoryService, rank_stats, run_stats, source_stats
+from support.memory_service import MemoryService, rank_stats, report_stats, run_stats, source_stats
 from tokenloom_server import metrics
 from tokenloom_server.errors import LedgerUnavailable
 
@@ -35,7 +35,13 @@ def labels(**values: Any) -> tuple[tuple[str, str], ...]:
 @pytest.fixture
 def service() -> MemoryService:
     service = MemoryService()
-    service.put(run_stats("wiki"))
+    service.put(
+        run_stats(
+            "wiki",
+            reported=report_stats(),
+            sources=[source_stats(0, alias="code", loss=2.5), source_stats(1, alias="prose")],
+        )
+    )
     service.put(
         run_stats(
             "code",
@@ -75,6 +81,9 @@ def test_the_figures_come_from_the_fields_that_their_names_say(service: MemorySe
     assert found["tokenloom_ended"] == {labels(**run): 0, labels(run="code", stream="train"): 1}
     assert found["tokenloom_source_rows_total"][labels(**run, source="prose", generation=3)] == 1311
     assert found["tokenloom_source_target_share"][labels(**run, source="prose")] == 0.5
+    assert found["tokenloom_loss"] == {labels(**run): 3.25}
+    assert found["tokenloom_learning_rate"] == {labels(**run): 6e-4}
+    assert found["tokenloom_source_loss"] == {labels(**run, source="code"): 2.5}
     assert found["tokenloom_rank_lag_samples"][labels(**run, rank=1)] == 8
     assert found["tokenloom_server_info"] == {labels(version="1.2.3"): 1}
 

@@ -580,6 +580,7 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
     assert paths == {
         "GET /v1/runs",
         "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/losses",
         "GET /v1/runs/{run}/plan",
         "GET /v1/runs/{run}/plan.svg",
         "GET /v1/runs/{run}/receipt",

@@ -38,7 +38,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.grpc_service import GrpcServer
 from tokenloom_server.grpc_service.entry import FIGURE_THREADS, PEEK_THREADS
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
-from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
+from tokenloom_server.grpc_service.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import JoinCall
@@ -290,7 +290,7 @@ def test_only_health_is_open_and_what_trains_or_changes_something_takes_control(
 
     assert names[Scope.OPEN] == {"Check"}
     # And what BY_REQUEST has.
-    assert names[Scope.CONTROL] == {"Restore"}
+    assert names[Scope.CONTROL] == {"Restore", "Report"}
 
 
 @pytest.fixture(scope="module")
@@ -474,6 +474,7 @@ MOST = {
     "Stats": SMALL_REQUEST_BYTES,
     "Plan": SMALL_REQUEST_BYTES,
     "Tokenizer": SMALL_REQUEST_BYTES,
+    "Report": MAX_REPORT_BYTES,
 }
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.killed import two_runs
+from tokenloom import RemoteDataset
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tokenloom": "client", "tokenloom_server": "server", "tokenloom_proto": "proto"}
@@ -149,7 +151,9 @@ def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
 
 
 def test_the_base_dependencies_are_the_clients_alone(installed: Path) -> None:
-    assert {requirement.name for requirement in _requirements(installed)} == {"grpcio", "protobuf", "numpy", "torch"}
+    assert {requirement.name for requirement in _requirements(installed)} == {
+        *("grpcio", "protobuf", "numpy", "torch", "typing-extensions")
+    }
 
 
 def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> None:
@@ -219,3 +223,42 @@ def test_the_command_works_in_the_servers_image(installed: Path, server_environm
 
     assert result.returncode == 0, result.stderr
     assert all(command in result.stdout for command in ("serve", "validate", "plan", "stats", "peek", "demo"))
+
+
+#: The oldest releases of what the client needs beside torch, and the newest: images have something in between.
+RELEASES = {
+    "oldest": ("protobuf==4.25.0", "grpcio==1.62.0", "numpy==1.26.0"),
+    "newest": ("protobuf==7.36.2", "grpcio==1.85.1", "numpy==2.4.6"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", RELEASES)
+def test_the_client_reads_a_run_with_the_oldest_and_the_newest_packages_that_it_allows(
+    which: str, installed: Path, client_environment: list[str], tmp_path: Path
+) -> None:
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--target", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *RELEASES[which]], check=True, timeout=100)
+    allowed = {requirement.name: requirement.specifier for requirement in _requirements(installed)}
+    for name, version in (release.split("==") for release in RELEASES[which]):
+        assert version in allowed[name]
+    code = (
+        "import json, google.protobuf, grpc, numpy\n"
+        "from tokenloom import RemoteDataset\n"
+        "dataset = RemoteDataset(sys.argv[1], 4, position_ids=True, attention_mask=True)\n"
+        "with dataset:\n"
+        "    batches = [batch for _, batch in zip(range(50), dataset)]\n"
+        "found = [dataset.digest, [int(batch['input_ids'].sum()) for batch in batches]]\n"
+        "print(json.dumps([google.protobuf.__version__, grpc.__version__, numpy.__version__, found]))"
+    )
+    with two_runs(tmp_path / "runs") as urls:
+        expected = RemoteDataset(urls[0], 4)
+        with expected:
+            sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), expected, strict=False)]
+        result = _run([str(tmp_path), *client_environment], code, urls[1])
+
+    assert result.returncode == 0, result.stderr
+    *versions, found = json.loads(result.stdout)
+    assert versions == [release.split("==")[1] for release in RELEASES[which]]
+    assert found == [expected.digest, sums]

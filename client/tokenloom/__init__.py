@@ -42,7 +42,9 @@ from tokenloom.errors import (
     Unauthenticated,
 )
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.source_loss import MeanLosses, SourceLoss
 from tokenloom.token_budget import TokenBudget
+from tokenloom.token_losses import token_losses
 from tokenloom.token_progress import TokenProgress
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "LedgerUnavailable",
     "LedgerUnsafe",
     "LimitExceeded",
+    "MeanLosses",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
@@ -75,6 +78,7 @@ __all__ = [
     "Source",
     "SourceChanged",
     "SourceError",
+    "SourceLoss",
     "StorageError",
     "TokenBudget",
     "TokenLRScheduler",
@@ -83,4 +87,5 @@ __all__ = [
     "TokenloomError",
     "TooManyPeeks",
     "Unauthenticated",
+    "token_losses",
 ]

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 EXPECTED = (
     "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code, or, where others stand by, "
-    "grpc://HOST:PORT,HOST:PORT/RUN; with TLS grpcs://…"
+    "grpc://HOST:PORT,HOST:PORT/RUN; with TLS grpcs://…; or the path of a mixture file, which ends in .yaml"
 )
 
 
@@ -18,6 +18,8 @@ class Address:
     targets: tuple[str, ...]
     run: str
     tls: bool = False
+    local: bool = False
+    """There is no server: the run is in this process, and the one target is its mixture file."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -35,6 +37,8 @@ class Address:
         return cls(targets, run, scheme == "grpcs")
 
     def __str__(self) -> str:
+        if self.local:
+            return f"run {self.run!r} of {self.targets[0]}"
         return f"{'grpcs' if self.tls else 'grpc'}://{','.join(self.targets)}/{self.run}"
 
     @property

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import NotRequired
 
 from tokenloom.columns import Columns
 from tokenloom.errors import ProtocolError

@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,8 +21,11 @@ from torch.utils.data import IterableDataset
 from tokenloom import figures, loaders, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Request, Source, ask
+from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.embedded import Embedded
 from tokenloom.errors import EndOfData, ProtocolError
+from tokenloom.local import Local
+from tokenloom.mixture_file import path_of, refuse_options_of_servers
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
 if TYPE_CHECKING:  # a build of torch may lack it
@@ -37,6 +41,12 @@ class RemoteDataset(IterableDataset[Batch]):
     Rank and world size are fixed here: as given, else those of ``process_group`` (or of the default group), else the
     launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as
     given.
+
+    ``url`` may be the path of a mixture file instead (``.yaml``): rank 0 then starts the server, which all ranks of the
+    launch join, and ends it when they have closed their datasets or it dies. What is wrong with the file is raised
+    here, on every rank. With ``local=True``, for one process alone, the same samples come without a server or a
+    socket, and what is wrong with the data is raised by the first ``iter()``. Both need
+    ``pip install 'tokenloom[server]'``.
 
     The first ``iter()`` joins the run, where ``load_state_dict()`` was called from that state, else
     from ``resume``: ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id
@@ -76,10 +86,11 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         batch_size: int | None = None,
         *,
         accumulate: int = 1,
+        local: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
         attempt: str | None = None,
@@ -105,16 +116,23 @@ class RemoteDataset(IterableDataset[Batch]):
         tls_key: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self._address = Address.parse(url)
-        self._credentials = Credentials.find(
-            self._address.hosts,
-            tls=self._address.tls,
-            token=token,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            environment=os.environ,
-        )
+        shown = {"token": token, "tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+        mixture = path_of(url)
+        if mixture is not None:
+            refuse_options_of_servers(mixture, **shown)
+        elif local:
+            raise ValueError(f"local=True needs no server: give the path of a mixture file (.yaml), not {url!r}")
+        else:
+            self._address = Address.parse(os.fspath(url))
+            self._credentials = Credentials.find(
+                self._address.hosts,
+                tls=self._address.tls,
+                token=token,
+                tls_ca=tls_ca,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                environment=os.environ,
+            )
         steps = {"batch_size": batch_size, "prefetch_steps": prefetch_steps, "accumulate": accumulate}
         for name, value in steps.items():
             if value is not None and (type(value) is not int or value < 1):
@@ -155,7 +173,7 @@ class RemoteDataset(IterableDataset[Batch]):
             self._topology = topology.ALONE
         else:
             self._topology = topology.resolve(
-                run=self._address.run,
+                run=self._address.run if mixture is None else str(mixture),
                 stream=stream,
                 rank=rank,
                 world_size=world_size,
@@ -163,6 +181,10 @@ class RemoteDataset(IterableDataset[Batch]):
                 process_group=process_group,
                 timeout_s=connect_timeout_s,
             )
+        self._served_here: Embedded | Local | None = None
+        self._server_closer: weakref.finalize[[], RemoteDataset] | None = None
+        if mixture is not None:
+            self._serve(mixture, local)
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -335,6 +357,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._joined.opening.layout.sequence_length
 
     @property
+    def labels(self) -> str:
+        """``"same"``: labels are the input ids, and a model shifts them inside; ``"shifted"``: they are the ids one
+        further. Of a run of rows: ``"same"``."""
+        return "shifted" if self._joined.opening.layout.shifted else "same"
+
+    @property
     def sources(self) -> list[Source]:
         """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds: a revision may add
         some while the run trains."""
@@ -359,6 +387,34 @@ class RemoteDataset(IterableDataset[Batch]):
         """Why the data ended; None while it has not."""
         return self._connection.buffer.end_reason if self._connection else None
 
+    def report(
+        self,
+        losses: Mapping[int, tuple[float, int]],
+        *,
+        sample_index: int,
+        total_tokens: int,
+        step: int,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Sends losses over all ranks to the server, which shows them: by source id the mean and the tokens it is of.
+
+        For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
+        sent in the background, and what cannot be sent is logged and dropped.
+        """
+        if self._peek:
+            raise ValueError("peek=True takes no part in the run, so it has no losses to report")
+        self._joined.report(
+            Report(
+                sample_index=sample_index,
+                total_tokens=total_tokens,
+                step=step,
+                sources=dict(losses),
+                loss=loss,
+                learning_rate=learning_rate,
+            )
+        )
+
     @property
     def _joined(self) -> Connection:
         if self._connection is None:
@@ -372,6 +428,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._closed = True
         if self._closer is not None:
             self._closer()
+        if self._server_closer is not None:
+            self._server_closer()
 
     def __enter__(self) -> RemoteDataset:
         return self
@@ -380,7 +438,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = self.__dict__ | {"_server_closer": None}
         # Two processes are two clients, also of a slot that nobody has taken yet.
         state["_nonce"] = uuid.uuid4().hex
         if self._connection is None:
@@ -390,11 +448,12 @@ class RemoteDataset(IterableDataset[Batch]):
                 "a RemoteDataset cannot be copied once it has joined the run: both would take the same batches; make a "
                 "new one"
             )
-        if self.world_size > 1 or self._closed:
+        why = "it is closed" if self._closed else "" if self.world_size == 1 else "its other ranks would be left behind"
+        if why or self._served_here is not None:
             raise RuntimeError(
-                f"this RemoteDataset {'is closed' if self._closed else 'joined the run'} and cannot be handed to "
-                f"another process{' alone of its ranks' if self.world_size > 1 else ''}: hand it over before the first "
-                "iter(), use num_workers=0 (batches are fetched in the background all the same), or make a new one"
+                "this RemoteDataset joined the run and cannot be handed to another process, since "
+                f"{why or 'the server is in this one'}: hand it over before the first iter(), use num_workers=0 "
+                "(batches are fetched in the background all the same), or make a new one"
             )
         # The other process goes on from here, as an attempt of its own, which fences this one.
         moved: dict[str, Any] = {
@@ -406,6 +465,15 @@ class RemoteDataset(IterableDataset[Batch]):
         if not self._peek:
             moved |= {"_topology": replace(self._topology, attempt=uuid.uuid4().hex), "_takeover": True}
         return state | moved
+
+    def _serve(self, mixture: Path, local: bool) -> None:
+        served: Embedded | Local
+        if local:
+            served = Local(mixture, self._topology)
+        else:
+            served = Embedded(mixture, self._stream, self._topology, self._connect_timeout_s)
+        self._served_here, self._address, self._credentials = served, served.address, served.credentials
+        self._server_closer = weakref.finalize(self, served.close)
 
     def _join(self) -> None:
         if self._closed:
@@ -434,6 +502,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
                 batch_timeout_s=self._batch_timeout_s,
+                connect=self._served_here.connect if self._served_here is not None else None,
             ),
             f"{self._nonce}-{os.getpid()}",
         )
@@ -453,6 +522,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._connection = connection
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = self._joined_in[0] = os.getpid()
+        if self._served_here is not None:
+            self._served_here.watch(connection.buffer.fail)
         # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
         # And a state of the run that was forked is none of this one, nor is an older data loader's.
         own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None

@@ -6,12 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsFloat, TextIO
+from typing import Any, SupportsFloat, TextIO
+
+from typing_extensions import Self
 
 from tokenloom.token_budget import TokenBudget
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _UNITS = ((1e12, "t"), (1e9, "b"), (1e6, "m"), (1e3, "k"))
 

@@ -114,7 +114,7 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
 def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, grouped: bool, timeout_s: float) -> str:
     if world_size == 1:
         return uuid.uuid4().hex
-    if grouped and (store := _default_store()) is not None:
+    if grouped and (store := default_store()) is not None:
         return _shared(store, f"tokenloom/{run}/{stream}/{members}", rank, world_size, timeout_s)
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     # Not under torchrun, which starts ranks again within a step; and its agents count restarts each for themselves.
@@ -128,7 +128,8 @@ def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, gr
     )
 
 
-def _default_store() -> Store | None:
+def default_store() -> Store | None:
+    """What the processes of the default process group share; None where there is none."""
     # Private, but what torch itself and its elastic tools build upon; the public ways to share an id
     # are collectives, which would need a device here and an agreed order with the trainer's own.
     from torch.distributed.distributed_c10d import _get_default_store
@@ -162,9 +163,9 @@ def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: fl
     answered: dict[int, bytes] = dict.fromkeys(range(1, world_size), b"")
     while answered:
         for other, known in list(answered.items()):
-            found = _value(store, f"{prefix}/asked-{other}")
+            found = value_of(store, f"{prefix}/asked-{other}")
             # Looked at in this order: behind its confirmation a rank may ask for its next dataset.
-            if _value(store, f"{prefix}/{attempt}-{other}"):
+            if value_of(store, f"{prefix}/{attempt}-{other}"):
                 del answered[other]
             elif found != known:
                 answered[other] = found
@@ -179,6 +180,6 @@ def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: fl
     return attempt
 
 
-def _value(store: Store, key: str) -> bytes:
+def value_of(store: Store, key: str) -> bytes:
     """What lies under a key, at once; empty where nothing does."""
     return bytes(store.compare_set(key, "", ""))

@@ -352,3 +352,43 @@ class TokenizerResponse(_message.Message):
     tokenizer_json: bytes
     is_bytes: bool
     def __init__(self, tokenizer_json: _Optional[bytes] = ..., is_bytes: bool = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("run", "stream", "run_uid", "generation", "attempt", "sample_index", "total_tokens", "step", "sources", "loss", "learning_rate")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stream: str
+    run_uid: str
+    generation: int
+    attempt: str
+    sample_index: int
+    total_tokens: int
+    step: int
+    sources: _containers.RepeatedCompositeFieldContainer[SourceLoss]
+    loss: float
+    learning_rate: float
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., attempt: _Optional[str] = ..., sample_index: _Optional[int] = ..., total_tokens: _Optional[int] = ..., step: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceLoss, _Mapping]]] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+
+class SourceLoss(_message.Message):
+    __slots__ = ("source_id", "loss", "tokens")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source_id: int
+    loss: float
+    tokens: int
+    def __init__(self, source_id: _Optional[int] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ReportResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

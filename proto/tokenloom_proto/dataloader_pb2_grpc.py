@@ -69,6 +69,11 @@ class DataLoaderStub(object):
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/tokenloom.v1.DataLoader/Report',
+                request_serializer=tokenloom__proto_dot_dataloader__pb2.ReportRequest.SerializeToString,
+                response_deserializer=tokenloom__proto_dot_dataloader__pb2.ReportResponse.FromString,
+                _registered_method=True)
 
 
 class DataLoaderServicer(object):
@@ -129,6 +134,14 @@ class DataLoaderServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """What a trainer measured, by source: for people and for policies of their own. It is kept in the server's memory, and
+        moves no counter and no sample. Fenced where another generation has taken over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataLoaderServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +179,11 @@ def add_DataLoaderServicer_to_server(servicer, server):
                     servicer.Tokenizer,
                     request_deserializer=tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.FromString,
                     response_serializer=tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=tokenloom__proto_dot_dataloader__pb2.ReportRequest.FromString,
+                    response_serializer=tokenloom__proto_dot_dataloader__pb2.ReportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +375,33 @@ class DataLoader(object):
             '/tokenloom.v1.DataLoader/Tokenizer',
             tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.DataLoader/Report',
+            tokenloom__proto_dot_dataloader__pb2.ReportRequest.SerializeToString,
+            tokenloom__proto_dot_dataloader__pb2.ReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,7 +6,10 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; says what to install where the server's packages are missing."""
+    """Runs the command line; says what to install where the server's packages, or a newer Python, are missing."""
+    # The client runs on older ones, so the wheel may be installed there.
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"tokenloom: the server needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     try:
         from tokenloom_server.cli import app
     except ModuleNotFoundError as error:

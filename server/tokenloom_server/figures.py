@@ -9,6 +9,7 @@ from tokenloom_server.course import Course
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Commit, Counters
+from tokenloom_server.losses import Losses
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order import Order
 from tokenloom_server.sources.open import reader_of
@@ -31,8 +32,9 @@ def _consumed(commit: Commit) -> int:
 class Figures:
     """Reads one run's figures. Thread-safe."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, losses: Losses) -> None:
         self._host = host
+        self._losses = losses
         # Row counts of shards that were asked for, by (source, shard); None where unknown.
         self._rows: dict[tuple[int, int], int | None] = {}
         self._rows_lock = threading.Lock()
@@ -67,6 +69,7 @@ class Figures:
                     for slot, position in zip(generation.slots, positions, strict=True)
                 ]
             course = host.course
+        reported, losses = self._losses.newest()
         order = course.at(state.sample_index)
         shares = target_shares(order.config, order.extents)
         seconds = now - recent[0][0] if recent else 0.0
@@ -99,8 +102,9 @@ class Figures:
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=sum(made),
             next_revision=_planned(course, sum(made), committed.total_tokens, tokens_per_s),
+            reported=reported,
             sources=[
-                self._source(order, i, source, committed, earlier, totals, over, shares[i])
+                self._source(order, i, source, committed, earlier, totals, over, shares[i], losses.get(i))
                 for i, source in enumerate(state.sources)
             ],
             ranks=ranks,
@@ -116,11 +120,12 @@ class Figures:
         )
 
     def sources(self, committed: Commit, state: State) -> list[SourceStats]:
-        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it."""
+        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it, no
+        losses."""
         order = self._host.course.at(state.sample_index)
         shares, consumed = target_shares(order.config, order.extents), _consumed(committed)
         return [
-            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i])
+            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i], None)
             for i, source in enumerate(state.sources)
         ]
 
@@ -134,8 +139,9 @@ class Figures:
         totals: tuple[int, int],
         over: bool,
         share: float,
+        losses: tuple[float, float] | None,
     ) -> SourceStats:
-        """``totals``: tokens consumed at ``committed`` and at ``earlier``."""
+        """``totals``: tokens consumed at ``committed`` and at ``earlier``. ``losses``: smoothed and last."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
         spec = order.specs[source]
         counters, total = committed.counters[spec], totals[0]
@@ -171,6 +177,8 @@ class Figures:
             skipped_samples=state.skipped_samples,
             skipped_rows=state.skipped_rows,
             skipped_tokens=state.skipped_tokens,
+            loss=losses[0] if losses else None,
+            last_loss=losses[1] if losses else None,
             remaining_samples=remaining,
         )
 

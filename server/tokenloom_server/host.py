@@ -283,6 +283,13 @@ class Host:
         what = "its lease lapsed" if self.epoch_held else "it stands by"
         raise NotLeader(f"this server does not lead run {self.name!r}: {what}: {self.stands_by_for}")
 
+    def require_generation(self, uid: str, generation: int, attempt: str) -> None:
+        """Passes a call of the present generation that belongs to no stream. Raises ``NotLeader``, ``Fenced``,
+        ``NotFound`` before the first generation, ``LedgerRolledBack``."""
+        self.require_lead()
+        with self.lock:
+            self._live_of(uid, generation, attempt, 0)
+
     def busy(self, process: str) -> str | None:
         """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
         None where nobody does."""

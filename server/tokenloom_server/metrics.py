@@ -66,6 +66,16 @@ RUN_FIGURES: tuple[Figure[RunStats], ...] = (
         "Number of the mixture's revision in force; 0 for the one that the run began with.",
         lambda run: run.revision,
     ),
+    Figure(
+        "tokenloom_loss",
+        "Mean loss over all sources, as a trainer reported it last; absent where none was.",
+        lambda run: run.reported.loss if run.reported else None,
+    ),
+    Figure(
+        "tokenloom_learning_rate",
+        "Learning rate, as a trainer reported it last; absent where none was.",
+        lambda run: run.reported.learning_rate if run.reported else None,
+    ),
     Figure("tokenloom_window_fill", "Produced and not committed; fraction of the window.", lambda run: run.window_fill),
     Figure("tokenloom_waiting", "1 while production waits for something.", lambda run: bool(run.waiting_for)),
     Figure("tokenloom_ended", "1 once the data has ended.", lambda run: run.ended is not None),
@@ -137,6 +147,11 @@ SOURCE_FIGURES: tuple[Figure[SourceStats], ...] = (
         "tokenloom_source_window_share",
         "Share of the tokens in the last window of samples (0 to 1).",
         lambda source: source.window_share,
+    ),
+    Figure(
+        "tokenloom_source_loss",
+        "Mean loss of the source as trainers report it, smoothed; absent where none was.",
+        lambda source: source.loss,
     ),
     Figure("tokenloom_source_epoch", "Passes over the source so far.", lambda source: source.epoch),
     Figure(

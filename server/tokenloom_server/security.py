@@ -24,7 +24,7 @@ class Scope(enum.IntEnum):
     READ = 1
     """Looking: figures, metrics, snapshots, peeks, traces. Moves nothing."""
     CONTROL = 2
-    """Everything: training, saving a snapshot, pinning a restore."""
+    """Everything: training, reporting losses, saving a snapshot, pinning a restore."""
 
 
 _DATA_LOADER = "/tokenloom.v1.DataLoader"
@@ -38,6 +38,7 @@ RPCS: Mapping[str, Scope] = {
     f"{_DATA_LOADER}/Stats": Scope.READ,
     f"{_DATA_LOADER}/Plan": Scope.READ,
     f"{_DATA_LOADER}/Tokenizer": Scope.READ,
+    f"{_DATA_LOADER}/Report": Scope.CONTROL,
     "/grpc.health.v1.Health/Check": Scope.OPEN,
     # It stays open for as long as the caller likes; a stranger could take every place with it.
     "/grpc.health.v1.Health/Watch": Scope.READ,
@@ -51,6 +52,7 @@ TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
 ROUTES: Mapping[tuple[str, str], Scope] = {
     ("GET", "/v1/runs"): Scope.READ,
     ("GET", "/v1/runs/{run}/stats"): Scope.READ,
+    ("GET", "/v1/runs/{run}/losses"): Scope.READ,
     ("GET", "/v1/runs/{run}/plan"): Scope.READ,
     ("GET", "/v1/runs/{run}/plan.svg"): Scope.READ,
     ("GET", "/v1/runs/{run}/receipt"): Scope.READ,

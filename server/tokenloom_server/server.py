@@ -112,7 +112,7 @@ class Server:
         self._grpc.start(runs)
         if options.ready_file is not None:
             self._ready_file = options.ready_file
-            _write_ready(options.ready_file, self.grpc_address, self.rest_address)
+            _write_ready(options.ready_file, self.grpc_address, self.rest_address, self.run_names)
 
     @property
     def grpc_address(self) -> str:
@@ -197,11 +197,11 @@ def _refuse_open_door(option: str, address: str, access: Access, tls: Tls | None
         )
 
 
-def _write_ready(path: Path, grpc: str, rest: str) -> None:
+def _write_ready(path: Path, grpc: str, rest: str, runs: Sequence[str]) -> None:
     # Written whole or not at all: somebody is polling for it.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps({"grpc": grpc, "rest": rest}) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps({"grpc": grpc, "rest": rest, "runs": list(runs)}) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)

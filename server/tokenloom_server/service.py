@@ -23,6 +23,7 @@ from tokenloom_server.history import History
 from tokenloom_server.host import Host, Terms
 from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot
+from tokenloom_server.losses import Losses
 from tokenloom_server.mixture_change import MixtureChange
 from tokenloom_server.opening import Opener
 from tokenloom_server.order import Order
@@ -34,7 +35,7 @@ from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files, places
 from tokenloom_server.state import MAX_COUNTER
-from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RunStats, SnapshotInfo
+from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
 from tokenloom_server.traced import TracedSample, TracedStep
 from tokenloom_server.tracing import Traces
 
@@ -66,7 +67,8 @@ class ServedRun:
         self.revising = Revising(host)
         self.forking = Forking(host, self.history, other)
         self.opener = Opener(host, self.history, self.revising, self.forking)
-        self.figures = Figures(host)
+        self.losses = Losses(host)
+        self.figures = Figures(host, self.losses)
         self.peeks = Peeks(host, self.history)
         self.planner = Planner()
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
@@ -209,6 +211,9 @@ class Runs:
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).figures.read()
+
+    def losses(self, run: str) -> RunLosses:
+        return self.get(run).losses.read()
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         served = self.get(run)

@@ -62,6 +62,11 @@ class SourceStats(_Figures):
     """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
     skipped_rows: int
     skipped_tokens: int
+    loss: float | None
+    """Mean loss over the source's tokens as trainers report it, smoothed over the last reports; null where none came
+    since this server took the run up."""
+    last_loss: float | None
+    """That of the last report which had tokens of the source."""
     remaining_samples: int | None
     """Estimate from the rows left and the tokens per row so far; null where not known (no limit, or no rows yet)."""
 
@@ -86,6 +91,21 @@ class LedgerStats(_Figures):
     error: str | None
     last_commit_index: int
     last_commit_age_s: float | None
+
+
+class ReportStats(_Figures):
+    """What a trainer reported last."""
+
+    sample_index: int
+    """Where it stood."""
+    total_tokens: int
+    step: int
+    """Its own count."""
+    loss: float | None
+    """Over all sources; null where it was not told."""
+    learning_rate: float | None
+    age_s: float
+    """Seconds since it came."""
 
 
 class PlannedRevision(_Figures):
@@ -139,9 +159,44 @@ class RunStats(_Figures):
     """The number of the revision in force; 0 for the mixture that the run began with."""
     next_revision: PlannedRevision | None
     """The next one, which samples to come will be under; null where none was made."""
+    reported: ReportStats | None
+    """What a trainer reported last of its losses; null where nothing came since this server took the run up."""
     sources: list[SourceStats]
     ranks: list[RankStats]
     ledger: LedgerStats
+
+
+class SourceLosses(_Figures):
+    """A source's part of a curve: a number for each point of it."""
+
+    id: int
+    spec: str
+    alias: str
+    losses: list[float | None]
+    """Mean over the tokens of a point; null where it has none of the source."""
+    tokens: list[int]
+    """That the mean is of."""
+
+
+class RunLosses(_Figures):
+    """The losses that trainers reported, as a curve: each list has a number for each point."""
+
+    run: str
+    stream: str
+    since: float
+    """When this server took the run up, Unix time: what was reported before that is not known any more."""
+    stride: int
+    """Reports in a point. It doubles where a curve has as many points as there is room for."""
+    sample_index: list[int]
+    """End of each point; ascending. A launch that goes on before the end of a curve takes the rest of it back."""
+    total_tokens: list[int]
+    step: list[int]
+    """The trainer's own count."""
+    loss: list[float | None]
+    """Over all sources."""
+    learning_rate: list[float | None]
+    sources: list[SourceLosses]
+    """Those of which anything was reported."""
 
 
 class SnapshotInfo(_Figures):
@@ -208,6 +263,8 @@ class RunService(Protocol):
     def names(self) -> list[str]: ...
 
     def stats(self, run: str) -> RunStats: ...
+
+    def losses(self, run: str) -> RunLosses: ...
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         """What the run will be from where it is committed, up to a total of tokens or, for None, to its end.

@@ -51,6 +51,8 @@ class Script:
     documents_of: Callable[[int], list[int]] = lambda index: [index % 5]
     join_errors: list[str] = field(default_factory=list)
     """One Join each fails with the next of these names; '' is UNAVAILABLE without a name."""
+    report_errors: list[str] = field(default_factory=list)
+    """One Report each fails with the next of these names."""
     on_message: Callable[[int, int], str | None] = field(default=lambda stream, begin: None)
     """(number of the stream, begin index) → 'silent', 'skip', 'end' (the stream, with OK), or an error's name."""
 
@@ -75,6 +77,7 @@ class FakeServer(DataLoaderServicer):
         self.joins: list[wire.JoinRequest] = []
         self.opens: list[wire.StreamOpen] = []
         self.progress: list[wire.Progress] = []
+        self.reports: list[wire.ReportRequest] = []
         self.half_closed = threading.Event()
         self.committed_through = 0
         self._lock = threading.Lock()
@@ -148,6 +151,12 @@ class FakeServer(DataLoaderServicer):
                 message.begin_index += join.batch_size
             yield wire.StreamResponse(batches=message, committed_through=self.committed_through)
             begin = steps[-1]
+
+    def Report(self, request: wire.ReportRequest, context: grpc.ServicerContext) -> wire.ReportResponse:  # noqa: N802
+        if self.script.report_errors:
+            _abort(context, self.script.report_errors.pop(0), "as the script says")
+        self.reports.append(request)
+        return wire.ReportResponse()
 
     def _last_end(self, join: wire.JoinRequest) -> int:
         step = join.world_size * join.batch_size

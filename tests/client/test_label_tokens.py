@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from fake_server import Script, eventually, serving
+from support.corpora import CODE, DOCS, WIKI, flat, write_corpus
 from support.server_process import ServerProcess
 from tokenloom import Batch, RemoteDataset
 from torch.nn.functional import cross_entropy
 
-VOCABULARY, BATCH = 258, 2
+VOCABULARY, LENGTH, BATCH = 258, 24, 2
 #: With the label that ``cross_entropy`` leaves out.
 IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Runs whose steps have different numbers of labels: padding, boundaries, an incomplete last step."""
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
+    files = []
+    for labels in ("same", "shifted"):
+        fields = {"packing": "best_fit", "mask_boundaries": True, "last_step": "pad", "pad_id": 0}
+        document = flat([CODE, DOCS, WIKI], run=labels, labels=labels, sequence_length=LENGTH, **fields)
+        files.append(folder / f"{labels}.yaml")
+        files[-1].write_text(yaml.safe_dump(document), encoding="utf-8")
+    server = ServerProcess(folder / "server", *files).start()
+    yield server
+    server.terminate()
 
 
 def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:

@@ -43,7 +43,7 @@ def test_a_server_that_starts_removes_the_ready_file_of_one_that_was_killed(
     stale = server.ready_file.stat().st_mtime_ns
     kept = server.ready_file.read_bytes()
     server.start()
-    assert json.loads(server.ready_file.read_text()) == {"grpc": server.grpc, "rest": server.rest}
+    assert json.loads(server.ready_file.read_text()) == {"grpc": server.grpc, "rest": server.rest, "runs": ["ready"]}
     assert kept == server.ready_file.read_bytes()
     assert server.ready_file.stat().st_mtime_ns > stale
     line = f"tokenloom is ready: gRPC on {server.grpc}, REST and page on http://{server.rest}/ (runs: ready)"

@@ -18,3 +18,30 @@ def torch_forks() -> Iterator[Forks]:
     )
     yield forks
     forks.close()
+
+
+@pytest.fixture(scope="session")
+def transformers_forks() -> Iterator[Forks]:
+    """With Trainer and the model of the examples, which transformers imports when they are asked for."""
+    torch = (
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.nn.parallel",
+        "torch.profiler",
+        "torch.distributed.algorithms.join",
+    )
+    forks = Forks(*torch, "transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "tokenloom")
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def lightning_forks() -> Iterator[Forks]:
+    """With Lightning, too."""
+    # Its first checkpoint imports every file system that is installed.
+    forks = Forks(
+        *("torch.distributed", "torch._dynamo", "torch.nn.parallel", "s3fs"),
+        *("lightning.pytorch", "tokenloom.integrations.lightning"),
+    )
+    yield forks
+    forks.close()

@@ -16,7 +16,7 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 #: neighbours in a row do not know each other. A name stands for a module or for a whole folder.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
-        ("__init__", "errors", "state", "hashing", "slots"),
+        ("__init__", "errors", "state", "hashing", "slots", "leash"),
         ("hub",),
         ("storage",),
         ("spec", "rules", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("planning", "prepare"),
         ("imported",),
         ("host",),
-        ("committer", "leadership", "producer"),
+        ("committer", "leadership", "losses", "producer"),
         ("history", "figures"),
         ("forking", "revising"),
         ("opening", "peeking"),
@@ -43,20 +43,21 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("metrics", "page"),
         ("grpc_service", "rest_api"),
         ("server", "remote", "demo", "checkpoint"),
-        ("viewer", "trace_report", "sides", "model_card", "mixture_report"),
+        ("local", "viewer", "trace_report", "sides", "model_card", "mixture_report"),
         ("comparison", "exporting"),
         ("cli",),
         ("__main__",),
     ),
     CLIENT: (
-        ("errors", "columns", "waits", "loaders"),
+        ("errors", "columns", "loaders", "mixture_file", "waits"),
         ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer",),
-        ("connection",),
+        ("buffer", "child_server", "local", "token_losses"),
+        ("connection", "embedded"),
         ("figures",),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
         ("token_progress",),
+        ("source_loss",),
         ("__init__",),
         # Users of what a trainer imports; nothing of the package knows them.
         ("integrations",),
@@ -90,6 +91,9 @@ INTEGRATIONS = f"{CLIENT}.integrations"
 
 #: Client and server in one process: the demonstration is a user of both.
 USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
+#: The server's part in a process that trains by itself: without a socket there is no wire to meet at. It is imported
+#: where ``local=True`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
+USES_SERVER = f"{CLIENT}.local"
 #: A trainer's checkpoint may be a file that only torch reads; where there is no torch, this says so.
 READS_WITH_TORCH = f"{SERVER}.checkpoint"
 
@@ -98,7 +102,13 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (
         ("grpc", "grpc_health", "grpc_reflection", f"{PROTO}.dataloader_pb2", f"{PROTO}.dataloader_pb2_grpc"),
         frozenset(
-            {f"{SERVER}.grpc_service", f"{SERVER}.viewer", f"{CLIENT}.connection", f"{PROTO}.dataloader_pb2_grpc"}
+            {
+                f"{SERVER}.grpc_service",
+                f"{SERVER}.viewer",
+                f"{CLIENT}.connection",
+                f"{PROTO}.dataloader_pb2_grpc",
+                f"{CLIENT}.local",
+            }
         ),
     ),
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
@@ -222,7 +232,9 @@ def crossings(tree: Tree) -> Iterator[str]:
     forbidden = {CLIENT: (SERVER,), SERVER: (CLIENT,), PROTO: (CLIENT, SERVER)}
     for module in tree.modules.values():
         for target, line in module.imports:
-            if module.qualified_unit != USES_CLIENT_AND_TORCH and _is(target, forbidden[module.package]):
+            if module.qualified_unit not in (USES_CLIENT_AND_TORCH, USES_SERVER) and _is(
+                target, forbidden[module.package]
+            ):
                 yield f"{module.at(line)}: {module.package} imports {target}; they meet only in {PROTO}"
 
 

@@ -18,10 +18,13 @@ from tokenloom_server.stats import (
     MixtureInfo,
     PlannedRevision,
     RankStats,
+    ReportStats,
     ResumePoint,
     RevisionInfo,
+    RunLosses,
     RunStats,
     SnapshotInfo,
+    SourceLosses,
     SourceStats,
 )
 from tokenloom_server.traced import TracedDocument, TracedRank, TracedSample, TracedStep
@@ -50,6 +53,8 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "skipped_samples": 0,
             "skipped_rows": 0,
             "skipped_tokens": 0,
+            "loss": None,
+            "last_loss": None,
             "remaining_samples": 2828,
         }
         | figures
@@ -58,6 +63,20 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
 
 def rank_stats(rank: int = 0, **figures: Any) -> RankStats:
     return RankStats(**{"rank": rank, "connected": True, "position": 4104, "lag": 0, "last_heard_s": 0.2} | figures)
+
+
+def report_stats(**figures: Any) -> ReportStats:
+    return ReportStats(
+        **{
+            "sample_index": 4096,
+            "total_tokens": 2_097_152,
+            "step": 512,
+            "loss": 3.25,
+            "learning_rate": 6e-4,
+            "age_s": 1.5,
+        }
+        | figures
+    )
 
 
 def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
@@ -86,6 +105,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "tokenizer": "gigatoken 0.10.0",
             "revision": 1,
             "next_revision": PlannedRevision(number=2, sample_index=8192, eta_s=25.8),
+            "reported": None,
             "sources": [source_stats(0, alias="code"), source_stats(1, alias="prose")],
             "ranks": [rank_stats(0), rank_stats(1, position=4096, lag=8)],
             "ledger": LedgerStats(
@@ -97,6 +117,28 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             ),
         }
         | figures
+    )
+
+
+def run_losses(run: str = "wiki-and-code", **losses: list[float | None]) -> RunLosses:
+    """A curve of as many points as each source (by alias) has losses."""
+    points = len(next(iter(losses.values()), []))
+    return RunLosses(
+        run=run,
+        stream="train",
+        since=1.8e9,
+        stride=1,
+        sample_index=[64 * (i + 1) for i in range(points)],
+        total_tokens=[64 * 512 * (i + 1) for i in range(points)],
+        step=[8 * (i + 1) for i in range(points)],
+        loss=[3.0] * points,
+        learning_rate=[6e-4] * points,
+        sources=[
+            SourceLosses(
+                id=i, spec=f"parquet:{alias}.parquet:text", alias=alias, losses=values, tokens=[512] * len(values)
+            )
+            for i, (alias, values) in enumerate(losses.items())
+        ],
     )
 
 
@@ -229,6 +271,7 @@ class MemoryService:
     saved: dict[str, dict[str, str]] = field(default_factory=dict)
     restored: dict[str, ResumePoint] = field(default_factory=dict)
     revisions: dict[str, list[RevisionInfo]] = field(default_factory=dict)
+    curves: dict[str, RunLosses] = field(default_factory=dict)
     reason: str | None = None
     """What ``not_ready`` answers."""
     fault: Exception | None = None
@@ -254,6 +297,10 @@ class MemoryService:
             return self.runs[run]
         except KeyError:
             raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
+
+    def losses(self, run: str) -> RunLosses:
+        self.stats(run)
+        return self.curves.get(run) or run_losses(run)
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         stats = self.stats(run)

@@ -22,9 +22,10 @@ from .ports import free_port
 JOB_DEADLINE_S = 90.0
 
 _FORKS = """
-import ctypes, importlib, json, os, runpy, select, signal, sys
+import ctypes, gc, importlib, json, os, runpy, select, signal, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.freeze()  # a rank's collections leave alone what was imported, and the pages that it lies in
 
 def run(request):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a child dies with this process
@@ -82,7 +83,12 @@ class Forks:
 
     def __init__(self, *modules: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _FORKS, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _FORKS, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Read when torch is imported, so a rank's own would come too late.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.statuses: dict[int, int] = {}
         assert self._answer_line() == "ready\n", f"{modules} cannot be imported"

@@ -1,6 +1,7 @@
 """The gRPC side: the only place that knows wire types."""
 
 from tokenloom.connection.joining import Opening, Request, Source
+from tokenloom.connection.reporting import Report
 from tokenloom.connection.stream import Connection
 
-__all__ = ["Connection", "Opening", "Request", "Source"]
+__all__ = ["Connection", "Opening", "Report", "Request", "Source"]

@@ -60,6 +60,8 @@ class Request:
     connect_timeout_s: float
     reconnect_timeout_s: float
     batch_timeout_s: float
+    connect: Callable[[], grpc.Channel] | None = None
+    """To a run in this process, which has no address to connect to."""
 
 
 @dataclass(frozen=True, slots=True)

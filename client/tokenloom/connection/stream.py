@@ -27,6 +27,7 @@ from tokenloom.batch import Batch, Message
 from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
 from tokenloom.connection.joining import Request, base_of, join
+from tokenloom.connection.reporting import Report, Reporter
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.features import Bucket, Feature, RowsMessage
@@ -56,6 +57,7 @@ class Connection:
         self.reconnects = 0
         self._channel: grpc.Channel | None = None
         self._call: grpc.Call | None = None
+        self._reporter: Reporter | None = None
         self._fell_silent = False
         self._heard_at = 0.0
         self._targets = cycle(request.address.targets)
@@ -85,11 +87,21 @@ class Connection:
         background thread met."""
         return self.buffer.take(self.on_silence)
 
+    def report(self, report: Report) -> None:
+        """Sends losses in the background, for monitoring."""
+        if self._reporter is None:
+            self._reporter = Reporter(self._request, self.opening)
+        self._reporter.put(report)
+
     def close(self) -> None:
         """Reports the last step, ends the stream and the thread; bounded, and quiet if the server is gone."""
+        if self._reporter is not None:
+            self._reporter.finish(FLUSH_S)
         self.buffer.close()
         if self._thread is not threading.current_thread():
             self._thread.join(FLUSH_S)
+        if self._reporter is not None:
+            self._reporter.join()
         if self._call is not None:
             self._call.cancel()
         self._disconnect()
@@ -99,7 +111,10 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        self._channel = open_channel(next(self._targets), self._request.credentials)
+        if self._request.connect is not None:
+            self._channel = self._request.connect()
+        else:
+            self._channel = open_channel(next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:

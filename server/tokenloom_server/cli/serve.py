@@ -51,12 +51,13 @@ def serve(
         str,
         typer.Option(
             help="Where committed state lives: sqlite:///file (relative to the first mixture file) or "
-            "redis://host:port/db (needs appendonly yes and appendfsync always).",
+            "redis://host:port/db (needs appendonly yes and appendfsync always). auto: tokenloom.db beside the first "
+            "mixture file, or on a disk of this machine where that folder is shared or read-only.",
             envvar="TOKENLOOM_LEDGER",
         ),
     ] = "sqlite:///tokenloom.db",
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write both addresses there as JSON once the server is ready.")
+        Path | None, typer.Option(help="Write both addresses and the runs there as JSON once the server is ready.")
     ] = None,
     index_dir: Annotated[
         Path | None,
@@ -126,6 +127,14 @@ def serve(
         Path | None,
         typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).", show_default=False),
     ] = None,
+    parent: Annotated[
+        int | None,
+        typer.Option(
+            help="The process that starts this server: killed at once when that ends, on Linux.",
+            metavar="PID",
+            show_default=False,
+        ),
+    ] = None,
     data_root: Roots = None,
     dataset_mix: DatasetMix = None,
     run: MixRun = None,
@@ -141,6 +150,10 @@ def serve(
 
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
     """
+    if parent is not None:
+        from tokenloom_server import leash
+
+        leash.hold(parent)
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from tokenloom_server.security import Access

@@ -48,16 +48,22 @@ def stats(
             behind = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
             what = f"revision {document.revision}" if document.revision else "the mixture that the run began with"
             out.print(f"in force: {what}{behind} (tokenloom mixture show)")
+        headings = ["source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"]
+        reported = document.reported
+        if reported is not None:
+            headings.insert(4, "loss")
         table = Table()
-        for heading in ("source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"):
+        for heading in headings:
             table.add_column(heading, justify="left" if heading == "source" else "right")
         for source in document.sources:
             left = "?" if source.remaining_samples is None else f"{source.remaining_samples:,}"
+            loss = () if reported is None else ("–" if source.loss is None else f"{source.loss:.4f}",)
             table.add_row(
                 source.alias,
                 f"{source.target_share:.2%}",
                 f"{source.actual_share:.2%}",
                 f"{source.window_share:.2%}",
+                *loss,
                 f"{source.samples:,}",
                 f"{source.rows:,}",
                 f"{source.tokens:,}",
@@ -65,6 +71,14 @@ def stats(
                 "exhausted" if source.exhausted else left,
             )
         out.print(table)
+        if reported is not None:
+            overall = "" if reported.loss is None else f", loss {reported.loss:.4f}"
+            rate = "" if reported.learning_rate is None else f", learning rate {reported.learning_rate:.2e}"
+            out.print(
+                f"reported {reported.age_s:.1f} s ago: step {reported.step:,}, sample {reported.sample_index:,}"
+                f"{overall}{rate}",
+                highlight=False,
+            )
         without = [
             f"{source.alias} {source.bad_rows:,} bad, {source.filtered_rows:,} filtered"
             for source in document.sources

@@ -12,7 +12,7 @@ know both sides, which otherwise meet only in ``tokenloom_proto``.
     reader      reads the same data without training: the uninterrupted run
     receipts    what a rank received, on disk
     proof       what must be true of the receipts; pure functions
-    processes   child processes that end with their parent; leash is their first line
+    processes   child processes that end with their parent; the server's leash is their first line
     service     the server as a child process, and its figures over REST
     report      what is printed
 """

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tokenloom_server.demo import leash
+from tokenloom_server import leash
 from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.proof import Disproved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from tokenloom_server.grpc_service.messages import encode_delivery
 from tokenloom_server.grpc_service.server import MAX_REQUEST_BYTES
 from tokenloom_server.host import Host, Session, Waiting
 from tokenloom_server.ledger.base import Commit
+from tokenloom_server.losses import Report
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import PeekCall
@@ -37,6 +39,8 @@ OPEN_TIMEOUT_S = 30.0
 
 #: What a request without a snapshot may have: it is names and numbers.
 SMALL_REQUEST_BYTES = 2**16
+#: A report has some twenty bytes for each source.
+MAX_REPORT_BYTES = 2**20
 
 SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 _STREAM = "train"
@@ -184,6 +188,26 @@ class DataLoader:
             return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)
         raise AssertionError("unreachable: the context aborts")
 
+    def Report(self, request: wire.ReportRequest, context: grpc.ServicerContext) -> wire.ReportResponse:  # noqa: N802
+        with _errors(context):
+            _read(request)
+            served = self._served(request.run, request.stream)
+            sources = {each.source_id: (each.loss, each.tokens) for each in request.sources}
+            if len(sources) < len(request.sources):
+                twice = next(i for i, n in Counter(each.source_id for each in request.sources).items() if n > 1)
+                raise ConfigError(f"sources: source_id {twice} is reported twice; report each once, over all ranks")
+            report = Report(
+                sample_index=request.sample_index,
+                total_tokens=request.total_tokens,
+                step=request.step,
+                sources=sources,
+                loss=request.loss if request.HasField("loss") else None,
+                learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
+            )
+            served.losses.add(request.run_uid, request.generation, request.attempt, report)
+            return wire.ReportResponse()
+        raise AssertionError("unreachable: the context aborts")
+
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC takes it. Deliveries come as bytes already, the rest as messages."""
         unary, both = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
@@ -210,6 +234,9 @@ class DataLoader:
                 self.Tokenizer,
                 _bounded(wire.TokenizerRequest, SMALL_REQUEST_BYTES),
                 wire.TokenizerResponse.SerializeToString,
+            ),
+            "Report": unary(
+                self.Report, _bounded(wire.ReportRequest, MAX_REPORT_BYTES), wire.ReportResponse.SerializeToString
             ),
         }
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)

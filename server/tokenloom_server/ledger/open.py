@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 import re
+import stat
+import tempfile
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, LedgerUnsafe
 from tokenloom_server.ledger.base import Ledger
 
+_log = logging.getLogger(__name__)
+
+#: A SQLite file where one is safe: beside the mixture file, or else on a disk of this machine.
+AUTO = "auto"
+#: Of a ledger that nobody named.
+FILE_NAME = "tokenloom.db"
+
 _EXPECTED = (
-    "expected sqlite:///relative.db, sqlite:////absolute.db, redis://[user:password@]host:port/db, "
+    "expected auto, sqlite:///relative.db, sqlite:////absolute.db, redis://[user:password@]host:port/db, "
     "rediss://… (TLS) or unix:///path/to/redis.sock?db=0"
 )
 
@@ -23,10 +35,10 @@ def open_ledger(url: str, base_dir: Path) -> Ledger:
     """
     # Each is imported where it is wanted: the client of Redis alone takes a tenth of a server's start.
     scheme = url.partition(":")[0]
-    if scheme == "sqlite":
+    if scheme == "sqlite" or url == AUTO:
         from tokenloom_server.ledger.sqlite import SqliteLedger
 
-        return SqliteLedger(base_dir / _sqlite_path(url))
+        return SqliteLedger(_safe_path(base_dir) if url == AUTO else base_dir / _sqlite_path(url))
     if scheme in ("redis", "rediss", "unix"):
         from tokenloom_server.ledger.redis import RedisLedger
 
@@ -35,6 +47,33 @@ def open_ledger(url: str, base_dir: Path) -> Ledger:
         except ValueError as error:
             raise ConfigError(f"Ledger {without_secrets(url)}: {error}; {_EXPECTED}") from None
     raise ConfigError(f"Ledger {without_secrets(url)!r}: unknown scheme; {_EXPECTED}")
+
+
+def _safe_path(base_dir: Path) -> Path:
+    """``tokenloom.db`` in the folder, unless other machines may share that or it cannot be written to: then in a
+    folder of this machine that has its own file for each such folder.
+
+    Where the next launch is on another machine it finds an empty ledger, which goes on from the trainer's state.
+    """
+    from tokenloom_server.ledger.place import refuse_shared
+
+    path = base_dir / FILE_NAME
+    try:
+        refuse_shared(path)
+        if os.access(base_dir, os.W_OK):
+            return path
+        reason = f"{base_dir} cannot be written to"
+    except LedgerUnsafe as error:
+        reason = str(error).partition(";")[0]
+    folder = Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()  # anybody may make such a folder, or a link, in the system's place for temporary files
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise LedgerUnsafe(f"The ledger's folder {folder} is not this user's own. Name a file with --ledger.")
+    name = hashlib.sha256(os.fsencode(base_dir.resolve())).hexdigest()[:16]
+    local = folder / f"{name}.db"
+    _log.warning("the ledger is %s, on this machine: %s", local, reason)
+    return local
 
 
 def without_secrets(url: str) -> str:

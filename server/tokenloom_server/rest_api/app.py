@@ -40,7 +40,7 @@ from tokenloom_server.rest_api.models import (
 from tokenloom_server.rest_api.problems import add_error_handlers
 from tokenloom_server.security import ROUTES, Access, Scope
 from tokenloom_server.state import MAX_COUNTER
-from tokenloom_server.stats import MixtureInfo, ResumePoint, RunService, RunStats, SnapshotInfo
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RunLosses, RunService, RunStats, SnapshotInfo
 from tokenloom_server.traced import TracedSample, TracedStep
 
 RunName = Annotated[
@@ -181,6 +181,17 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     )
     def read_stats(run: RunName) -> RunStats:
         return service.stats(run)
+
+    @app.get(
+        "/v1/runs/{run}/losses",
+        summary="The losses that trainers reported, by source",
+        description="A curve over the run, of some hundreds of points however long it is. This server keeps it in its "
+        "memory: after a restart it is empty.",
+        tags=["runs"],
+        responses=_errors(404, 422, 503),
+    )
+    def read_losses(run: RunName) -> RunLosses:
+        return service.losses(run)
 
     places = threading.BoundedSemaphore(MAX_PLANS)
     drawing = threading.Lock()

@@ -1,0 +1,289 @@
+"""Lightning: a data module whose place in the data is part of Lightning's own checkpoints.
+
+    trainer.fit(model, datamodule=TokenloomDataModule("grpc://127.0.0.1:50051/run", batch_size=8), ckpt_path="last")
+
+Lightning fetches a batch ahead to know when the data end, so the dataset is further than the weights. What is saved is
+the state behind the batch that was trained on last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
+
+from tokenloom.batch import Batch
+from tokenloom.dataset import RemoteDataset
+from tokenloom.lr_scheduler import TokenLRScheduler
+
+
+class Place(NamedTuple):
+    """Where a batch ends in the run."""
+
+    sample_index: int
+    total_tokens: int
+    digest: str
+
+
+class TokenloomDataModule(LightningDataModule):
+    """The batches of a run as Lightning's training data; ``options`` are those of ``RemoteDataset``.
+
+    The dataset is made when a fit begins, where the process group is there already, and closed when it ends. A
+    checkpoint has its state under the name of this class; ``fit(ckpt_path=…)`` goes on behind the last sample that the
+    weights have seen, on any number of processes. A second ``fit`` without a checkpoint goes on where the first ended.
+
+    Training ends with the data, whatever ``max_epochs`` says: an epoch of Lightning is all of the run, or
+    ``limit_train_batches`` of it.
+    """
+
+    def __init__(self, url: str, batch_size: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self._url = url
+        self._batch_size = batch_size
+        self._options = options
+        self._stage: str | None = None
+        self._loader: _Loader | None = None
+        self._follower: _Follower | None = None
+        self._state: dict[str, Any] = {}
+
+    @property
+    def dataset(self) -> RemoteDataset:
+        """That of the fit under way. Its own place is up to a batch ahead of the training."""
+        return self._active.dataset
+
+    @property
+    def sample_index(self) -> int:
+        """End of the batch that is trained on, in the run's one global order."""
+        return self._active.place.sample_index
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run up to the end of the batch that is trained on: the clock of ``TokenLRScheduler``."""
+        return self._active.place.total_tokens
+
+    @property
+    def digest(self) -> str:
+        """Rolling digest of all samples up to there."""
+        return self._active.place.digest
+
+    @property
+    def _active(self) -> _Loader:
+        if self._loader is None:
+            raise RuntimeError("only known while trainer.fit() runs: the dataset is made in its setup()")
+        return self._loader
+
+    # What Lightning calls, in this order
+
+    def setup(self, stage: str) -> None:
+        """Makes the dataset of a fit."""
+        self._stage = stage
+        if stage != "fit":
+            return
+        dataset = RemoteDataset(self._url, self._batch_size, **self._options)
+        if self._state:
+            dataset.load_state_dict(self._state)
+        self._loader = _Loader(dataset)
+        self._follower = _Follower(self._loader)
+        # Before all others, so that whatever saves a checkpoint finds this batch counted.
+        self._callbacks.insert(0, self._follower)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a checkpoint, for the fit that begins."""
+        if self._stage not in (None, "fit"):
+            return  # a checkpoint that is only validated or tested
+        self._state = dict(state_dict)
+        if self._loader is not None:
+            self._loader.dataset.load_state_dict(self._state)
+
+    def train_dataloader(self) -> _Loader:
+        """Batches as ``RemoteDataset`` gives them, no sampler between."""
+        trainer = self._trainer
+        _check_trainer(trainer)
+        if trainer.ckpt_path and not self._state and not self._options.keys() & {"resume", "fork_from"}:
+            raise ValueError(
+                f"the checkpoint {trainer.ckpt_path} has no state under {type(self).__qualname__!r}, so the weights "
+                "would go on from there and the data from elsewhere: it must have been saved with this data module. "
+                'Or say where the data begin: resume="latest", "fresh" or the id of a snapshot'
+            )
+        return self._active
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state behind the last batch that was trained on."""
+        return self._loader.state_dict_of_data() if self._loader is not None else self._state
+
+    def teardown(self, stage: str) -> None:
+        """Closes the dataset; the state stays, for another fit."""
+        self._stage = None
+        if self._loader is not None:
+            self._state = self.state_dict()
+            self._loader.dataset.close()
+            self._loader = None
+        if self._follower is not None:
+            self._callbacks.remove(self._follower)
+            self._follower = None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As ``teardown``, which Lightning does not call then."""
+        self.teardown("fit")
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        found: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.trainer is not None, "Lightning gives a data module its trainer before it calls its hooks"
+        return self.trainer
+
+
+class TokenLRModule(LightningModule):
+    """A base for modules whose ``configure_optimizers`` gives a ``TokenLRScheduler``: steps it by the run's tokens.
+
+    Lightning steps a scheduler behind the optimiser: a step has the rate for the tokens before it.
+    """
+
+    def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: Any | None) -> None:
+        """Steps a ``TokenLRScheduler`` to the tokens of the batch; any other as Lightning does."""
+        if not isinstance(scheduler, TokenLRScheduler):
+            super().lr_scheduler_step(scheduler, metric)
+            return
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, TokenloomDataModule):
+            raise TypeError(
+                "TokenLRModule takes the tokens from a TokenloomDataModule, as in trainer.fit(model, datamodule=…); "
+                f"this trainer's data module is {data!r}"
+            )
+        scheduler.step(data.total_tokens)
+
+
+class _Fetched(NamedTuple):
+    batch: Batch
+    place: Place
+
+
+class _Loader:
+    """Gives a dataset's batches out, and keeps those that Lightning fetched until it trains on them.
+
+    Lightning may drop what it fetched ahead, as where a later fit makes a new iterator in its first epoch; a new
+    ``iter()`` gives it again.
+    """
+
+    def __init__(self, dataset: RemoteDataset) -> None:
+        self.dataset = dataset
+        self.ended = False
+        self._begun: Place | None = None
+        self._trained: Place | None = None
+        self._ahead: deque[_Fetched] = deque()
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.ended and not self._ahead:
+            raise RuntimeError(
+                f"the data ended ({self.dataset.end_reason}) at sample {self.place.sample_index}, but the Trainer "
+                "goes on: min_epochs or min_steps asks for more than the run has"
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
+        for fetched in tuple(self._ahead):
+            yield fetched.batch
+        for batch in self.dataset:
+            dataset = self.dataset
+            self._ahead.append(_Fetched(batch, Place(dataset.sample_index, dataset.total_tokens, dataset.digest)))
+            yield batch
+        self.ended = True
+
+    @property
+    def place(self) -> Place:
+        """Of the batch that is trained on, or was last."""
+        if self._begun is not None:
+            return self._begun
+        if self._ahead:
+            raise RuntimeError("no batch was trained on yet")
+        return Place(self.dataset.sample_index, self.dataset.total_tokens, self.dataset.digest)
+
+    def begin(self, batch: object) -> None:
+        """The training step of a batch begins."""
+        index = batch.get("sample_index") if isinstance(batch, Mapping) else None
+        while self._ahead:
+            fetched = self._ahead.popleft()
+            if fetched.place.sample_index == index:
+                self._begun = fetched.place
+                return
+        found = f"one with sample_index={index}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise RuntimeError(
+            "Lightning trains on a batch that is not one of this data module's: each must come with the sample_index "
+            f"that it was given out with, and this is {found}. Leave sample_index in the batch where "
+            "on_before_batch_transfer or a collate changes it, and let training_step take a batch, not dataloader_iter"
+        )
+
+    def end(self) -> None:
+        """The training step is done."""
+        self._trained = self._begun
+
+    def state_dict_of_data(self) -> dict[str, Any]:
+        """The state behind the last batch that was trained on; before the first, where the dataset stood."""
+        if self._trained is not None:
+            return dict(self.dataset.state_dict(at=self._trained.sample_index))
+        if self._ahead or self._begun is not None:
+            return dict(self.dataset.state_dict(at=self.dataset.start_index))
+        return dict(self.dataset.state_dict())
+
+    # Lightning takes a loader with these two for one that can go on mid-epoch, and warns of any other. The state is the
+    # data module's: Lightning hands a loader its state only in some restarts, not behind a whole epoch.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        pass
+
+
+class _Follower(Callback):
+    """Tells a loader which batch is trained on, and ends the fit with the data."""
+
+    def __init__(self, loader: _Loader) -> None:
+        self._loader = loader
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._loader.begin(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._loader.end()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loader.ended:
+            trainer.should_stop = True
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Refuses what would train on other data, or at other rates, than it says. Optimizers are there already."""
+    overfit: float = trainer.overfit_batches  # type: ignore[attr-defined]
+    if overfit:
+        raise ValueError(
+            f"Trainer(overfit_batches={overfit!r}) repeats batches, and a run gives each sample once: "
+            "overfit on a run of a small file, with epochs in its mixture"
+        )
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return
+    for config in trainer.lr_scheduler_configs:
+        if not isinstance(config.scheduler, TokenLRScheduler):
+            continue
+        if config.interval != "step" or config.frequency != 1:
+            raise ValueError(
+                f"TokenLRScheduler is stepped at each optimiser step; configure_optimizers gives interval="
+                f'{config.interval!r}, frequency={config.frequency}: return {{"optimizer": …, "lr_scheduler": '
+                '{"scheduler": …, "interval": "step"}}'
+            )
+        if not is_overridden("lr_scheduler_step", module, LightningModule):
+            raise ValueError(
+                f"{type(module).__name__} has a TokenLRScheduler, which Lightning would step without tokens: derive it "
+                "from tokenloom.integrations.lightning.TokenLRModule, or override lr_scheduler_step"
+            )

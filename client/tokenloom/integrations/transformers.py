@@ -1,0 +1,382 @@
+"""Hugging Face ``Trainer``: a run's batches, their state in each checkpoint, and a learning rate by tokens.
+
+    from tokenloom.integrations.transformers import TokenloomTrainer
+
+    dataset = RemoteDataset("grpc://host:50051/run", args.per_device_train_batch_size)
+    trainer = TokenloomTrainer(model, args, train_dataset=dataset, target_tokens=2_000_000_000)
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+
+The batches are each rank's own already. So they do not pass through ``accelerator.prepare``, which would deal them out
+once more, or read them on one rank only, and reads ahead of what is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback
+
+from tokenloom.batch import Batch
+from tokenloom.dataset import RemoteDataset
+from tokenloom.lr_scheduler import TokenLRScheduler
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+else:
+    _Trainer = object  # a mixin: the Trainer that it is for stands behind it
+
+log = logging.getLogger("tokenloom")
+
+#: The file of a checkpoint that holds the state of its data.
+STATE_FILE = "tokenloom.json"
+#: What Trainer writes last into a checkpoint, once every rank has written its part.
+TRAINER_STATE_FILE = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+#: What a batch has for the trainer and not for its model.
+_NOT_INPUTS = (frozenset(Batch.__annotations__) | {"dataset_id", "bucket"}) - {
+    *("input_ids", "labels", "position_ids", "attention_mask"),
+}
+#: Epochs are the mixture's business: the training ends after so many steps at the latest.
+_UNKNOWN_STEPS = 1
+
+
+class TokenloomMixin(_Trainer):
+    """Makes any ``Trainer`` train on a ``RemoteDataset``: ``class MyTrainer(TokenloomMixin, SomeTrainer)``.
+
+    ``train_dataset`` is a ``RemoteDataset`` with this process's rank; make it behind ``TrainingArguments``, which start
+    the process group. ``target_tokens`` is where the training ends, in tokens of the whole run; ``max_steps`` follows
+    from it on any number of processes (where both are given, the first one reached ends the training).
+
+    ``token_lr`` makes a schedule of an optimizer, such as ``lambda optimizer: TokenLRScheduler(optimizer,
+    warmup_tokens=…, target_tokens=…)``. Its clock is the batch in training: a step has the rate of the tokens at its
+    end, as with ``scheduler.step(batch["total_tokens"])`` before ``optimizer.step()`` in a loop of one's own. A
+    ``TokenLRScheduler`` in ``optimizers`` is stepped alike.
+
+    Each checkpoint gets ``tokenloom.json``, the dataset's state behind the last batch that the weights have seen, and
+    ``train(resume_from_checkpoint=…)`` loads it: ``True`` takes the last checkpoint that was saved whole.
+
+    Where batches say how many labels their step has on all ranks, losses are normalised by that, with no all-reduce.
+    Logs have ``total_tokens`` and, with a target, ``total_percent``. A ``RemoteDataset`` may be the ``eval_dataset``,
+    too. ``data_collator`` is for other datasets only: these batches are whole.
+
+    Raises ``ValueError`` for arguments that mean another way to read data (``dataloader_num_workers``,
+    ``dispatch_batches``, ``split_batches``, ``auto_find_batch_size``), and where batch size or number of processes are
+    not the dataset's.
+    """
+
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        target_tokens: int | None = None,
+        token_lr: Callable[[Optimizer], TokenLRScheduler] | None = None,
+        **named: Any,
+    ) -> None:
+        if target_tokens is not None and target_tokens < 1:
+            raise ValueError(f"target_tokens must be at least 1; got {target_tokens!r}")
+        if args is not None:
+            _check_arguments(args)
+            if args.max_steps <= 0 and target_tokens is not None:
+                args.max_steps = _UNKNOWN_STEPS  # until the run is joined: Trainer wants a number before
+        self._max_steps_given = args.max_steps if args is not None and args.max_steps > _UNKNOWN_STEPS else None
+        self._target_tokens = target_tokens
+        self._token_lr = token_lr
+        #: Tokens and end of the batch in training, and the end of the last one that the weights have seen.
+        self._total_tokens: int | None = None
+        self._trained_index: int | None = None
+        self._resumed_step = 0
+        super().__init__(model, args, *positional, **named)
+        # Data go on from their own state; Trainer would read all batches again to find its place.
+        self.args.ignore_data_skip = True
+        self.add_callback(_Flow(self))
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This rank's batches, whole and as the dataset gives them, never a batch ahead. Joins the run."""
+        dataset = self._tokenloom_dataset
+        if dataset.world_size != self.args.world_size:
+            raise ValueError(
+                f"the dataset is rank {dataset.rank} of {dataset.world_size}, but Trainer runs on "
+                f"{self.args.world_size} processes: make the RemoteDataset behind TrainingArguments, which start the "
+                "process group, and without rank and world_size (tensor, context and pipeline parallelism are not for "
+                "this Trainer)"
+            )
+        iter(dataset)
+        layout = dataset._joined.opening.layout
+        if layout.shifted and self._loss_shifts_labels:
+            raise ValueError(
+                f"run {dataset._address.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
+                "so each would be predicted from one token too far: set labels: same in the mixture file"
+            )
+        if layout.batch_size != self.args.train_batch_size:
+            raise ValueError(
+                f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for {max(1, self.args.n_gpu)} "
+                f"devices in this process), but the dataset gives batches of {layout.batch_size} samples: "
+                "pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for each device"
+            )
+        if self._target_tokens is not None:
+            step_tokens = layout.batch_size * layout.sequence_length * self.args.world_size
+            left = max(0, self._target_tokens - dataset.total_tokens)
+            steps = self._resumed_step + -(-left // (step_tokens * self.args.gradient_accumulation_steps))
+            self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
+        return _loader(dataset, _whole)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """As Trainer's own; of a ``RemoteDataset`` this rank's batches, without what is not for the model."""
+        found = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(found, str):
+            found = self.eval_dataset[found]
+        if isinstance(found, RemoteDataset):
+            return _loader(found, _inputs)
+        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The batches of one optimiser step; none where the training is over."""
+        if self._is_over:
+            self.control.should_training_stop = True
+            return [], None
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(batches) < num_batches:
+            # Trainer would neither step on some of its batches nor end by itself.
+            self.control.should_training_stop = True
+            log.warning(
+                "the data of run %s ended: %s (%d of %d batches of a step were left)",
+                self._tokenloom_dataset._address.run, self._tokenloom_dataset.end_reason, len(batches), num_batches,
+            )  # fmt: skip
+            return [], None
+        return batches, items
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> torch.Tensor:
+        """Sets the rate by the batch's tokens, and gives the model what is for it."""
+        self._total_tokens = inputs["total_tokens"]
+        if isinstance(self.lr_scheduler, _ByTokens):
+            self.lr_scheduler.step()
+        loss: torch.Tensor = super().training_step(model, _inputs(inputs), *rest, **named)
+        if self.accelerator.sync_gradients:
+            self._trained_index = inputs["sample_index"]
+        return loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """The labels of all batches of a step on all ranks, as the server counted them, where Trainer wants those."""
+        if (
+            batch_samples
+            and "global_label_tokens" in batch_samples[0]
+            and self.args.average_tokens_across_devices
+            and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        ):
+            counted = _label_tokens(batch_samples)
+            return torch.tensor(counted, device=device)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    # Learning rate
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        """``token_lr``'s where that was given, else Trainer's own."""
+        if self.lr_scheduler is None and self._token_lr is not None:
+            self.lr_scheduler = self._token_lr(self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True
+        else:
+            super().create_scheduler(num_training_steps, optimizer)
+        if isinstance(self.lr_scheduler, TokenLRScheduler):
+            self.lr_scheduler = _ByTokens(self.lr_scheduler, lambda: self._total_tokens)
+        return self.lr_scheduler
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+        """As Trainer's; the data go on from the checkpoint, too. ``True`` takes the last whole one."""
+        self._total_tokens = self._trained_index = None
+        self._resumed_step = 0
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True, but {self.args.output_dir} has no checkpoint that was saved whole: "
+                    "pass last_checkpoint(args.output_dir), which is None there, to begin without one"
+                )
+        if resume_from_checkpoint:
+            folder = Path(resume_from_checkpoint)
+            self._resumed_step = json.loads((folder / TRAINER_STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+            self._tokenloom_dataset.load_state_dict(_state_of(folder))
+        return super().train(resume_from_checkpoint or None, *rest, **named)
+
+    def _save_checkpoint(self, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Of an earlier attempt: as long as this is here, the checkpoint counts as whole.
+            (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
+            part = folder / f"{STATE_FILE}.part"
+            part.write_text(json.dumps(self._tokenloom_dataset.state_dict(at=self._trained_index)), encoding="utf-8")
+            part.replace(folder / STATE_FILE)
+        super()._save_checkpoint(model, trial, *rest, **named)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # Behind this, rank 0 writes what makes the checkpoint count as whole, and deletes older ones.
+        self.accelerator.wait_for_everyone()
+
+    # Logs
+
+    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        """Adds ``total_tokens`` of the whole run and, with a target, ``total_percent`` of it."""
+        if self._total_tokens is not None:
+            logs["total_tokens"] = self._total_tokens
+            if self._target_tokens is not None:
+                logs["total_percent"] = round(100.0 * self._total_tokens / self._target_tokens, 2)
+        super().log(logs, *rest, **named)
+
+    @property
+    def _tokenloom_dataset(self) -> RemoteDataset:
+        found = self.train_dataset
+        if not isinstance(found, RemoteDataset):
+            raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(found).__name__}")
+        return found
+
+    @property
+    def _is_over(self) -> bool:
+        tokens = self._tokenloom_dataset.total_tokens
+        return self.state.global_step >= self.state.max_steps or (
+            self._target_tokens is not None and tokens >= self._target_tokens
+        )
+
+
+class TokenloomTrainer(TokenloomMixin, Trainer):
+    """``transformers.Trainer`` on a ``RemoteDataset``: see ``TokenloomMixin``."""
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint in a folder that was saved whole, for ``train(resume_from_checkpoint=…)``; None where there
+    is none. One that a job was killed in the midst of is left out."""
+    folder = Path(output_dir)
+    found = [
+        (int(match[1]), path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir()
+    ]
+    for _, path in sorted(found, reverse=True):
+        if _is_whole(path):
+            return str(path)
+        log.warning("%s was not saved to the end and is left out", path)
+    return None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / TRAINER_STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _state_of(checkpoint: Path) -> Mapping[str, Any]:
+    path = checkpoint / STATE_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is not there: this checkpoint was saved without the state of its data, so where they go on is not "
+            f'known. If it is, put it into that file: a dataset\'s state_dict() as JSON, or {{"sample_index": N}}'
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); expected what RemoteDataset.state_dict() gave") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds a {type(state).__name__}; expected what RemoteDataset.state_dict() gave")
+    return state
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Refuses what means another way to read data."""
+    reads = "each process reads its own batches, which are fetched in the background already"
+    for name, found, wanted, why in (
+        ("dataloader_num_workers", args.dataloader_num_workers, 0, reads),
+        ("accelerator_config.dispatch_batches", bool(args.accelerator_config.dispatch_batches), False, reads),
+        ("accelerator_config.split_batches", bool(args.accelerator_config.split_batches), False, reads),
+        ("auto_find_batch_size", args.auto_find_batch_size, False, "the batch size is the dataset's"),
+    ):
+        if found != wanted:
+            raise ValueError(f"{name}={found!r} is not for a RemoteDataset: {why}. Set it to {wanted!r}")
+
+
+def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a batch is for the model."""
+    return {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
+
+
+def _whole(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    return batch
+
+
+def _label_tokens(batches: list[Any]) -> int:
+    """Labels of an optimiser step's batches on all ranks."""
+    return sum(int(batch["global_label_tokens"]) for batch in batches)
+
+
+def _loader(dataset: RemoteDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
+    # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it
+    # was without a resume.
+    return DataLoader(_Steps(dataset), batch_size=None, collate_fn=collate, generator=torch.Generator())
+
+
+class _Steps(IterableDataset[Batch]):
+    """A dataset without a length: where a run ends, and what an epoch is, is said by its mixture."""
+
+    def __init__(self, dataset: RemoteDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.dataset)
+
+
+class _ByTokens:
+    """A ``TokenLRScheduler`` that looks at the clock by itself: Trainer's ``step()`` brings no tokens."""
+
+    def __init__(self, scheduler: TokenLRScheduler, clock: Callable[[], int | None]) -> None:
+        self.scheduler = scheduler
+        self._clock = clock
+
+    def step(self) -> None:
+        tokens = self._clock()
+        if tokens is not None:
+            self.scheduler.step(tokens)
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        return list(self.scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
+
+
+class _Flow(TrainerCallback):
+    """Ends the training at its target, also where batches grow, and counts its one epoch over resumes."""
+
+    def __init__(self, trainer: TokenloomMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        state.epoch = state.global_step / state.max_steps
+        if self._trainer._is_over and not control.should_training_stop:
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy == "steps"
+            control.should_evaluate = control.should_evaluate or args.eval_strategy == "steps"
+        return control

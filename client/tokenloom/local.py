@@ -1,0 +1,74 @@
+"""``local=True``: the server's part in this process, called without a socket.
+
+The one place where the client imports the server, and only when it is asked to: who trains with a server elsewhere
+needs none of that installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenloom_proto.credentials import Credentials
+
+from tokenloom.address import Address
+from tokenloom.errors import named
+from tokenloom.mixture_file import require_server
+from tokenloom.topology import Topology
+
+if TYPE_CHECKING:
+    import grpc
+
+
+class Local:
+    """A mixture file's run within this process. It begins with the first ``connect``, so that a ``DataLoader``'s worker
+    has it where the batches are read."""
+
+    def __init__(self, mixture: Path, topology: Topology) -> None:
+        """Reads the mixture file. Raises ``ConfigError``."""
+        if topology.world_size > 1:
+            raise ValueError(
+                f"local=True is for one process alone, and this is rank {topology.rank} of {topology.world_size}: "
+                "leave it out, and rank 0 starts a server for all ranks"
+            )
+        require_server(mixture)
+        from tokenloom_server.local import LocalServer
+
+        with _as_clients():
+            self._server = LocalServer(mixture)
+        self.address = Address((str(mixture),), self._server.run, local=True)
+        self.credentials = Credentials()
+        self._channel: grpc.Channel | None = None
+        self._pid: int | None = None
+
+    def connect(self) -> grpc.Channel:
+        """To the run, which is brought up where it was not. Raises what sources, tokeniser and mixture are at fault
+        for, as the server says it."""
+        if self._channel is None:
+            with _as_clients():
+                self._channel = self._server.start()
+            self._pid = os.getpid()
+        return self._channel
+
+    def watch(self, fail: Callable[[BaseException], None]) -> None:
+        """Nothing ends by itself here."""
+
+    def close(self) -> None:
+        """Ends the run's threads; bounded."""
+        if self._pid == os.getpid():
+            self._server.close()
+        self._channel = self._pid = None
+
+
+@contextmanager
+def _as_clients() -> Iterator[None]:
+    """The server's errors as those of the client that have the same names."""
+    from tokenloom_server.errors import TokenloomError
+
+    try:
+        yield
+    except TokenloomError as error:
+        raise named(error.name, str(error)) from None

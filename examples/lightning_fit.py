@@ -1,0 +1,96 @@
+"""Lightning's Trainer, killed and resumed at will, on any number of processes.
+
+    tokenloom serve examples/compose/mixture.yaml
+    torchrun --nproc-per-node 2 examples/lightning_fit.py grpc://127.0.0.1:50051/sample --checkpoint checkpoint
+
+What Tokenloom needs is marked 1 to 4; everything else is ordinary Lightning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tokenloom import TokenLRScheduler
+from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule
+from tokenloom_server.demo.model import GPT
+
+
+class Model(TokenLRModule):  # 1. a LightningModule whose LR follows the tokens
+    """A small GPT."""
+
+    def __init__(self, target_tokens: int) -> None:
+        super().__init__()
+        self.target_tokens = target_tokens
+        self.model = GPT(vocab_size=258, width=32, depth=2)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch["input_ids"], batch["labels"])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=self.target_tokens)  # 2. in tokens
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Record(Callback):
+    """What was trained, for people and for ``--record``; and the end, in samples of the whole run."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: dict[str, Any], batch_idx: int
+    ) -> None:
+        loss = trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean").item()
+        lr = pl_module.lr_schedulers().get_last_lr()[0]
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            print(f"samples {data.sample_index}  tokens {data.total_tokens}  loss {loss:.4f}  lr {lr:.2e}", flush=True)
+            if self.options.record:
+                line = {"sample_index": data.sample_index, "digest": data.digest, "loss": loss, "lr": lr}
+                with self.options.record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+        if data.sample_index >= self.options.samples:
+            trainer.should_stop = True
+
+
+def main(options: argparse.Namespace) -> None:
+    """One process."""
+    torch.manual_seed(0)
+    data = TokenloomDataModule(options.url, options.batch_size)  # 3. ranks, state and end come with it
+    trainer = Trainer(
+        accelerator=options.accelerator,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        strategy="ddp",
+        max_epochs=1,
+        callbacks=[
+            Record(options),
+            ModelCheckpoint(options.checkpoint, save_last=True, save_top_k=0, every_n_train_steps=options.every),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(options.samples * 128), datamodule=data, ckpt_path="last")  # 4. the data go on with the weights
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="grpc://host:port/run")
+    parser.add_argument("--batch-size", type=int, default=4, help="samples per process and step")
+    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all processes")
+    parser.add_argument("--accelerator", default="auto", help="as Lightning's Trainer takes it")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+    )
+    parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
+    parser.add_argument("--record", type=Path, help="file for a JSON line per step")
+    main(parser.parse_args())

@@ -1,0 +1,62 @@
+"""The server's part of a process that trains by itself: one run, its threads and its ledger, without a socket."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenloom_server import config
+from tokenloom_server.grpc_service.within import ChannelWithin
+from tokenloom_server.ledger.open import FILE_NAME, open_ledger
+from tokenloom_server.server import INDEX_FOLDER
+from tokenloom_server.service import Runs
+
+if TYPE_CHECKING:
+    from tokenloom_server.ledger.base import Ledger
+
+
+class LocalServer:
+    """One mixture file, served to this process alone.
+
+    Its ledger goes with it: where the process goes on, it does so from a trainer's state, which an empty ledger takes.
+    So nothing is left behind, and no other server of the run is in the way.
+    """
+
+    def __init__(self, mixture: Path) -> None:
+        """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
+        self._mixture = mixture
+        self._config = config.load(mixture)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._ledger: Ledger | None = None
+        self._runs: Runs | None = None
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._config.run
+
+    def start(self) -> ChannelWithin:
+        """Opens the sources and begins to produce. Raises what sources and tokeniser raise; nothing is left open
+        then."""
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenloom-", ignore_cleanup_errors=True)
+        try:
+            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", Path(self._folder.name))
+            self._ledger.check()
+            self._runs = Runs(self._ledger)
+            base = self._mixture.resolve().parent
+            self._runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
+            return ChannelWithin(self._runs)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the run's threads, in a bounded time, and removes the ledger. Further calls do nothing."""
+        if self._runs is not None:
+            self._runs.stop()
+        if self._ledger is not None:
+            self._ledger.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._runs, self._ledger, self._folder = None, None, None

@@ -1,0 +1,169 @@
+"""Reported losses on a real server: shown everywhere, fenced like all else, and of no effect on the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from conftest import Corpus, Rpc, StartServer
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import World
+from tokenloom import RemoteDataset
+from tokenloom_proto import dataloader_pb2 as wire
+
+RUN = "reported"
+
+
+def get(server: ServerProcess, path: str) -> dict[str, Any]:
+    answer = httpx.get(f"{server.rest_url}{path}", trust_env=False)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def request(world: World, index: int, **fields: Any) -> wire.ReportRequest:
+    document: dict[str, Any] = {
+        "run": RUN,
+        "run_uid": json.loads(world.ranks[0].state_dict()["tokenloom"])["run_uid"],
+        "generation": world.ranks[0].generation,
+        "attempt": world.ranks[0]._topology.attempt,
+        "sample_index": index,
+        "total_tokens": 16 * index,
+        "step": index // 4,
+        "sources": [
+            wire.SourceLoss(source_id=0, loss=2.0, tokens=30),
+            wire.SourceLoss(source_id=2, loss=4.0, tokens=10),
+        ],
+        "loss": 2.5,
+        "learning_rate": 0.125,
+    }
+    return wire.ReportRequest(**(document | fields))
+
+
+def refusal(rpc: Rpc, asked: wire.ReportRequest) -> tuple[str, str]:
+    with pytest.raises(grpc.RpcError) as refused:
+        rpc.stub.Report(asked, timeout=20)
+    error = refused.value
+    return dict(error.trailing_metadata())["tokenloom-error"], error.details()
+
+
+def test_losses_are_shown_and_move_nothing(
+    corpus: Corpus, start_server: StartServer, rpc: Callable[[ServerProcess], Rpc], tokenloom: CommandLine
+) -> None:
+    server = start_server(corpus.mixture(RUN))
+    calls = rpc(server)
+    path = f"/v1/runs/{RUN}"
+    nobody = wire.ReportRequest(run=RUN, run_uid="x", generation=1)
+    assert refusal(calls, nobody)[0] == "LedgerRolledBack"  # of a generation that the ledger never had
+    assert refusal(calls, wire.ReportRequest(run="other"))[0] == "NotFound"
+    with World(server.url(RUN), 2, 2) as world:
+        world.steps(3)
+        before = get(server, f"{path}/stats")
+        assert before["reported"] is None
+        assert get(server, f"{path}/losses")["sample_index"] == []
+        assert " loss " not in tokenloom("stats", server.rest_url).output
+
+        calls.stub.Report(request(world, 4), timeout=20)
+        calls.stub.Report(request(world, 4), timeout=20)  # its answer was lost
+        third = [wire.SourceLoss(source_id=0, loss=1.0, tokens=10)]
+        calls.stub.Report(request(world, 8, sources=third, loss=1.0), timeout=20)
+
+        stats = get(server, f"{path}/stats")
+        code, prose, docs, _ = stats["sources"]
+        # Smoothed: what came before counts nine tenths.
+        assert code["loss"] == pytest.approx((0.9 * 60 + 10) / (0.9 * 30 + 10))
+        assert (code["last_loss"], prose["loss"], docs["loss"], docs["last_loss"]) == (1.0, None, 4.0, 4.0)
+        reported = stats["reported"]
+        assert {name: reported[name] for name in ("sample_index", "total_tokens", "step", "loss")} == {
+            "sample_index": 8,
+            "total_tokens": 128,
+            "step": 2,
+            "loss": 1.0,
+        }
+        curve = get(server, f"{path}/losses")
+        assert (curve["sample_index"], curve["stride"], curve["loss"]) == ([4, 8], 1, [2.5, 1.0])
+        assert curve["learning_rate"] == [0.125, 0.125]
+        assert [(each["alias"], each["losses"], each["tokens"]) for each in curve["sources"]] == [
+            ("code", [2.0, 1.0], [30, 10]),
+            ("docs", [4.0, None], [10, 0]),
+        ]
+        metrics = httpx.get(f"{server.rest_url}/metrics", trust_env=False).text
+        assert f'tokenloom_source_loss{{run="{RUN}",source="docs",stream="train"}} 4.0' in metrics
+        assert f'tokenloom_loss{{run="{RUN}",stream="train"}} 1.0' in metrics
+        shown = tokenloom("stats", server.rest_url).output
+        assert " loss " in shown
+        assert "4.0000" in shown
+        assert "step 2, sample 8, loss 1.0000, learning rate 1.25e-01" in shown
+        for name in ("sample_index", "total_tokens", "digest", "revision"):
+            assert stats[name] == before[name] or name == "sample_index"
+
+        # Nothing that cannot be gets in, and each refusal names what is wrong.
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"loss": math.nan}, "loss is nan"),
+            ({"learning_rate": math.inf}, "learning_rate is inf"),
+            ({"sample_index": -1}, "sample_index is -1"),
+            ({"sources": [wire.SourceLoss(source_id=4, loss=1.0, tokens=1)]}, "source_id 4 is reported"),
+            ({"sources": [wire.SourceLoss(source_id=1, loss=1.0)]}, "sources[1].tokens is 0"),
+            ({"sources": [wire.SourceLoss(source_id=1, loss=1.0, tokens=1)] * 2}, "source_id 1 is reported twice"),
+        ]
+        for fields, said in refused:
+            name, details = refusal(calls, request(world, 12, **fields))
+            assert name == "ConfigError"
+            assert said in details
+        many = [wire.SourceLoss(source_id=1, loss=1.0, tokens=1)] * 100_000
+        assert refusal(calls, request(world, 12, sources=many))[0] == "LimitExceeded"
+        assert refusal(calls, request(world, 12, attempt="another"))[0] == "Fenced"
+        assert get(server, f"{path}/losses") == curve
+        old = request(world, 12)
+        state = world.ranks[0].state_dict()
+
+    # Another launch, from sample 12: the old one's reports are refused, its own are taken.
+    with World(server.url(RUN), 1, 2, state=state) as world:
+        world.steps(1)
+        name, details = refusal(calls, old)
+        assert (name, "is over: generation 2" in details) == ("Fenced", True)
+        # It says that it stands before the end: what came from there on was rewound.
+        calls.stub.Report(request(world, 6, loss=9.0), timeout=20)
+        assert get(server, f"{path}/losses")["sample_index"] == [4, 6]
+        samples = world.run().receipt.sequence(12)
+    assert len(samples) > 20
+
+
+def test_behind_a_restart_of_the_server_the_curve_is_empty_and_reports_go_on(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    server = start_server(corpus.mixture(RUN))
+    with RemoteDataset(server.url(RUN), 2, connect_timeout_s=30) as dataset:
+        batches = iter(dataset)
+
+        def report_one() -> None:
+            batch = next(batches)
+            place = {"sample_index": batch["sample_index"], "total_tokens": batch["total_tokens"]}
+            dataset.report({0: (2.0, 4)}, step=1, **place)
+
+        def curve() -> list[int]:
+            try:
+                found: list[int] = get(server, f"/v1/runs/{RUN}/losses")["sample_index"]
+            except httpx.TransportError:
+                return []
+            return found
+
+        def eventually(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 30
+            while not condition():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+        report_one()
+        eventually(lambda: curve() == [2])
+        server.kill()
+        server.start()
+        assert curve() == []
+        report_one()
+        eventually(lambda: curve() == [4])

@@ -1,0 +1,299 @@
+"""A mixture file in place of a server's address: the server inside the job, and the same samples without one."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+import yaml
+from support.killed import EXAMPLES, kill_and_resume
+from support.scripts import Forks
+from support.server_process import ServerProcess
+from support.trainer import World
+from tokenloom import ConfigError, LeaseHeld, NotFound, RemoteDataset, SourceError, TokenloomError, embedded
+from tokenloom.embedded import machine, reachable_host
+from tokenloom.mixture_file import require_server
+from torch.utils.data import DataLoader
+
+
+def sample(folder: Path, **fields: object) -> Path:
+    """The sample mixture in a folder of its own, with ``fields`` in place of its own; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(EXAMPLES / "compose" / "data", folder / "data")
+    found = yaml.safe_load((EXAMPLES / "compose" / "mixture.yaml").read_text(encoding="utf-8"))
+    path = folder / "mixture.yaml"
+    path.write_text(yaml.safe_dump(found | fields), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    return sample(tmp_path / "mixture")
+
+
+def servers(mixture: Path) -> list[psutil.Process]:
+    """The processes that serve the file, of whomever."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(mixture) in process.cmdline() and "serve" in process.cmdline():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            pass
+    return found
+
+
+def wait_for_none(mixture: Path, within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while servers(mixture):
+        assert time.monotonic() < deadline, "a server outlived the process that it was for"
+        time.sleep(0.02)
+
+
+def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, tmp_path: Path) -> None:
+    """The kill ends the server, too, and its restart waits for no lease."""
+    alone, killed = sample(tmp_path / "a"), sample(tmp_path / "b")
+
+    kill_and_resume(
+        torch_forks,
+        EXAMPLES / "ddp.py",
+        (str(alone), str(killed)),
+        tmp_path,
+        resumed_world_sizes=[2, 1],
+    )
+
+    wait_for_none(alone)
+    wait_for_none(killed)
+
+
+# --- The same checkpoint in every mode ---------------------------------------------------------------------------
+
+
+def digests(dataset: RemoteDataset, steps: int) -> list[str]:
+    batches = iter(dataset)
+    found = []
+    for _ in range(steps):
+        next(batches)
+        found.append(dataset.digest)
+    return found
+
+
+def test_one_checkpoint_goes_on_in_every_mode(mixture: Path, tmp_path: Path) -> None:
+    with RemoteDataset(sample(tmp_path / "alone"), 4, local=True) as dataset:
+        expected = digests(dataset, 20)
+
+    with RemoteDataset(mixture, 4, local=True) as dataset:
+        assert digests(dataset, 5) == expected[:5]
+        state = dataset.state_dict()
+    server = ServerProcess(tmp_path / "server", mixture).start()
+    try:
+        with World(server.url("sample"), 2, 2, state=state) as world:
+            world.steps(5)
+            assert world.ranks[0].digest == expected[9]
+            state = world.state()
+    finally:
+        server.terminate()
+    with RemoteDataset(mixture, 4) as dataset:
+        dataset.load_state_dict(state)
+        assert digests(dataset, 5) == expected[10:15]
+        state = dataset.state_dict()
+    with RemoteDataset(mixture, 2, local=True) as dataset:
+        dataset.load_state_dict(state)
+        assert digests(dataset, 10)[1::2] == expected[15:]
+
+
+# --- The server's life -------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(mixture: Path, tmp_path: Path) -> None:
+    with RemoteDataset(sample(tmp_path / "alone"), 4, local=True) as dataset:
+        expected = digests(dataset, 40)
+    with RemoteDataset(mixture, 4, prefetch_steps=2) as dataset:
+        assert digests(dataset, 3) == expected[:3]
+        (server,) = servers(mixture)
+        server.kill()
+        assert digests(dataset, 37) == expected[3:]
+        assert servers(mixture) != [server]
+    wait_for_none(mixture, 0)
+
+
+def test_a_server_that_cannot_be_started_again_ends_the_training_with_its_reason(mixture: Path) -> None:
+    with RemoteDataset(mixture, 4, prefetch_steps=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        (mixture.parent / "data" / "fables.txt").unlink()
+        servers(mixture)[0].kill()
+        with pytest.raises(SourceError, match=r"fables\.txt"):
+            for _ in range(1000):
+                next(batches)
+
+
+def test_datasets_of_one_file_share_a_server_that_ends_with_the_last_of_them(mixture: Path) -> None:
+    with RemoteDataset(mixture, 4) as first:
+        assert len(digests(first, 2)) == 2
+        with RemoteDataset(str(mixture), 4, peek=True, resume="fresh") as second:
+            assert len(servers(mixture)) == 1
+            assert digests(second, 2)[-1] == first.digest
+        assert len(digests(first, 2)) == 2
+        assert len(servers(mixture)) == 1
+    assert servers(mixture) == []
+
+
+def test_a_second_job_of_the_same_file_is_told_who_has_it(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerProcess(mixture.parent, mixture, ledger="sqlite:///tokenloom.db").start()
+    try:
+        with pytest.raises(LeaseHeld, match=server.grpc):
+            RemoteDataset(mixture, 4)
+    finally:
+        server.terminate()
+    assert servers(mixture) == []
+
+
+# --- Several ranks, and what is told to all of them --------------------------------------------------------------
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group, whose store threads may use as ranks do."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def on_two_ranks(mixture: Path, attempt: str, do: Callable[[RemoteDataset], Any]) -> list[Any]:
+    """What both ranks have of it, an error included."""
+
+    def rank(number: int) -> Any:
+        try:
+            with RemoteDataset(mixture, 2, rank=number, world_size=2, attempt=attempt) as dataset:
+                return do(dataset)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, range(2)))
+
+
+@pytest.mark.usefixtures("group")
+def test_all_ranks_hear_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+    wrong = sample(tmp_path / "wrong", sequence_length=-3)
+    missing = tmp_path / "nowhere" / "mixture.yaml"
+
+    for path, message in ((wrong, "sequence_length"), (missing, "nowhere")):
+        found = on_two_ranks(path, f"attempt-{path}", lambda dataset: None)
+        assert [type(error) for error in found] == [ConfigError, ConfigError]
+        assert str(found[0]) == str(found[1])
+        assert message in str(found[0])
+    assert not missing.parent.exists()
+
+
+@pytest.mark.usefixtures("group")
+def test_ranks_on_several_machines_meet_at_the_address_that_is_told(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = next((a.address for found in psutil.net_if_addrs().values() for a in found if is_outer(a)), None)
+    if own is None:
+        pytest.skip("this machine has no address but the loopback's")
+    monkeypatch.setattr(embedded, "machine", lambda: str(threading.get_ident()))
+    monkeypatch.setenv("TOKENLOOM_HOST", own)
+
+    def train(dataset: RemoteDataset) -> tuple[str, list[str]]:
+        return str(dataset._address), digests(dataset, 5)
+
+    first, second = on_two_ranks(mixture, "attempt", train)
+    assert first == second
+    assert first[0].startswith(f"grpc://{own}:")
+
+
+def is_outer(address: Any) -> bool:
+    return address.family == socket.AF_INET and not address.address.startswith("127.")
+
+
+def test_where_ranks_are_on_several_machines_the_address_is_one_that_others_know() -> None:
+    with pytest.raises(TokenloomError, match="TOKENLOOM_HOST"):
+        reachable_host({"MASTER_ADDR": "127.0.0.1", "TOKENLOOM_HOST": "203.0.113.7"})
+    assert machine() == machine()
+
+
+def test_several_ranks_without_a_process_group_are_told_to_make_one(mixture: Path) -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        RemoteDataset(mixture, 4, rank=1, world_size=2, attempt="mine")
+
+
+# --- In this process ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(mixture.parent / "temporary"))
+    (mixture.parent / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    sockets, threads = len(psutil.Process().net_connections()), set(threading.enumerate())
+
+    with RemoteDataset(mixture, 4, local=True) as dataset:
+        batch = next(iter(dataset))
+        assert batch["input_ids"].shape == (4, 128)
+        assert len(psutil.Process().net_connections()) == sockets
+    assert set(threading.enumerate()) <= threads
+    assert list((mixture.parent / "temporary").iterdir()) == []
+    assert not list(mixture.parent.glob("*.db"))
+
+
+def test_without_a_server_the_data_end_as_elsewhere(tmp_path: Path) -> None:
+    source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": 1}
+    mixture = sample(tmp_path / "short", mixture={"policy": "sequential", "children": [source]})
+    with RemoteDataset(mixture, 2, local=True) as dataset:
+        batches = list(dataset)
+        assert dataset.end_reason is not None
+    with RemoteDataset(mixture, 2) as dataset:
+        assert [b["sample_ids"].tolist() for b in dataset] == [b["sample_ids"].tolist() for b in batches]
+
+
+def test_without_a_server_a_run_can_be_looked_at(mixture: Path) -> None:
+    with RemoteDataset(mixture, 4, local=True) as dataset:
+        expected = digests(dataset, 3)
+    with RemoteDataset(mixture, 4, local=True, peek=True) as dataset:
+        assert digests(dataset, 3) == expected
+
+
+def test_without_a_server_errors_have_the_names_that_they_have_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sequence_length"):
+        RemoteDataset(sample(tmp_path / "a", sequence_length=-3), 4, local=True)
+    missing = sample(tmp_path / "b")
+    (missing.parent / "data" / "fables.txt").unlink()
+    with RemoteDataset(missing, 4, local=True) as dataset, pytest.raises(TokenloomError, match="fables"):
+        iter(dataset)
+    with (
+        RemoteDataset(sample(tmp_path / "c"), 4, local=True, resume="nothing-of-this-name") as dataset,
+        pytest.raises(NotFound, match="nothing-of-this-name"),
+    ):
+        iter(dataset)
+
+
+def test_a_dataloaders_worker_has_the_run_where_it_reads(mixture: Path) -> None:
+    with RemoteDataset(mixture, 4, local=True) as dataset:
+        expected = [batch["sample_ids"].tolist() for batch, _ in zip(dataset, range(3), strict=False)]
+    for local in (True, False):
+        with RemoteDataset(mixture, 4, local=local) as dataset:
+            loader = DataLoader(dataset, batch_size=None, num_workers=1)
+            assert [batch["sample_ids"].tolist() for batch, _ in zip(loader, range(3), strict=False)] == expected
+
+
+def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path) -> None:
+    with pytest.raises(ValueError, match="token"):
+        RemoteDataset(mixture, 4, token="0123456789abcdef")
+    with pytest.raises(ValueError, match="local=True"):
+        RemoteDataset("grpc://127.0.0.1:1/run", 4, local=True)
+    with pytest.raises(ValueError, match="one process alone"):
+        RemoteDataset(mixture, 4, local=True, rank=0, world_size=2, attempt="mine")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tokenloom\[server\]'"):
+        require_server(mixture, ["no_such_package"])

@@ -1,0 +1,222 @@
+"""Lightning: the example, killed and resumed; and what its Trainer does with the data module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.killed import EXAMPLES, kill_and_resume, two_runs
+from support.scripts import Forks
+from support.server_process import ServerProcess
+from tokenloom import TokenLRScheduler
+from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule
+
+# Lightning's own use of what torch and it have deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:UserWarning"),
+]
+ROWS = 24
+LENGTH = 16
+
+
+def test_a_fit_that_is_killed_goes_on_as_if_nothing_had_been(lightning_forks: Forks, tmp_path: Path) -> None:
+    with two_runs(tmp_path) as urls:
+        kill_and_resume(
+            lightning_forks,
+            EXAMPLES / "lightning_fit.py",
+            urls,
+            tmp_path,
+            resumed_world_sizes=[2, 1],
+            arguments=["--accelerator", "cpu"],
+            environment={"TORCHELASTIC_RUN_ID": "test"},
+        )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A run for each test: the same 24 samples, which end."""
+    folder = tmp_path_factory.mktemp("lightning")
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(ROWS):
+            file.write(json.dumps({"text": "abcdefghijklmnopqrstuvwxyz"[row % 26] * (LENGTH - 1)}) + "\n")
+    paths = []
+    for run in ("straight", "epochs", "twice", "raises", "refused", "ends"):
+        mixture = {
+            "run": run,
+            "seed": 1,
+            "tokenizer": "bytes",
+            "sequence_length": LENGTH,
+            "mixture": {"policy": "least_consumed", "children": [{"source": "jsonl:rows.jsonl:text", "alias": "rows"}]},
+        }
+        paths.append(folder / f"{run}.yaml")
+        paths[-1].write_text(yaml.safe_dump(mixture), encoding="utf-8")
+    server = ServerProcess(folder / "server", *paths, flags=("--liveness", 1)).start()
+    yield server
+    server.terminate()
+
+
+class Model(TokenLRModule):
+    """A table of logits; notes what it was trained on, and at which rate."""
+
+    def __init__(self, interval: str = "step") -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(258, 258)
+        self.interval = interval
+        self.trained: list[int] = []
+        self.rates: list[float] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.trained += batch["sample_ids"].tolist()
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return torch.nn.functional.cross_entropy(
+            self.table(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+        )
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = TokenLRScheduler(optimizer, warmup_tokens=0, target_tokens=ROWS * LENGTH)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+class States(Callback):
+    """What a checkpoint made behind each batch would hold."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self.indices.append(index_of(data.state_dict()))
+        assert self.indices[-1] == data.sample_index
+
+
+def index_of(state: dict[str, Any]) -> int:
+    found: int = json.loads(state["tokenloom"])["sample_index"]
+    return found
+
+
+def trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        "max_epochs": 1,
+    }
+    return Trainer(callbacks=list(callbacks), **(quiet | options))
+
+
+def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: ServerProcess) -> None:
+    # Without a length Lightning fetches one batch more than it trains on.
+    model, states = Model(), States()
+    fit = trainer(states, max_steps=3, max_epochs=-1, accumulate_grad_batches=2)
+    data = TokenloomDataModule(server.url("straight"), 2)
+    fit.fit(model, datamodule=data)
+    assert model.trained == list(range(12))
+    assert states.indices == [2, 4, 6, 8, 10, 12]
+    assert index_of(data.state_dict()) == 12, "it is there when the fit is over, too"
+    # The rate of an optimiser step is that for the tokens behind the step before it.
+    expected = Model().configure_optimizers()["lr_scheduler"]["scheduler"]
+    assert model.rates == [expected.factor(samples * LENGTH) for samples in (0, 0, 4, 4, 8, 8)]
+    assert not fit.callbacks[0].__class__.__module__.startswith("tokenloom"), "what was added is gone"  # type: ignore[attr-defined]
+
+
+def test_epochs_of_some_batches_follow_each_other_and_resume_within(server: ServerProcess, tmp_path: Path) -> None:
+    def checkpoint() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=5)
+
+    model, states = Model(), States()
+    data = TokenloomDataModule(server.url("epochs"), 2)
+    options: dict[str, Any] = {"limit_train_batches": 3, "max_epochs": -1}
+    trainer(states, checkpoint(), max_steps=6, **options).fit(model, datamodule=data)
+    assert model.trained == list(range(12))
+    assert states.indices == [2, 4, 6, 8, 10, 12]
+
+    resumed = Model()
+    data = TokenloomDataModule(server.url("epochs"), 2)
+    fit = trainer(checkpoint(), max_steps=8, **options)
+    fit.fit(resumed, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.trained == list(range(10, 16)), "from behind the fifth step, in the midst of the second epoch"
+    assert fit.current_epoch == 3, "two of three batches, and the third cut short"
+    assert resumed.rates[0] == model.rates[5]
+
+
+def test_a_second_fit_goes_on_where_the_first_ended(server: ServerProcess) -> None:
+    model = Model()
+    data = TokenloomDataModule(server.url("twice"), 2)
+    # Lightning leaves the epoch by max_steps and makes a new iterator in the next fit: what it had fetched is dropped.
+    fit = trainer(max_epochs=-1, max_steps=2)
+    fit.fit(model, datamodule=data)
+    fit.fit_loop.epoch_progress.current.processed = fit.fit_loop.epoch_progress.current.completed = 1
+    fit.fit_loop.epoch_loop.max_steps = 5
+    fit.fit(model, datamodule=data)
+    assert model.trained == list(range(10))
+
+
+def test_a_step_that_raises_is_not_counted(server: ServerProcess) -> None:
+    class Raises(Model):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            if batch_idx == 2:
+                raise RuntimeError("out of memory")
+            return super().training_step(batch, batch_idx)
+
+    data = TokenloomDataModule(server.url("raises"), 2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer().fit(Raises(), datamodule=data)
+    assert index_of(data.state_dict()) == 4
+    with pytest.raises(RuntimeError, match="only known while"):
+        _ = data.dataset
+
+
+def test_a_fit_ends_with_the_data(server: ServerProcess) -> None:
+    model = Model()
+    data = TokenloomDataModule(server.url("ends"), 4)
+    fit = trainer(max_epochs=-1)
+    fit.fit(model, datamodule=data)
+    assert model.trained == list(range(ROWS))
+    assert index_of(data.state_dict()) == ROWS
+    assert fit.global_step == ROWS // 4
+
+    data = TokenloomDataModule(server.url("ends"), 4, resume="latest")
+    with pytest.raises(RuntimeError, match=r"the data ended .* min_epochs or min_steps asks for more"):
+        trainer(max_epochs=-1, min_steps=100).fit(Model(), datamodule=data)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_what_would_train_otherwise_than_it_says_is_refused(server: ServerProcess, tmp_path: Path) -> None:
+    def refused(message: str, model: LightningModule, ckpt_path: Path | None = None, **options: Any) -> None:
+        with pytest.raises(Exception, match=message):
+            trainer(**options).fit(model, datamodule=TokenloomDataModule(server.url("refused"), 2), ckpt_path=ckpt_path)
+
+    refused(r"overfit_batches=2\) repeats batches", Model(), overfit_batches=2)
+    refused(r'gives interval=\'epoch\'.*"interval": "step"', Model("epoch"))
+
+    class Plain(LightningModule):
+        training_step, configure_optimizers = Model.training_step, Model.configure_optimizers
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.interval = torch.nn.Embedding(258, 258), "step"
+
+    refused("derive it from tokenloom.integrations.lightning.TokenLRModule", Plain())
+
+    class Iterates(Model):
+        def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:  # type: ignore[override]
+            raise AssertionError
+
+    refused("not one of this data module's", Iterates())
+
+    checkpoint = tmp_path / "others.ckpt"
+    fit = trainer()
+    fit.strategy.connect(Model())
+    fit.save_checkpoint(checkpoint)
+    refused("has no state under 'TokenloomDataModule'", Model(), checkpoint)
