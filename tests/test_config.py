@@ -141,6 +141,10 @@ BAD = [
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
     *[("mixture.children.0.shuffle_window_rows", bad, "") for bad in (0, 1, 2**25, 1.5, "many", None, True)],
     *[("mixture.children.0.lanes", bad, "") for bad in (0, 65, 1.5, "many", None, True)],
+    *[("mixture.children.0.holdout", bad, "") for bad in (0, 1, -0.1, 1.5, "many", True)],
+    ("streams", {"validation": {}}, "validation: has no mixture, and no source holds rows out for it"),
+    ("streams", {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}}, "should match pattern"),
+    ("streams", {"v": {"mixture": {"policy": "weighted", "children": []}}}, "at least 1"),
 ]
 
 
@@ -421,6 +425,12 @@ def reversed_keys(value: Any) -> Any:
 
 FIM = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
 
+
+def valid(source: dict[str, Any]) -> dict[str, Any]:
+    """Streams of which one has a mixture of its own."""
+    return {"valid": {"mixture": {"policy": "weighted", "children": [source]}}}
+
+
 SAME_ORDER: dict[str, Change] = {
     "where a new source's balance begins": put("new_source_baseline", "zero"),
     "the order of keys": lambda d: d.update(reversed_keys(d)),
@@ -438,6 +448,9 @@ SAME_ORDER: dict[str, Change] = {
     "the root's weight, which has no siblings": put("mixture.weight", 3),
     "what becomes of bad rows": lambda d: d.update(on_bad_row="skip", max_bad_rows=3),
     "what becomes of a source's bad rows": put("mixture.children.0.on_bad_row", "skip"),
+    "what is evaluated on": put(
+        "streams", {"valid": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}}
+    ),
     "an override that says what the run says": put("mixture.children.0.add_bos", False),
     "an override of the end of text that says what the run says": put("mixture.children.0.add_eot", True),
 }
@@ -462,6 +475,8 @@ DEFAULTS = {
     "mixture.children.0.filter": None,
     "mixture.children.0.template": None,
     "mixture.children.0.fim": None,
+    "mixture.children.0.holdout": None,
+    "streams": {},
     "mixture.on_exhausted": "drop",
     "mixture.children.1.weight": 1,
     "mixture.children.0.epochs": 1,
@@ -511,6 +526,8 @@ OTHER_ORDER: dict[str, Change] = {
     "fim at another rate": put("mixture.children.0.fim", FIM | {"rate": 0.6}),
     "fim in another order": put("mixture.children.0.fim", FIM | {"spm_rate": 0.5}),
     "fim with other ids": put("mixture.children.0.fim", FIM | {"ids": {"prefix": 1, "middle": 3, "suffix": 2}}),
+    "a holdout": put("mixture.children.0.holdout", 0.001),
+    "another holdout": put("mixture.children.0.holdout", 0.002),
     "a weight": put("mixture.children.0.weight", 2.5),
     "a weight in its last digit": put("mixture.children.0.weight", math.nextafter(2, 3)),
     "a node's weight": put("mixture.children.2.weight", 1),
@@ -566,6 +583,45 @@ def test_a_filter_is_the_same_however_it_is_written(written: str, other: list[st
     assert one.sources[0].filter == [written]
 
 
+BAD_STREAMS: list[tuple[dict[str, Any], str]] = [
+    ({"streams": valid({"source": CODE, "holdout": 0.1})}, "children.0.holdout: is for the sources that are trained"),
+    (
+        {"packing": "none", "streams": valid({"source": CODE, "loss_mask": "mask"})},
+        "loss_mask: no source that is trained on has one",
+    ),
+    ({"streams": {"train": {"mixture": mixture()["mixture"]}}}, "streams.train: found a mixture at the top already"),
+    ({"streams": valid({"source": CODE, "epochs": 2, "max_tokens": 4})}, "streams.valid.mixture.children.0.max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), BAD_STREAMS, ids=[says[:30] for _, says in BAD_STREAMS])
+def test_a_stream_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parsed(mixture(**fields))
+
+
+def test_training_may_stand_among_the_streams() -> None:
+    document = mixture()
+    root = document.pop("mixture")
+    root["children"][0]["holdout"] = 0.001
+    found = parsed(document | {"streams": {"train": {"mixture": root}, "validation": None}})
+    assert found.mixture == parsed(mixture(mixture=root)).mixture
+    assert found.stream_names == ("validation",)
+
+
+def test_a_stream_is_there_wherever_a_source_holds_rows_out() -> None:
+    assert parsed(mixture()).stream_names == ()
+    assert parsed(changed(put("mixture.children.0.holdout", 0.001))).stream_names == ("validation",)
+    document = changed(put("mixture.children.0.holdout", 0.001))
+    assert parsed(document | {"streams": valid({"source": CODE})}).stream_names == ("valid", "validation")
+
+
+def test_what_one_phase_keeps_out_no_other_may_train_on() -> None:
+    kept = {"policy": "weighted", "children": [{"source": CODE, "holdout": 0.1}]}
+    with pytest.raises(ConfigError, match=r"phases.1.mixture.children.0.holdout: found 0.1, but .* has None elsewhere"):
+        parsed(mixture(phases=[{"until_tokens": 80}, {"mixture": kept}], last_step="pad"))
+
+
 def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
     digests = {what: parsed(changed(change)).digest for what, change in OTHER_ORDER.items()}
     digests["as it is"] = parsed(mixture()).digest
@@ -575,7 +631,7 @@ def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
 def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
     # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
     outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline", "mask_boundaries"}
-    outside |= {"on_bad_row", "max_bad_rows"}
+    outside |= {"on_bad_row", "max_bad_rows", "streams"}
     inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
         what for what in OTHER_ORDER if what in RunConfig.model_fields
     }

@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias
 from tokenloom.batch import Batch
 from tokenloom.columns import Columns
 from tokenloom.errors import Fenced, ServerUnavailable
+from tokenloom.ramp import Ramp
 from tokenloom.snapshot import Point
 from tokenloom.waits import Waited, Waits
 
@@ -61,8 +62,7 @@ class StepBuffer:
         self,
         start: Point,
         *,
-        capacity_steps: int,
-        step_samples: int,
+        ramp: Ramp,
         columns: Columns,
         timeout_s: float,
         counted: bool = True,
@@ -70,17 +70,15 @@ class StepBuffer:
     ) -> None:
         """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
         for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
-        taken, so the capacity is at least that."""
-        assert capacity_steps >= accumulate
-        self.capacity_steps = capacity_steps
+        taken, so the ramp's capacity is at least that."""
         self.start = start
+        self._ramp = ramp
         self._timeout_s = timeout_s
         self._accumulate = accumulate
-        # Of the optimiser step that the trainer is in: the steps that it has not taken, and the labels of all.
-        self._left = 0
+        # Of the optimiser step that the trainer is in: how many steps are taken at its end, and the labels of all.
+        self._optimizer_end = 0
         self._label_tokens = 0
         self._counted = counted
-        self._half_of_credits = max(1, capacity_steps // 2) * step_samples
         self.received = start
         #: Where the trainer stands; what lies before is reported as consumed.
         self.consumed = start
@@ -105,6 +103,11 @@ class StepBuffer:
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
         self._writer_delays = False
         self._wakes_writer_at = math.inf
+
+    @property
+    def capacity_steps(self) -> int:
+        """Steps that are held at most, beyond those consumed."""
+        return self._ramp.capacity_steps(self.consumed.sample_index)
 
     @property
     def received_through(self) -> int:
@@ -186,7 +189,7 @@ class StepBuffer:
         """The next batch, and where the trainer stands behind it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
         with self._taking:  # else two threads would get the same step
-            if self._accumulate > 1 and not self._left:
+            if self._accumulate > 1 and self.taken == self._optimizer_end:
                 self._begin_optimizer_step(on_silence)
             step = self._steps[0] if self._steps else self._await_step(on_silence)
             if step is None:
@@ -202,7 +205,6 @@ class StepBuffer:
                 self._await_step(on_silence)
             self.consumed = point
             self.taken += 1
-            self._left -= 1
             if point.sample_index >= self._wakes_writer_at:
                 self._wakes_writer_at = math.inf  # once
                 self.wake_writer()
@@ -217,7 +219,7 @@ class StepBuffer:
         with self._lock:
             steps = list(islice(self._steps, self._accumulate))
         self._label_tokens = sum(message.label_tokens[number] for _, message, number in steps)
-        self._left = len(steps)
+        self._optimizer_end = self.taken + len(steps)
 
     def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
         """The next step, as soon as ``count`` of them are there, or the data end behind it."""
@@ -251,6 +253,13 @@ class StepBuffer:
             if self._error is not None and len(self._steps) < count:
                 raise self._error
             return self._steps[0] if self._steps else None
+
+    def following(self) -> Step | None:
+        """The step that ``take`` would give next, if it is there; for who prepares it."""
+        try:
+            return self._steps[0]
+        except IndexError:
+            return None
 
     def close(self) -> None:
         """Lets all parties come to an end."""
@@ -295,10 +304,11 @@ class StepBuffer:
         if self.consumed_through == reported:
             self._wakes_writer_at = reported + 1
             return min(TICK_S, SIGN_OF_LIFE_S - age_s)
-        if self._starved or self.consumed_through >= reported + self._half_of_credits:
+        early_at = reported + self._ramp.half_of_capacity(reported)
+        if self._starved or self.consumed_through >= early_at:
             return 0
         self._writer_delays = True
-        self._wakes_writer_at = reported + self._half_of_credits
+        self._wakes_writer_at = early_at
         return REPORT_WITHIN_S - age_s
 
     def wake_writer(self) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,10 +18,11 @@ from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.resume import sources_of
 from torch.utils.data import IterableDataset
 
-from tokenloom import figures, loaders, topology
+from tokenloom import figures, loaders, ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.device import resolve
 from tokenloom.embedded import Embedded
 from tokenloom.errors import EndOfData, ProtocolError
 from tokenloom.local import Local
@@ -32,6 +33,9 @@ if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("tokenloom")
+
+#: The stream that is trained on; all others are evaluated on.
+TRAIN = "train"
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -53,9 +57,14 @@ class RemoteDataset(IterableDataset[Batch]):
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
     waits for one at most ``batch_timeout_s``.
 
-    ``accumulate`` is how many batches the trainer takes for each optimiser step, counted from where it joined; the
-    same on all ranks. Their ``global_label_tokens`` is then of all of them, so ``next()`` waits until they are all
-    there or the data end; at least twice as many are fetched ahead.
+    ``batch_size`` may follow the run's tokens: ``[(0, 4), (1_000_000, 8)]`` are pairs of total tokens, ascending from
+    0, and samples per rank and step, each from the first optimiser step on that begins at so many tokens or behind
+    them.
+
+    ``accumulate`` is how many steps of ``next()`` an optimiser step has, counted from where this launch joined; the
+    same on all ranks. The batch size only changes between two optimiser steps. ``global_label_tokens`` is of all
+    batches of one, so ``next()`` waits until they are all there or the data end; at least twice as many are fetched
+    ahead.
 
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
@@ -65,6 +74,10 @@ class RemoteDataset(IterableDataset[Batch]):
 
     Batches have the columns ``position_ids``, ``document_ids``, ``attention_mask``, ``loss_mask`` and ``cu_seqlens``
     (with ``max_seqlen``) where these are asked for.
+
+    ``device="cuda"`` makes the tensors there, equal to the bit: ids cross to it as narrow as they travelled, from
+    pinned memory and one batch ahead, and are widened there. A batch is ready for the stream that is current at
+    ``next()``.
 
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
@@ -78,6 +91,13 @@ class RemoteDataset(IterableDataset[Batch]):
     otherwise; there it may also be a sample index as text, such as ``resume="38000"``. The order is the run's own,
     so ``state_dict()`` is a point that training can resume at.
 
+    ``stream="validation"`` is what training's sources hold out (``stream="validation/ALIAS"``: what one of them does),
+    or another stream that the mixture file names. Its first ``samples`` (None: all of it) come, the same ones at each
+    ``iter()``, cut over the ranks: the last step is filled up with padding samples (source −1, labels −100), so that
+    every rank does as many steps, and ``len()`` tells how many. Evaluating joins no generation and counts nothing, so
+    it may happen before, while and after the run trains. It has no state: ``state_dict()`` is that of a stream which
+    has not begun, and loading it changes nothing.
+
     Where the server wants a token, it is ``token`` or the environment's ``TOKENLOOM_TOKEN``. With ``grpcs://`` the
     connection uses TLS: ``tls_ca`` is the CA that is trusted (PEM), ``tls_cert`` and ``tls_key`` are for a server
     that wants to see a certificate (or ``TOKENLOOM_TLS_CA``, ``_CERT`` and ``_KEY``). Without TLS a token is only sent
@@ -87,9 +107,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def __init__(
         self,
         url: str | os.PathLike[str],
-        batch_size: int | None = None,
+        batch_size: int | ramp.Schedule | None = None,
         *,
-        accumulate: int = 1,
         local: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -98,7 +117,9 @@ class RemoteDataset(IterableDataset[Batch]):
         resume: str | None = None,
         takeover: bool = False,
         fork_from: Mapping[str, Any] | None = None,
-        stream: str = "train",
+        stream: str = TRAIN,
+        samples: int | None = None,
+        accumulate: int = 1,
         prefetch_steps: int | None = None,
         peek: bool = False,
         at_end: Literal["stop", "raise"] = "stop",
@@ -107,6 +128,7 @@ class RemoteDataset(IterableDataset[Batch]):
         attention_mask: bool = False,
         loss_mask: bool = False,
         cu_seqlens: bool = False,
+        device: str | torch.device | None = None,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
         batch_timeout_s: float = 3600.0,
@@ -133,10 +155,15 @@ class RemoteDataset(IterableDataset[Batch]):
                 tls_key=tls_key,
                 environment=os.environ,
             )
-        steps = {"batch_size": batch_size, "prefetch_steps": prefetch_steps, "accumulate": accumulate}
-        for name, value in steps.items():
-            if value is not None and (type(value) is not int or value < 1):
+        counts = {"accumulate": accumulate, "prefetch_steps": prefetch_steps, "samples": samples}
+        for name, value in counts.items():
+            if (value is not None or name == "accumulate") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if prefetch_steps is not None and prefetch_steps < accumulate:
+            raise ValueError(
+                f"prefetch_steps is {prefetch_steps}; expected at least accumulate, {accumulate}: all steps of an "
+                "optimiser step are fetched before the first is handed out"
+            )
         for name, seconds in (
             ("connect_timeout_s", connect_timeout_s),
             ("reconnect_timeout_s", reconnect_timeout_s),
@@ -149,7 +176,8 @@ class RemoteDataset(IterableDataset[Batch]):
         if at_end not in ("stop", "raise"):
             raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
         self._at_end = at_end
-        self._batch_size = batch_size
+        self._batch_sizes = ramp.check(batch_size)
+        self._batch_size = batch_size if isinstance(batch_size, int) else 0
         self._accumulate = accumulate
         self._resume = resume or ""
         self._takeover = takeover
@@ -157,17 +185,35 @@ class RemoteDataset(IterableDataset[Batch]):
             raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
         self._fork = Loaded.read(fork_from) if fork_from is not None else None
         self._stream = stream
+        self._evaluates = stream not in ("", TRAIN)
+        if self._evaluates:
+            _refuse_with_evaluation(
+                stream,
+                batch_size,
+                peek=peek,
+                resume=resume,
+                takeover=takeover,
+                fork_from=fork_from,
+                accumulate=accumulate > 1 and accumulate,
+                at_end=at_end != "stop" and at_end,
+            )
+        elif samples is not None:
+            raise ValueError(f"samples={samples} is for a stream to evaluate on; training goes on to its end")
+        self._samples = samples
         self._prefetch_steps = prefetch_steps
         self._document_ids = document_ids
         self._position_ids = position_ids
         self._attention_mask = attention_mask
         self._loss_mask = loss_mask
         self._cu_seqlens = cu_seqlens
+        self._device = resolve(device) if device is not None else None
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._batch_timeout_s = batch_timeout_s
         self._peek = peek
         if peek:
+            if self._batch_sizes:
+                raise ValueError(f"peek=True has steps of one batch size; got batch_size={batch_size!r}")
             given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
             _refuse_with_peek(**given, takeover=takeover, fork_from=fork_from)
             self._topology = topology.ALONE
@@ -177,7 +223,9 @@ class RemoteDataset(IterableDataset[Batch]):
                 stream=stream,
                 rank=rank,
                 world_size=world_size,
-                attempt=attempt,
+                # Who evaluates takes no slot, so there is no id to share, and nobody to wait for; but for a server that
+                # rank 0 starts.
+                attempt=stream if self._evaluates and mixture is None else attempt,
                 process_group=process_group,
                 timeout_s=connect_timeout_s,
             )
@@ -196,15 +244,61 @@ class RemoteDataset(IterableDataset[Batch]):
         self._closed = False
         # This process's name for its slot. It outlasts a Join that was interrupted, which may have reached the server.
         self._nonce = uuid.uuid4().hex
+        #: Of an evaluation, once the server said how many samples it has.
+        self._steps: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Joins the run if that was not done, and goes on after the last batch yielded."""
-        loaders.check_workers()
+        """Joins the run if that was not done, and goes on after the last batch yielded. Of a stream to evaluate on,
+        its first samples, each time."""
+        loaders.check_workers(self._device)
         loaders.check_collation(sys._getframe(1))
         self._check_process()
+        if self._evaluates:
+            return self._evaluation()
         if self._connection is None:
             self._join()
-        return _Batches(self)
+        return _Batches(self._next)
+
+    def __len__(self) -> int:
+        """Steps of an evaluation. Asks the server where there was none yet, and waits until it has made the samples."""
+        if not self._evaluates:
+            raise TypeError(loaders.NO_LENGTH)
+        if self._steps is None:
+            with self._connect("", "") as connection:
+                self._learn_length(connection)
+        assert self._steps is not None
+        return self._steps
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length
+
+    def _evaluation(self) -> Iterator[Batch]:
+        if self._closed:
+            raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+        if self._closer is not None:
+            self._closer()
+        connection = self._connect("", "")
+        self._learn_length(connection)
+        self._keep(connection)
+
+        def following() -> Batch:
+            if self._closed:
+                raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
+            taken = connection.take()
+            if taken is None:
+                raise StopIteration
+            return taken[0]
+
+        return _Batches(following)
+
+    def _learn_length(self, connection: Connection) -> None:
+        found = connection.opening.samples
+        if self._steps is None and self._samples is not None and found < self._samples and self.rank == 0:
+            log.warning(
+                "%s: stream %s has %d samples, not %d: these are evaluated on",
+                self._address, self._stream, found, self._samples,
+            )  # fmt: skip
+        self._steps = -(-found // (self.world_size * connection.opening.layout.batch_size))
 
     def _next(self) -> Batch:
         self._check_process()
@@ -226,25 +320,20 @@ class RemoteDataset(IterableDataset[Batch]):
             total_tokens=point.total_tokens,
         )
 
-    def __len__(self) -> int:
-        """Raises ``TypeError``: how long training goes on is not known."""
-        raise TypeError(loaders.NO_LENGTH)
-
-    def __bool__(self) -> bool:
-        return True  # whatever its length
-
     def __repr__(self) -> str:
         rank, world_size = self._topology.rank, self._topology.world_size
         parts = [
             repr(str(self._address)),
             *([f"stream={self._stream!r}"] if self._stream != "train" else ()),
             "peek" if self._peek else f"rank {rank} of {world_size}",
-            *([f"batch_size={self._batch_size}"] if self._batch_size else ()),
+            *([f"batch_size={self.batch_size}"] if self.batch_size else ()),
         ]
         return f"<RemoteDataset {', '.join(parts)}: {self._describe()}>"
 
     def _describe(self) -> str:
         """Where it stands, and whether it goes on; for people."""
+        if self._evaluates:
+            return f"to evaluate on, {'so far unknown' if self._steps is None else self._steps} steps"
         if self._connection is None or self._history is None:
             if self._closed:
                 return "closed before it joined"
@@ -267,6 +356,8 @@ class RemoteDataset(IterableDataset[Batch]):
         Equal on every rank. Needs no network, and works before the first batch and with the server dead.
         """
         self._check_state_is_here()
+        if self._evaluates:
+            return {KEY: self._standing.text}
         if self._history is not None:
             return {KEY: self._history.text(at)}
         place = self._standing
@@ -280,11 +371,14 @@ class RemoteDataset(IterableDataset[Batch]):
         Also what an older data loader saved: ``{"resume_state": {"datasets": […]}}`` or ``{"sample_index": N}``.
         """
         self._check_state_is_here()
-        if self._closed or self._connection is not None:
+        if (self._closed or self._connection is not None) and not self._evaluates:
             raise RuntimeError(
                 "load_state_dict comes before the first iter(), which joins the run at that state; "
                 "to go back, close() this dataset and make a new one"
             )
+        if self._evaluates:
+            _check_no_state(Loaded.read(state), self._stream)
+            return
         self._loaded = Loaded.read(state)
 
     @property
@@ -303,8 +397,17 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
+    def history(self) -> History:
+        """What states are written from, for who hands the batches on to another process."""
+        if self._history is None:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._history
+
+    @property
     def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
+        if self._evaluates and self._connection is not None:
+            return self._connection.buffer.consumed
         return self._history.last if self._history is not None else self._standing
 
     @property
@@ -325,9 +428,14 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._topology.world_size
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples per rank and step, as asked for; None where the run says it."""
-        return self._batch_size
+    def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
+        """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
+        return self._batch_sizes or self._batch_size or None
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of ``next()`` for each of the optimiser's."""
+        return self._accumulate
 
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
@@ -443,6 +551,9 @@ class RemoteDataset(IterableDataset[Batch]):
         state["_nonce"] = uuid.uuid4().hex
         if self._connection is None:
             return state
+        left = {"_connection": None, "_history": None, "_closer": None}
+        if self._evaluates:
+            return state | left
         if multiprocessing.context.get_spawning_popen() is None:
             raise RuntimeError(
                 "a RemoteDataset cannot be copied once it has joined the run: both would take the same batches; make a "
@@ -456,12 +567,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 "(batches are fetched in the background all the same), or make a new one"
             )
         # The other process goes on from here, as an attempt of its own, which fences this one.
-        moved: dict[str, Any] = {
-            "_connection": None,
-            "_history": None,
-            "_closer": None,
-            "_loaded": Loaded.read(self.state_dict()),
-        }
+        moved: dict[str, Any] = left | {"_loaded": Loaded.read(self.state_dict())}
         if not self._peek:
             moved |= {"_topology": replace(self._topology, attempt=uuid.uuid4().hex), "_takeover": True}
         return state | moved
@@ -480,32 +586,7 @@ class RemoteDataset(IterableDataset[Batch]):
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
         fork = self._fork if self._loaded is None else None
         loaded = self._loaded or fork
-        connection = Connection(
-            Request(
-                address=self._address,
-                credentials=self._credentials,
-                stream=self._stream,
-                topology=self._topology,
-                batch_size=self._batch_size or 0,
-                resume="" if loaded else self._resume,
-                state=loaded.text if loaded else "",
-                position_ids=self._position_ids,
-                document_ids=self._document_ids,
-                attention_mask=self._attention_mask,
-                loss_mask=self._loss_mask,
-                cu_seqlens=self._cu_seqlens,
-                prefetch_steps=self._prefetch_steps,
-                accumulate=self._accumulate,
-                takeover=self._takeover,
-                fork=fork is not None,
-                peek=self._peek,
-                connect_timeout_s=self._connect_timeout_s,
-                reconnect_timeout_s=self._reconnect_timeout_s,
-                batch_timeout_s=self._batch_timeout_s,
-                connect=self._served_here.connect if self._served_here is not None else None,
-            ),
-            f"{self._nonce}-{os.getpid()}",
-        )
+        connection = self._connect("" if loaded else self._resume, loaded.text if loaded else "", fork=fork is not None)
         start, skipped = connection.opening.start, connection.opening.skipped_samples
         if loaded and not loaded.leads_to(start, skipped):
             connection.close()
@@ -519,15 +600,49 @@ class RemoteDataset(IterableDataset[Batch]):
                 "run %s: samples %d to %d are skipped, as the restore before this launch said",
                 self._address.run, start.sample_index - skipped, start.sample_index - 1,
             )  # fmt: skip
-        self._connection = connection
-        self._closer = weakref.finalize(self, _close, connection, os.getpid())
-        self._connection_pid = self._joined_in[0] = os.getpid()
-        if self._served_here is not None:
-            self._served_here.watch(connection.buffer.fail)
+        self._keep(connection)
+        self._joined_in[0] = os.getpid()
         # Behind samples that are skipped the loaded state is of no use any more: it would bring them back.
         # And a state of the run that was forked is none of this one, nor is an older data loader's.
         own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None
         self._history = History(connection.opening.template, start, own)
+
+    def _connect(self, resume: str, state: str, *, fork: bool = False) -> Connection:
+        return Connection(
+            Request(
+                address=self._address,
+                credentials=self._credentials,
+                stream=self._stream,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                batch_sizes=self._batch_sizes,
+                resume=resume,
+                state=state,
+                position_ids=self._position_ids,
+                document_ids=self._document_ids,
+                attention_mask=self._attention_mask,
+                loss_mask=self._loss_mask,
+                cu_seqlens=self._cu_seqlens,
+                prefetch_steps=self._prefetch_steps,
+                accumulate=self._accumulate,
+                takeover=self._takeover,
+                fork=fork,
+                peek=self._peek,
+                connect_timeout_s=self._connect_timeout_s,
+                reconnect_timeout_s=self._reconnect_timeout_s,
+                batch_timeout_s=self._batch_timeout_s,
+                device=self._device,
+                samples=(self._samples or 0) if self._evaluates else None,
+            ),
+            f"{self._nonce}-{os.getpid()}",
+        )
+
+    def _keep(self, connection: Connection) -> None:
+        self._connection = connection
+        self._closer = weakref.finalize(self, _close, connection, os.getpid())
+        self._connection_pid = os.getpid()
+        if self._served_here is not None:
+            self._served_here.watch(connection.buffer.fail)
 
     def _check_process(self) -> None:
         if self._connection_pid == os.getpid():  # the usual case, at each batch: far cheaper than asking torch
@@ -562,14 +677,14 @@ class RemoteDataset(IterableDataset[Batch]):
 class _Batches:
     """An iterator that keeps raising what it met: a generator would turn an error into an end of data."""
 
-    def __init__(self, dataset: RemoteDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, following: Callable[[], Batch]) -> None:
+        self._following = following
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Batch:
-        return self._dataset._next()
+        return self._following()
 
 
 def _refuse_with_peek(**given: object) -> None:
@@ -578,6 +693,31 @@ def _refuse_with_peek(**given: object) -> None:
     if named:
         raise ValueError(
             f"peek=True takes no part in the run, so it is no rank of an attempt: leave out {', '.join(named)}"
+        )
+
+
+def _refuse_with_evaluation(stream: str, batch_size: int | ramp.Schedule | None, **given: object) -> None:
+    """Raises ``ValueError`` for what only training has."""
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None and value is not False]
+    if named:
+        raise ValueError(
+            f"stream={stream!r} is evaluated on, each time from its beginning, and takes no part in training: leave "
+            f"out {', '.join(named)}"
+        )
+    if batch_size is None:
+        raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and step")
+    if not isinstance(batch_size, int):
+        raise ValueError(
+            f"stream={stream!r}: batch_size must be one number, since no tokens are counted in it; got {batch_size!r}"
+        )
+
+
+def _check_no_state(state: Loaded | Older, stream: str) -> None:
+    """Raises ``ValueError`` for a state that would lead somewhere."""
+    if isinstance(state, Older) or state.sample_index:
+        raise ValueError(
+            f"this is the state of a dataset that is trained on, and stream={stream!r} is evaluated on, each time from "
+            "its beginning: load it into the dataset that you train on"
         )
 
 

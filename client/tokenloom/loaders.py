@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import FrameType
 
+import torch
 from torch.utils.data import default_collate, get_worker_info
 
 #: What there is to say of a length.
@@ -17,14 +18,19 @@ NO_LENGTH = (
 _FETCHERS = "torch.utils.data._utils.fetch"
 
 
-def check_workers() -> None:
-    """Raises ``RuntimeError`` in one of several workers."""
+def check_workers(device: torch.device | None) -> None:
+    """Raises ``RuntimeError`` in one of several workers, and in any that would make batches on a GPU."""
     worker = get_worker_info()
     if worker is not None and worker.num_workers > 1:
         raise RuntimeError(
             f"this DataLoader has num_workers={worker.num_workers}, but a rank is one slot of the run and each "
             "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
             "and batch_size=None"
+        )
+    if worker is not None and device is not None and device.type == "cuda":
+        raise RuntimeError(
+            f"device={str(device)!r} makes batches in the trainer's process, and this is a DataLoader's "
+            "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
         )
 
 

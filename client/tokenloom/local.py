@@ -39,7 +39,7 @@ class Local:
 
         with _as_clients():
             self._server = LocalServer(mixture)
-        self.address = Address((str(mixture),), self._server.run, local=True)
+        self.address = Address((str(mixture),), self._server.run, connect=self.connect)
         self.credentials = Credentials()
         self._channel: grpc.Channel | None = None
         self._pid: int | None = None

@@ -43,6 +43,8 @@ OUTSIDE_THE_ORDER = (
     *("run", "window_steps", "tokenizer", "last_step", "new_source_baseline", "mask_boundaries"),
     # Where bad rows end a run it has no order behind them, so a run may be served on with another answer.
     *("on_bad_row", "max_bad_rows"),
+    # Of training's order, that is: each stream with a mixture of its own has its own record.
+    "streams",
 )
 
 #: The same of a source.
@@ -109,6 +111,7 @@ Weight = Annotated[
     | Annotated[Points, Tag("points")],
     Discriminator(_weight_kind),
 ]
+Share = Annotated[float, Field(gt=0, lt=1, strict=False), BeforeValidator(_not_bool)]
 Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(_not_nan)]
 MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(_whole)]
 
@@ -216,6 +219,10 @@ class SourceConfig(_Model):
     """Overrides the run's ``on_bad_row``."""
     max_bad_rows: Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(_whole)] | None = None
     """Overrides the run's ``max_bad_rows``."""
+    holdout: Share | None = None
+    """The share of documents that are kept out of training: they are the source's part of the stream ``validation``.
+    Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
+    on one side."""
 
     @model_validator(mode="after")
     def _rules_fit_the_source(self) -> Self:
@@ -397,6 +404,30 @@ class PhaseConfig(_Model):
     """The mixture from here on; what was in force if not given."""
 
 
+class StreamConfig(_Model):
+    """A stream beside training: samples to evaluate on, the same ones each time."""
+
+    mixture: NodeConfig | None = None
+    """What it is made of; if not given, the documents that training's sources hold out."""
+
+    @model_validator(mode="after")
+    def _children_are_numbered(self) -> Self:
+        if self.mixture is not None and self.mixture.id < 0:
+            object.__setattr__(self, "mixture", numbered(self.mixture))
+        return self
+
+
+def _empty_stream(value: object) -> object:
+    return {} if value is None else value
+
+
+TRAIN = "train"
+"""The stream that is trained on."""
+VALIDATION = "validation"
+"""The stream of what sources hold out, which exists wherever one does."""
+
+StreamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
 _LENGTH_OF = re.compile(r"length\((.+)\)")
 
 #: Of a run with ``batching``, the fields that mean something; the others keep their defaults.
@@ -565,6 +596,21 @@ class RunConfig(_Model):
     phases: list[PhaseConfig] = Field(default_factory=list)
     """Parts of the run, one after the other; the run's own mixture and sequence length are those of the first where it
     gives none."""
+    streams: dict[StreamName, Annotated[StreamConfig, BeforeValidator(_empty_stream)]] = Field(default_factory=dict)
+    """By name, streams to evaluate on. Training may stand here, too, as ``train`` with its mixture."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _training_may_stand_among_the_streams(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("streams"), dict) or TRAIN not in value["streams"]:
+            return value
+        train = value["streams"][TRAIN]
+        if "mixture" in value:
+            raise ValueError(f"streams.{TRAIN}: found a mixture at the top already; give training one of the two")
+        if not isinstance(train, dict) or set(train) != {"mixture"}:
+            raise ValueError(f"streams.{TRAIN}: expected a mapping with mixture, found {train!r}")
+        others = {name: stream for name, stream in value["streams"].items() if name != TRAIN}
+        return {**value, "mixture": train["mixture"], "streams": others}
 
     @model_validator(mode="after")
     def _batching_is_all_or_nothing(self) -> Self:
@@ -643,7 +689,7 @@ class RunConfig(_Model):
             value = getattr(self, field)
             if value is not None and self.vocab_size is not None and value >= self.vocab_size:
                 raise ValueError(f"{field}: {value} is not below vocab_size {self.vocab_size}")
-        for at, source in self.named_sources():
+        for at, source in (*self.named_sources(), *self._sources_of_streams()):
             if source.max_bad_rows is not None and not self.skips_bad_rows(source):
                 raise ValueError(f"{at}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
         return self
@@ -667,7 +713,7 @@ class RunConfig(_Model):
                 f"pack_window_tokens: {self.pack_window_tokens} do not fill a sample of {max(lengths)} tokens; give a "
                 "multiple of that, or leave it out"
             )
-        for path, source in self.named_sources():
+        for path, source in (*self.named_sources(), *self._sources_of_streams()):
             if source.loss_mask is None:
                 continue
             if self.packing == "concat":
@@ -681,6 +727,55 @@ class RunConfig(_Model):
         if self.vocab_size is not None and self.pad_id >= self.vocab_size:
             raise ValueError(f"pad_id: {self.pad_id} is not below vocab_size {self.vocab_size}")
         return self
+
+    @model_validator(mode="after")
+    def _streams_have_rows(self) -> Self:
+        shares: dict[str, float | None] = {}
+        for mixture, at in self.mixtures():
+            for path, source in _walk(mixture, at):
+                if shares.setdefault(source.source, source.holdout) != source.holdout:
+                    raise ValueError(
+                        f"{path}.holdout: found {source.holdout}, but {source.source!r} has {shares[source.source]} "
+                        "elsewhere, and what one part of the run keeps out the other would train on: give both the same"
+                    )
+        for name, stream in self.streams.items():
+            at = f"streams.{name}"
+            if self.batching is not None:
+                raise ValueError(f"{at}: does not apply with batching, whose streams are batches of rows; leave it out")
+            if stream.mixture is None:
+                if not any(shares.values()):
+                    raise ValueError(
+                        f"{at}: has no mixture, and no source holds rows out for it; give it a mixture, or a source "
+                        "a holdout"
+                    )
+                continue
+            _check_distinct(stream.mixture, f"{at}.mixture")
+            _check_ends(stream.mixture, f"{at}.mixture", False, None)
+            for path, source in _walk(stream.mixture, f"{at}.mixture"):
+                if source.holdout is not None:
+                    raise ValueError(f"{path}.holdout: is for the sources that are trained on; leave it out")
+                if source.loss_mask is not None and not self.masks_loss:
+                    raise ValueError(
+                        f"{path}.loss_mask: no source that is trained on has one, so samples have no room for it; "
+                        "leave it out"
+                    )
+        return self
+
+    @staticmethod
+    def sources_of(mixture: NodeConfig) -> list[SourceConfig]:
+        """The sources of a tree, depth first."""
+        return [source for _, source in _walk(mixture, "")]
+
+    def _sources_of_streams(self) -> Iterator[tuple[str, SourceConfig]]:
+        for name, stream in self.streams.items():
+            if stream.mixture is not None:
+                yield from _walk(stream.mixture, f"streams.{name}.mixture")
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """The streams beside training, sorted."""
+        holds_out = any(source.holdout is not None for _, source in self.named_sources())
+        return tuple(sorted({*self.streams, *([VALIDATION] if holds_out else [])}))
 
     @property
     def masks_loss(self) -> bool:
@@ -799,10 +894,10 @@ class RunConfig(_Model):
         if self.batching is not None:
             del fields["sequence_length"]
         # The root has no siblings, so its weight decides nothing.
-        fields["mixture"] = _order_of_node(self.mixture, self)
+        fields["mixture"] = order_of_mixture(self.mixture, self)
         for phase, given in zip(self.phases, fields.get("phases", []), strict=True):
             if phase.mixture is not None:
-                given["mixture"] = _order_of_node(phase.mixture, self)
+                given["mixture"] = order_of_mixture(phase.mixture, self)
         return fields
 
     @property
@@ -894,7 +989,7 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
     """A child's order-affecting fields: no name, no commit, and no override that says what the run says."""
     fields: dict[str, Any] = {"weight": weight_text(child.weight)}
     if isinstance(child, NodeConfig):
-        return fields | _order_of_node(child, run)
+        return fields | order_of_mixture(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
     given = child.model_dump(
         mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", *SOURCE_OUTSIDE_THE_ORDER}
@@ -905,7 +1000,8 @@ def _order_of(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any
     return fields | {key: value for key, value in given.items() if value != same.get(key, getattr(run, key, None))}
 
 
-def _order_of_node(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
+def order_of_mixture(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
+    """What of a tree decides the order of its samples."""
     fields: dict[str, Any] = {
         "policy": node.policy,
         "on_exhausted": node.on_exhausted,
@@ -964,7 +1060,11 @@ def parse(document: dict[str, Any], *, where: str) -> RunConfig:
     if found:
         raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
     shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
-    small = [line for mixture, at in config.mixtures() for line in _too_small_limits(mixture, at, int(shortest))]
+    mixtures = [*config.mixtures()]
+    mixtures += [
+        (stream.mixture, f"streams.{name}.mixture") for name, stream in config.streams.items() if stream.mixture
+    ]
+    small = [line for mixture, at in mixtures for line in _too_small_limits(mixture, at, int(shortest))]
     if small:
         raise ConfigError("\n".join(f"{where}: {line}" for line in small))
     return config

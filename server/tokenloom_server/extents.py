@@ -58,6 +58,9 @@ class Readable(Protocol):
 
     def encoder(self, source_id: int, reader: Source) -> Encoder: ...
 
+    def kept(self, source_id: int, reader: Source) -> Source:
+        """A reader whose rows are those that give tokens; others are there as empty ones."""
+
     def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
 
     @property
@@ -128,7 +131,7 @@ def measure(order: Readable, source_id: int) -> Extent:
     reader = order.open(source_id)
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        return _of_many_lines(order, reader, encoder)
+        return _of_many_lines(order, reader, order.kept(source_id, reader), encoder)
     counts = order.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
@@ -136,14 +139,14 @@ def measure(order: Readable, source_id: int) -> Extent:
     budget = _Budget.of(total, len(strata))
     tokens, lengths = Fraction(0), []
     for stratum in strata:
-        found = _sample(reader, encoder, stratum, budget)
+        found = _sample(order.kept(source_id, reader), encoder, stratum, budget)
         tokens += found.all_tokens(order) * stratum.rows / found.rows
         lengths.append(found.lengths)
     stood_for = sum(stratum.rows for stratum in strata)
     return Extent(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
 
 
-def _of_many_lines(order: Readable, reader: LinesSource, encoder: Encoder) -> Extent:
+def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> Extent:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
     rows = size = 0
     tokens, lengths = Fraction(0), []
@@ -152,7 +155,7 @@ def _of_many_lines(order: Readable, reader: LinesSource, encoder: Encoder) -> Ex
     chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
     budget = _Budget.of(total, len(chosen))
     for shard in chosen:
-        found = _sample(reader, encoder, _Stratum(shard, 0, sys.maxsize), budget)
+        found = _sample(kept, encoder, _Stratum(shard, 0, sys.maxsize), budget)
         if not found.rows:
             continue  # a compressed file may hold nothing
         rows += found.rows

@@ -176,7 +176,7 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
             "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
             "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
         }
-        for field in ("filter", "template", "fim"):
+        for field in ("filter", "template", "fim", "holdout"):
             pairs[field] = getattr(known, field), getattr(source, field)
         if source.fim is not None:
             # What the parts of each document are is drawn by these.

@@ -32,6 +32,8 @@ class Purpose(IntEnum):
     FIM = 24
     #: Of a window of best-fit packing: in which order its samples come.
     PACK = 32
+    #: Which documents are kept out of training.
+    HOLDOUT = 40
 
 
 def draw(seed: int, purpose: Purpose, stable_id: int, index: int, retry: int = 0) -> int:

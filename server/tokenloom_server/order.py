@@ -60,6 +60,7 @@ from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.files import in_threads, order_warning
+from tokenloom_server.sources.held_out import HeldOut
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.paired import PairedSource
@@ -105,10 +106,12 @@ class Order:
         first: Order | None = None,
         roots: DataRoots = _ANYWHERE,
         engines: int = 0,
+        gives_held: bool = False,
     ) -> None:
         """``engine`` is None where every source holds ids. ``first`` is the order that the run began with, if that is
-        another one. ``engines``: how many threads may encode at once, if not as many as read ahead. See ``create``,
-        ``load`` and ``under``."""
+        another one. ``engines``: how many threads may encode at once, if not as many as read ahead.
+        ``gives_held``: of sources that hold rows out, it gives these. See ``create``, ``load`` and ``under``."""
+        self._gives_held = gives_held
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._engines = engines or readahead.threads() + 1
         self.config = config
@@ -126,6 +129,8 @@ class Order:
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
         self._suspects: Suspects | None = None
+        #: Under which they are kept where the run's own are others.
+        self._suspects_name = ""
         self._notes_nothing = False
         self._layout_lock = threading.Lock()
         self._looking_up: dict[int, threading.Lock] = {}
@@ -344,6 +349,52 @@ class Order:
         known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
         order.extents = {i: known[i] if i in known else order.measure(i) for i in config.measured_sources}
         return order
+
+    def aside(self, config: RunConfig, manifest: Manifest | None = None, name: str = "") -> Order:
+        """The order of a stream beside training, which shares the run's tokeniser: of what is held out of the run's own
+        files, or of a ``manifest`` of others, for which the stream's ``name`` is given.
+
+        Raises ``ConfigError`` and what reading the files raises.
+        """
+        order = type(self)(
+            config,
+            self.base_dir,
+            self.index_dir,
+            manifest or self.manifest,
+            self.tokenizer,
+            self.engine,
+            excluded=NOTHING_EXCLUDED,
+            first=self._first or self,
+            roots=self._roots,
+            gives_held=manifest is None,
+        )
+        if manifest is None:
+            return order
+        # Rows of other files are other rows, also to whom a document makes crash.
+        order._suspects_name = f"{self.name}+{name}"
+        order._check_masks()
+        for i, source in enumerate(config.sources):
+            if self.engine is None and order.open(i).content is Content.TEXT:
+                raise ConfigError(
+                    f"streams.{name}: {source.source!r} holds text, but run {self.name!r} trains on ids alone, so no "
+                    "tokeniser was chosen for it: prepare the source's ids"
+                )
+        order.extents = {i: order.measure(i) for i in config.measured_sources}
+        return order
+
+    def check_stream(self, name: str, mixture: NodeConfig) -> Manifest:
+        """The files of a stream that has a mixture of its own, as they are now. Raises what ``create`` does."""
+        sources = RunConfig.sources_of(mixture)
+        for source in sources:
+            self._roots.check_pattern(f"streams.{name}: {source.source}", self.base_dir, source.spec.place)
+        manifest = build([source.spec for source in sources], self.base_dir)
+        _check_files(manifest, self.base_dir, self._roots)
+        return manifest
+
+    def verify_stream(self, manifest: Manifest) -> None:
+        """That a stream's files are what they were. Raises ``SourceChanged``."""
+        _check_files(manifest, self.base_dir, self._roots)
+        verify(manifest, self.base_dir)
 
     def _measured(self) -> Order:
         self._check_masks()
@@ -619,7 +670,7 @@ class Order:
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
         return Documents(
             source.source,
-            watched,
+            self.kept(source_id, watched),
             encoder,
             self.config.epochs[source_id],
             self.excluded.of(source.source),
@@ -628,7 +679,13 @@ class Order:
             bad_rows=bad_rows,
             max_bad_rows=self.max_bad_rows(source_id),
             fim=self._fim(source),
+            may_be_empty=self._gives_held,
         )
+
+    def kept(self, source_id: int, reader: Source) -> Source:
+        """A reader of a source with the rows of this side of its holdout; the others are there as empty ones."""
+        share = self.config.sources[source_id].holdout
+        return reader if share is None else HeldOut(reader, share, self.config.seed, gives_held=self._gives_held)
 
     def max_bad_rows(self, source_id: int) -> int | None:
         """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
@@ -722,8 +779,8 @@ class Order:
 
     def _shares_layout(self, source_id: int) -> bool:
         """Whether the run began with the source, and the same files of it: source ids stay."""
-        first = self._first
-        return first is not None and self.shards[source_id : source_id + 1] == first.shards[source_id : source_id + 1]
+        first, its = self._first, slice(source_id, source_id + 1)
+        return first is not None and (self.specs[its], self.shards[its]) == (first.specs[its], first.shards[its])
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
@@ -821,14 +878,14 @@ class Order:
 
     def _load_suspects(self) -> Suspects | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""
-        if self._first is not None:
+        if self._first is not None and not self._suspects_name:
             return self._first._load_suspects()
         if self.engine is None or self.engine.engine == "bytes" or self.index_dir is None:
             return None
         with self._engine_lock:
             if self._suspects is None and not self._notes_nothing:
                 try:
-                    self._suspects = Suspects(self.index_dir, self.name)
+                    self._suspects = Suspects(self.index_dir, self._suspects_name or self.name)
                 except OSError as error:
                     self._notes_nothing = True
                     _log.warning(

@@ -316,7 +316,7 @@ def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
 
 def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
     drawn = ("shuffle", "shuffle_window_rows", "lanes")
-    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", *drawn):
+    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", "holdout", *drawn):
         if getattr(known, field) != getattr(found, field):
             makes = "another order of its rows" if field in drawn else "other documents of the same rows"
             raise ConfigError(

@@ -12,11 +12,12 @@ from pathlib import Path
 from tokenloom_server import config
 from tokenloom_server.accounts import Accounts, revision_info
 from tokenloom_server.committer import Committer
-from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.config import TRAIN, NodeConfig, RunConfig
 from tokenloom_server.course import Course, Origin
 from tokenloom_server.data_roots import DataRoots
 from tokenloom_server.differences import began_with, differences, refuse
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
+from tokenloom_server.evaluating import Evaluations
 from tokenloom_server.figures import Figures
 from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
@@ -36,6 +37,7 @@ from tokenloom_server.revising import Revising
 from tokenloom_server.revision import as_file, differences_of_files, places
 from tokenloom_server.state import MAX_COUNTER
 from tokenloom_server.stats import MixtureInfo, PhaseInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
+from tokenloom_server.streams import Streams
 from tokenloom_server.traced import TracedSample, TracedStep
 from tokenloom_server.tracing import Traces
 
@@ -58,7 +60,11 @@ class ServedRun:
     """One run with everything that answers for it."""
 
     def __init__(
-        self, host: Host, leadership: Leadership, other: Callable[[str], History | None] = lambda run: None
+        self,
+        host: Host,
+        leadership: Leadership,
+        streams: Streams,
+        other: Callable[[str], History | None] = lambda run: None,
     ) -> None:
         """``other`` finds another run of the server, for forks."""
         self.host = host
@@ -70,6 +76,7 @@ class ServedRun:
         self.losses = Losses(host)
         self.figures = Figures(host, self.losses)
         self.peeks = Peeks(host, self.history)
+        self.evaluations = Evaluations(host, streams)
         self.planner = Planner()
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
         self.traces = Traces(host, self.history, self.peeks)
@@ -119,7 +126,7 @@ class Runs:
             raise ConfigError(
                 f"{where}: run {found.run!r} is served already, from another file; give each run its own name"
             )
-        stream = "train"
+        stream = TRAIN
         stored = self._ledger.read_run(found.run, stream)
         order = None
         if stored is None:
@@ -131,11 +138,12 @@ class Runs:
             order, change = self._load(found, base_dir, index_dir, stored, revise)
         for warning in order.warnings():
             _log.warning("%s: %s", found.run, warning)
+        streams = Streams.of(order, found, self._ledger)
         host = Host(order, self._ledger, stored.uid, self._terms)
         leadership = Leadership(host, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
-        served = ServedRun(host, leadership, self._history_of)
+        served = ServedRun(host, leadership, streams, self._history_of)
         self._runs[found.run] = served
         host.start(Producer(host), Committer(host))
         leadership.start()
@@ -195,6 +203,7 @@ class Runs:
         deadline = time.monotonic() + STOP_S
         for served in self._runs.values():
             served.peeks.stop()
+            served.evaluations.stop()
             served.host.stop(max(0.0, deadline - time.monotonic()))
         # Behind the last commits, and again side by side: a ledger that hangs is waited for once.
         for served in self._runs.values():

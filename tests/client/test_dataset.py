@@ -162,13 +162,13 @@ def test_the_state_works_with_the_server_dead_and_after_close() -> None:
 
 
 def test_before_a_join_the_state_is_the_start_of_the_run() -> None:
-    dataset = RemoteDataset(NOBODY, 2, stream="valid")
+    dataset = RemoteDataset(NOBODY, 2)
 
     assert unseal(dataset.state_dict()["tokenloom"]) == {
         "format": "tokenloom/snapshot",
         "version": 1,
         "run": "fake",
-        "stream": "valid",
+        "stream": "train",
         "sample_index": 0,
         "digest": "0" * 32,
         "total_tokens": 0,
@@ -236,6 +236,17 @@ def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, m
         ({"url": "http://127.0.0.1/run"}, "expected grpc://HOST:PORT/RUN"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
         ({"batch_size": 2.0}, "batch_size must be an integer"),
+        ({"batch_size": []}, "batch_size has no pair"),
+        ({"batch_size": [4, 8]}, r"batch_size\[0\] must be a pair of integers \(total_tokens, batch_size\); got 4"),
+        ({"batch_size": [(0, 4.0)]}, r"batch_size\[0\] must be a pair of integers"),
+        ({"batch_size": [(8, 4)]}, r"batch_size\[0\] begins at 8 total tokens; expected 0: \(0, 4\)"),
+        ({"batch_size": [(0, 4), (9, 0)]}, r"batch_size\[1\] has a batch size of 0; expected at least 1"),
+        ({"batch_size": [(0, 4), (9, 8), (9, 9)]}, r"batch_size\[2\] begins at 9 total tokens; expected more than 9"),
+        ({"batch_size": [(0, 4), (2**53, 8)]}, r"batch_size\[1\] begins at 9007199254740992 .* at most 2\^53 − 1"),
+        ({"batch_size": [(0, 4)], "peek": True}, "peek=True has steps of one batch size; got batch_size="),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1; got 0"),
+        ({"accumulate": None}, "accumulate must be an integer of at least 1; got None"),
+        ({"accumulate": 4, "prefetch_steps": 3}, "prefetch_steps is 3; expected at least accumulate, 4"),
         ({"prefetch_steps": 0}, "prefetch_steps must be an integer of at least 1"),
         ({"connect_timeout_s": 0}, "connect_timeout_s must be a number of seconds above 0"),
         ({"reconnect_timeout_s": float("inf")}, "reconnect_timeout_s must be"),
@@ -250,11 +261,11 @@ def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: s
 
 def test_the_join_carries_what_the_dataset_was_made_with() -> None:
     with serving(Script()) as (server, url, _):
-        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", stream="valid", resume="fresh") as dataset:
+        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", stream="train", resume="fresh") as dataset:
             iter(dataset)
         join = server.joins[0]
 
-    assert (join.run, join.stream, join.rank, join.world_size) == ("fake", "valid", 1, 2)
+    assert (join.run, join.stream, join.rank, join.world_size) == ("fake", "train", 1, 2)
     assert (join.batch_size, join.attempt, join.resume, join.state_json) == (3, "a", "fresh", b"")
     assert join.nonce
 

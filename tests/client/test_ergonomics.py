@@ -42,6 +42,8 @@ def test_the_end_of_the_data_is_raised_where_that_is_asked_for(accumulate: int) 
 def test_the_end_is_either_raised_or_not() -> None:
     with pytest.raises(ValueError, match='at_end must be "stop" or "raise"; got \'never\''):
         RemoteDataset(NOBODY, 1, at_end="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stream='validation' is evaluated on.*leave out at_end='raise'"):
+        RemoteDataset(NOBODY, 1, stream="validation", at_end="raise")
 
 
 # --- Length and text ----------------------------------------------------------------------------------------------
@@ -70,10 +72,14 @@ def test_its_text_says_where_it_stands() -> None:
             ended = "generation 3 at sample index 4, 32 tokens, at the end of the data: all sources are exhausted"
             assert repr(dataset).endswith(f": {ended}>")
             assert "0123456789abcdef" not in repr(dataset)
-        with RemoteDataset(url, rank=1, world_size=4, attempt="a", stream="other") as dataset:
+        with RemoteDataset(url, rank=1, world_size=4, attempt="a") as dataset:
             dataset.load_state_dict(state)
-            assert ", stream='other', rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
+            assert ", rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
         assert repr(dataset).endswith(": closed before it joined>")
+    held_out = RemoteDataset(NOBODY, 2, stream="validation")
+    assert repr(held_out).endswith(
+        "stream='validation', rank 0 of 1, batch_size=2: to evaluate on, so far unknown steps>"
+    )
 
 
 # --- Figures ------------------------------------------------------------------------------------------------------

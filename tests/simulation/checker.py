@@ -226,7 +226,7 @@ class Checker:
             return
         generation = live.generation
         held = sum(len(group.marks) for group in generation.groups if len(group.samples))
-        most = generation.window_steps + generation.plan.group_steps
+        most = generation.window_steps + max(plan.group_steps for plan in generation.ramp.plans)
         if held > most:
             self.fail(f"{server.name} holds {held} steps; a window and a group are {most}")
 

@@ -20,6 +20,7 @@ from tokenloom_server.producer import Producer
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.service import ServedRun
 from tokenloom_server.state import digest_hex
+from tokenloom_server.streams import Streams
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable
@@ -174,7 +175,7 @@ class Server(Process):
         self.one_change = host.one_change = threading.Lock()  # type: ignore[assignment]
         self.host = host
         self.leadership = Leadership(host, self.holder)
-        self.served = ServedRun(host, self.leadership, _no_other_run)
+        self.served = ServedRun(host, self.leadership, Streams(order, order.config, {}), _no_other_run)
         self.producer, self.committer = Producer(host), Committer(host)
         host.producer_wakes = Wake(host.lock, self._wake_producer)
         host.committer_wakes = Wake(host.lock, self._wake_committer)

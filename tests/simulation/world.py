@@ -410,7 +410,7 @@ class World(Scheduler):
         host, launch = server.host, self.launches[-1]
         if host is None or host.live is None or host.committed is None:
             return None
-        low = host.live.generation.plan.start_index
+        low = host.live.generation.ramp.start_index
         index = self.rng.randint(low, max(low, host.committed.sample_index))
         try:
             text, at = server.served.history.snapshot(index)

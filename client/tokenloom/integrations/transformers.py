@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 from tokenloom.batch import Batch
 from tokenloom.dataset import RemoteDataset
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.token_progress import TokenProgress
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -60,7 +61,8 @@ class TokenloomMixin(_Trainer):
     ``token_lr`` makes a schedule of an optimizer, such as ``lambda optimizer: TokenLRScheduler(optimizer,
     warmup_tokens=…, target_tokens=…)``. Its clock is the batch in training: a step has the rate of the tokens at its
     end, as with ``scheduler.step(batch["total_tokens"])`` before ``optimizer.step()`` in a loop of one's own. A
-    ``TokenLRScheduler`` in ``optimizers`` is stepped alike.
+    ``TokenLRScheduler`` in ``optimizers`` is stepped alike. ``progress`` shows where the run stands, by tokens, with
+    the loss and the rate of Trainer's last log.
 
     Each checkpoint gets ``tokenloom.json``, the dataset's state behind the last batch that the weights have seen, and
     ``train(resume_from_checkpoint=…)`` loads it: ``True`` takes the last checkpoint that was saved whole.
@@ -68,6 +70,9 @@ class TokenloomMixin(_Trainer):
     Where batches say how many labels their step has on all ranks, losses are normalised by that, with no all-reduce.
     Logs have ``total_tokens`` and, with a target, ``total_percent``. A ``RemoteDataset`` may be the ``eval_dataset``,
     too. ``data_collator`` is for other datasets only: these batches are whole.
+
+    The training also ends where the data do: whole steps only, with a last checkpoint where ``save_strategy`` is
+    ``"steps"``.
 
     Raises ``ValueError`` for arguments that mean another way to read data (``dataloader_num_workers``,
     ``dispatch_batches``, ``split_batches``, ``auto_find_batch_size``), and where batch size or number of processes are
@@ -83,6 +88,7 @@ class TokenloomMixin(_Trainer):
         *positional: Any,
         target_tokens: int | None = None,
         token_lr: Callable[[Optimizer], TokenLRScheduler] | None = None,
+        progress: TokenProgress | None = None,
         **named: Any,
     ) -> None:
         if target_tokens is not None and target_tokens < 1:
@@ -94,10 +100,13 @@ class TokenloomMixin(_Trainer):
         self._max_steps_given = args.max_steps if args is not None and args.max_steps > _UNKNOWN_STEPS else None
         self._target_tokens = target_tokens
         self._token_lr = token_lr
+        self._progress = progress
+        self._figures: dict[str, float] = {}
         #: Tokens and end of the batch in training, and the end of the last one that the weights have seen.
         self._total_tokens: int | None = None
         self._trained_index: int | None = None
         self._resumed_step = 0
+        self._saved_step: int | None = None
         super().__init__(model, args, *positional, **named)
         # Data go on from their own state; Trainer would read all batches again to find its place.
         self.args.ignore_data_skip = True
@@ -122,6 +131,12 @@ class TokenloomMixin(_Trainer):
                 f"run {dataset._address.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
                 "so each would be predicted from one token too far: set labels: same in the mixture file"
             )
+        accumulate = self.args.gradient_accumulation_steps
+        if dataset._accumulate not in (1, accumulate):
+            raise ValueError(
+                f"the dataset has accumulate={dataset._accumulate}, but gradient_accumulation_steps={accumulate}: make "
+                "them equal, or leave accumulate out"
+            )
         if layout.batch_size != self.args.train_batch_size:
             raise ValueError(
                 f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for {max(1, self.args.n_gpu)} "
@@ -131,7 +146,7 @@ class TokenloomMixin(_Trainer):
         if self._target_tokens is not None:
             step_tokens = layout.batch_size * layout.sequence_length * self.args.world_size
             left = max(0, self._target_tokens - dataset.total_tokens)
-            steps = self._resumed_step + -(-left // (step_tokens * self.args.gradient_accumulation_steps))
+            steps = self._resumed_step + -(-left // (step_tokens * accumulate))
             self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
         return _loader(dataset, _whole)
 
@@ -152,8 +167,10 @@ class TokenloomMixin(_Trainer):
             return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(batches) < num_batches:
-            # Trainer would neither step on some of its batches nor end by itself.
-            self.control.should_training_stop = True
+            # Trainer would neither step on some of its batches nor end by itself, nor save what it has.
+            self.control.should_training_stop = self.control.should_log = True
+            unsaved = self._trained_index is not None and self._saved_step != self.state.global_step
+            self.control.should_save = unsaved and self.args.save_strategy == "steps"
             log.warning(
                 "the data of run %s ended: %s (%d of %d batches of a step were left)",
                 self._tokenloom_dataset._address.run, self._tokenloom_dataset.end_reason, len(batches), num_batches,
@@ -169,6 +186,8 @@ class TokenloomMixin(_Trainer):
         loss: torch.Tensor = super().training_step(model, _inputs(inputs), *rest, **named)
         if self.accelerator.sync_gradients:
             self._trained_index = inputs["sample_index"]
+        if self._progress is not None:
+            self._progress.update(inputs, step=self.accelerator.sync_gradients, **self._figures)
         return loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -178,9 +197,11 @@ class TokenloomMixin(_Trainer):
             and "global_label_tokens" in batch_samples[0]
             and self.args.average_tokens_across_devices
             and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+            and self._counts_as_server
         ):
-            counted = _label_tokens(batch_samples)
-            return torch.tensor(counted, device=device)
+            # Of all of the step's batches already, where the dataset knows how many there are.
+            counted = batch_samples[:1] if self._tokenloom_dataset._accumulate > 1 else batch_samples
+            return torch.tensor(sum(batch["global_label_tokens"] for batch in counted), device=device)
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # Learning rate
@@ -225,6 +246,7 @@ class TokenloomMixin(_Trainer):
             part.write_text(json.dumps(self._tokenloom_dataset.state_dict(at=self._trained_index)), encoding="utf-8")
             part.replace(folder / STATE_FILE)
         super()._save_checkpoint(model, trial, *rest, **named)
+        self._saved_step = self.state.global_step
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -239,6 +261,8 @@ class TokenloomMixin(_Trainer):
             logs["total_tokens"] = self._total_tokens
             if self._target_tokens is not None:
                 logs["total_percent"] = round(100.0 * self._total_tokens / self._target_tokens, 2)
+        if "loss" in logs:
+            self._figures = {"loss": logs["loss"], "lr": logs["learning_rate"]}
         super().log(logs, *rest, **named)
 
     @property
@@ -247,6 +271,13 @@ class TokenloomMixin(_Trainer):
         if not isinstance(found, RemoteDataset):
             raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(found).__name__}")
         return found
+
+    @property
+    def _counts_as_server(self) -> bool:
+        """Whether the model's labels are those that the server counts: all, and where it shifts them, all but the first
+        of each sample."""
+        layout = self._tokenloom_dataset._joined.opening.layout
+        return not layout.rows and layout.shifted != self._loss_shifts_labels
 
     @property
     def _is_over(self) -> bool:
@@ -322,11 +353,6 @@ def _whole(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return batch
 
 
-def _label_tokens(batches: list[Any]) -> int:
-    """Labels of an optimiser step's batches on all ranks."""
-    return sum(int(batch["global_label_tokens"]) for batch in batches)
-
-
 def _loader(dataset: RemoteDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
     # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it
     # was without a resume.
@@ -370,6 +396,15 @@ class _Flow(TrainerCallback):
 
     def __init__(self, trainer: TokenloomMixin) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if (progress := self._trainer._progress) is not None:
+            progress.load_state_dict({"global_step": state.global_step})
+            progress.start()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if (progress := self._trainer._progress) is not None:
+            progress.close()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

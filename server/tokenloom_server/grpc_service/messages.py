@@ -9,6 +9,7 @@ import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.errors import Fenced
+from tokenloom_server.evaluating import Slice
 from tokenloom_server.host import Host
 from tokenloom_server.pipeline import Group
 from tokenloom_server.run import Delivery
@@ -49,6 +50,27 @@ def encode_delivery(
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through, server_epoch=host.epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
+
+
+def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
+    """Steps of an evaluation."""
+    counts, starts = found.starts if document_starts else ([], [])
+    batches = wire.Batches(
+        begin_index=found.begin,
+        steps=[
+            wire.StepInfo(
+                end_index=end, slice=found.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
+            )
+            for end, total, digest, (tokens, labels) in zip(
+                found.ends, found.tokens, found.digests, found.real, strict=True
+            )
+        ],
+        ids=found.ids,
+        source_ids=found.source_ids,
+        document_counts=counts,
+        document_starts=starts,
+    )
+    return wire.StreamResponse(batches=batches, committed_through=committed_through, server_epoch=epoch)
 
 
 def _step_info(group: Group, step: int, rank: int) -> bytes:

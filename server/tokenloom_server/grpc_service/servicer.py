@@ -6,16 +6,18 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.config import TRAIN
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, TokenloomError
+from tokenloom_server.evaluating import EvaluationCall, Slice
 from tokenloom_server.grpc_service.entry import abort, authorization_of
-from tokenloom_server.grpc_service.messages import encode_delivery
+from tokenloom_server.grpc_service.messages import encode_delivery, encode_slice
 from tokenloom_server.grpc_service.server import MAX_REQUEST_BYTES
 from tokenloom_server.host import Host, Session, Waiting
 from tokenloom_server.ledger.base import Commit
@@ -23,6 +25,7 @@ from tokenloom_server.losses import Report
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import PeekCall
+from tokenloom_server.pipeline import BatchPlan
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.security import Access, Scope
 from tokenloom_server.service import Runs, ServedRun
@@ -43,7 +46,6 @@ SMALL_REQUEST_BYTES = 2**16
 MAX_REPORT_BYTES = 2**20
 
 SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
-_STREAM = "train"
 _ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
 
 
@@ -57,6 +59,8 @@ class DataLoader:
     def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
         with _errors(context):
             _read(request)
+            if _evaluates(request):
+                return self._evaluation_join(request, context)
             if not request.peek:
                 self._needs_control(context)
             served = self._served(request.run, request.stream)
@@ -72,6 +76,8 @@ class DataLoader:
                 state=request.state_json,
                 process=request.process,
                 takeover=request.takeover,
+                batch_sizes=tuple((size.total_tokens, size.batch_size) for size in request.batch_sizes),
+                accumulate=request.accumulate or 1,
                 fork=request.fork,
             )
             joined = served.opener.join(call)
@@ -86,6 +92,7 @@ class DataLoader:
                 group_steps=opening.group_steps,
                 batch_size=opening.batch_size,
                 skipped=opening.skipped,
+                plans=served.host.ramp(opening).plans,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -99,6 +106,9 @@ class DataLoader:
             if first is None or first.WhichOneof("kind") != "open":
                 raise JoinRefused("a stream begins with StreamOpen")
             opened = first.open
+            if _evaluates(opened):
+                yield from self._evaluation(opened, requests, context)
+                return
             if not opened.peek:
                 self._needs_control(context)
             served = self._served(opened.run, opened.stream)
@@ -247,13 +257,45 @@ class DataLoader:
 
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
-        if (stream or _STREAM) != _STREAM:
-            raise NotFound(f"run {run!r} has no stream {stream!r}; it has {_STREAM!r}")
+        if (stream or TRAIN) != TRAIN:
+            raise NotFound(f"{stream!r} is not trained on, so it has no snapshots and no restores; expected {TRAIN!r}")
         return served
+
+    def _evaluation_join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+        served = self._runs.get(request.run)
+        kept, samples = served.evaluations.join(_evaluation_call(request), lambda: not context.is_active())
+        order = kept.order
+        return wire.JoinResponse(
+            **_layout(order),
+            run_uid=served.host.uid,
+            start_digest=digest_hex(0),
+            sources=[
+                wire.Source(id=source.id, spec=source.source, alias=source.name)
+                for source in order.config.sources
+                if source.presence != "dropped"
+            ],
+            group_steps=served.host.message_steps(request.batch_size),
+            server_epoch=served.host.epoch,
+            batch_size=request.batch_size,
+            stream_samples=samples,
+        )
+
+    def _evaluation(
+        self, opened: wire.StreamOpen, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
+    ) -> Iterator[wire.StreamResponse | bytes]:
+        served, progress = self._runs.get(opened.run), opened.progress
+        call = _evaluation_call(opened)
+        place = served.evaluations.open(opened.run_uid, call, opened.received_through, opened.received_digest)
+        place.progress(progress.consumed_through, progress.credit_steps, progress.digest)
+        yield from self._responses(served.host, place, requests, opened.document_starts, context)
 
     def _peek_join(
         self, served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext
     ) -> wire.JoinResponse:
+        if request.batch_sizes:
+            raise JoinRefused(
+                "a peek has steps of one batch size, and a schedule was asked for: give batch_size a number"
+            )
         call = PeekCall(
             rank=request.rank,
             world_size=request.world_size,
@@ -309,6 +351,8 @@ class DataLoader:
                 epoch = host.epoch
                 if isinstance(found, Delivery):
                     yield encode_delivery(host, place.rank, found, committed, document_starts=with_starts)
+                elif isinstance(found, Slice):
+                    yield encode_slice(found, committed, epoch, document_starts=with_starts)
                 elif isinstance(found, EndOfData):
                     end = wire.EndOfData(
                         end_index=found.end_index, reason=found.reason, dropped_samples=found.dropped_samples
@@ -323,7 +367,7 @@ class DataLoader:
 
 
 class _Place(Protocol):
-    """Where a stream comes from: a slot of the run, or a peek at it."""
+    """Where a stream comes from: a slot of the run, a peek at it, or an evaluation."""
 
     @property
     def rank(self) -> int: ...
@@ -331,7 +375,7 @@ class _Place(Protocol):
     @property
     def name(self) -> str: ...
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting: ...
+    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | Slice | EndOfData | Waiting: ...
 
     def progress(self, consumed_through: int, credit_steps: int, digest: str) -> None: ...
 
@@ -413,6 +457,7 @@ def _join_response(
     group_steps: int,
     batch_size: int,
     skipped: int = 0,
+    plans: Sequence[BatchPlan] = (),
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
     course = host.course
@@ -425,10 +470,6 @@ def _join_response(
         start_index=start.sample_index,
         start_digest=digest_hex(start.digest),
         start_tokens=start.total_tokens,
-        sequence_length=order.config.sequence_length,
-        id_type=_ID_TYPES[order.dtype.itemsize] if order.config.batching is None else wire.ID_TYPE_UNSPECIFIED,
-        labels=_labels(order),
-        vocab_size=order.vocab_size,
         sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
         group_steps=group_steps,
         snapshot_template=canonical(order.template(uid, host.stream, lineage)).encode(),
@@ -437,10 +478,46 @@ def _join_response(
         skipped_samples=skipped,
         global_batch_size=order.config.global_batch_size or 0,
         batch_size=batch_size,
-        sample_lengths=order.form.lengths,
-        pads_left=order.form.lengths and order.form.padding == "left",
-        loss_masks=order.form.masked,
-        mask_boundaries=order.config.mask_boundaries,
+        batch_plans=[
+            wire.BatchPlan(begin_index=plan.start_index, batch_size=plan.batch_size, group_steps=plan.group_steps)
+            for plan in (plans if len(plans) > 1 else ())
+        ],
+        **_layout(order),
+    )
+
+
+def _layout(order: Order) -> dict[str, Any]:
+    """What a ``JoinResponse`` says of how samples travel."""
+    return {
+        "sequence_length": order.config.sequence_length,
+        "id_type": _ID_TYPES[order.dtype.itemsize] if order.config.batching is None else wire.ID_TYPE_UNSPECIFIED,
+        "labels": _labels(order),
+        "vocab_size": order.vocab_size,
+        "sample_lengths": order.form.lengths,
+        "pads_left": order.form.lengths and order.form.padding == "left",
+        "loss_masks": order.form.masked,
+        "mask_boundaries": order.config.mask_boundaries,
+    }
+
+
+def _evaluates(request: wire.JoinRequest | wire.StreamOpen) -> bool:
+    """Whether it is for a stream beside training."""
+    if (request.stream or TRAIN) == TRAIN:
+        return False
+    if request.peek:
+        raise JoinRefused(
+            f"stream {request.stream!r} is not trained on, so there is nothing to peek at: leave peek out"
+        )
+    return True
+
+
+def _evaluation_call(request: wire.JoinRequest | wire.StreamOpen) -> EvaluationCall:
+    return EvaluationCall(
+        stream=request.stream,
+        rank=request.rank,
+        world_size=request.world_size,
+        batch_size=request.batch_size,
+        samples=request.samples,
     )
 
 

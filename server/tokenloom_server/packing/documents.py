@@ -109,12 +109,15 @@ class Documents:
         bad_rows: int = 0,
         max_bad_rows: int | None = None,
         fim: FillInMiddle | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
         as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows.
         ``bad_rows``: how many the source, or this lane of it, had before the place that is read from;
-        ``max_bad_rows``: how many it may have for each epoch, None for any number."""
+        ``max_bad_rows``: how many it may have for each epoch, None for any number. ``may_be_empty``: an epoch without a
+        token is no error, but the end."""
         self._name = name
+        self._may_be_empty = may_be_empty
         self._bad_rows = bad_rows
         self._max_bad_rows = max_bad_rows
         self._fim = fim
@@ -211,6 +214,8 @@ class Documents:
                 if limit is not None and before >= limit:
                     break
             empty = 0 if found or not whole else empty + 1
+            if empty and self._may_be_empty:
+                return
             if empty and (epoch < self._whole or not epoch) and not self._may_find_some(epoch, empty):
                 raise SourceError(self._without_tokens(epoch, out))
             kept = keep

@@ -28,7 +28,19 @@ ShardFormat = Literal["arrow", "parquet"]
 #: Of a source, what decides when and how often its rows are served, and what is drawn anew each epoch; all else decides
 #: their tokens, and is done with once these lie in shards.
 FIELDS_OF_SERVING = frozenset(
-    {"id", "presence", "alias", "weight", "epochs", "max_tokens", "on_exhausted", "lanes", "fim", "loss_mask"}
+    {
+        "id",
+        "presence",
+        "alias",
+        "weight",
+        "epochs",
+        "max_tokens",
+        "on_exhausted",
+        "lanes",
+        "fim",
+        "loss_mask",
+        "holdout",
+    }
 )
 #: What decides in which order its rows are read.
 FIELDS_OF_READING = frozenset({"shuffle", "shuffle_window_rows"})

@@ -220,7 +220,7 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
     if array.values.null_count == 0:
         return ()
     at = np.flatnonzero(arrays.flags(array.values.is_null()))
-    offsets = _offsets(array)
+    offsets = offsets_of(array)
     behind = np.searchsorted(offsets, at, "right") - 1
     # What lies before the first or behind the last row of a slice, or under nothing, is no row's.
     inside = (at >= offsets[0]) & (at < offsets[-1])
@@ -257,7 +257,7 @@ def _has_offsets(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _offsets(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
+def offsets_of(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_list(array.type)
     buffer = array.buffers()[1]
     if buffer is None or buffer.size == 0:
@@ -277,7 +277,7 @@ def reach(array: Any, size: int) -> Reach:
     """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
     if pa.types.is_struct(array.type):
         array = array.field(0)  # ids, and their loss mask beside them
-    offsets = _offsets(array)
+    offsets = offsets_of(array)
     item = 1 if is_text(array) else array.type.value_type.bit_width // 8
     ends = (offsets[1:].astype(np.int64) - offsets[0]) * item
     rows = min(int(np.searchsorted(ends, size)) + 1, len(array))
@@ -310,7 +310,7 @@ def pieces(found: Rows) -> Iterator[Rows]:
     """Rows, cut so that each piece has at most ``PIECE_BYTES`` and ``PIECE_ROWS``."""
     array = found.column
     limit = PIECE_BYTES if is_text(array) else PIECE_BYTES * 8 // array.type.value_type.bit_width
-    offsets = _offsets(array)
+    offsets = offsets_of(array)
     start, count = 0, len(array)
     while start < count:
         # searchsorted wants one type on both sides, or it converts all of the offsets.
