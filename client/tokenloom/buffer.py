@@ -22,6 +22,7 @@ from tokenloom.columns import Columns
 from tokenloom.errors import Fenced, ServerUnavailable
 from tokenloom.ramp import Ramp
 from tokenloom.snapshot import Point
+from tokenloom.waits import Waited, Waits
 
 log = logging.getLogger("tokenloom")
 
@@ -70,11 +71,12 @@ class StepBuffer:
         """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
         for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
         taken, so the ramp's capacity is at least that."""
+        self.start = start
         self._ramp = ramp
         self._timeout_s = timeout_s
         self._accumulate = accumulate
-        # Of the optimiser step that the trainer is in: the steps that it has not taken, and the labels of all.
-        self._left = 0
+        # Of the optimiser step that the trainer is in: how many steps are taken at its end, and the labels of all.
+        self._optimizer_end = 0
         self._label_tokens = 0
         self._counted = counted
         self.received = start
@@ -95,6 +97,9 @@ class StepBuffer:
         self._taking = threading.Lock()
         self._reader_waits = False
         self._starved = False
+        # For metrics: steps taken, and what some of them were waited for.
+        self.taken = 0
+        self._waits = Waits()
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
         self._writer_delays = False
         self._wakes_writer_at = math.inf
@@ -113,6 +118,11 @@ class StepBuffer:
     def consumed_through(self) -> int:
         """End index of the last step that ``next()`` returned."""
         return self.consumed.sample_index
+
+    @property
+    def drained(self) -> bool:
+        """Whether the data ended and the trainer has all of it."""
+        return self.end_reason is not None and self.consumed_through == self.received_through
 
     # The reader's side
 
@@ -161,8 +171,7 @@ class StepBuffer:
     def all_committed(self) -> bool:
         """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be behind,
         and until they are not, a restarted server has to be told again."""
-        done = self.end_reason is not None and self.consumed_through == self.received_through
-        return done and self.nothing_to_commit()
+        return self.drained and self.nothing_to_commit()
 
     def nothing_to_commit(self) -> bool:
         """Whether the server need not hear again how far the trainer is."""
@@ -180,7 +189,7 @@ class StepBuffer:
         """The next batch, and where the trainer stands behind it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
         with self._taking:  # else two threads would get the same step
-            if self._accumulate > 1 and not self._left:
+            if self._accumulate > 1 and self.taken == self._optimizer_end:
                 self._begin_optimizer_step(on_silence)
             step = self._steps[0] if self._steps else self._await_step(on_silence)
             if step is None:
@@ -195,7 +204,7 @@ class StepBuffer:
             except IndexError:  # fenced just now
                 self._await_step(on_silence)
             self.consumed = point
-            self._left -= 1
+            self.taken += 1
             if point.sample_index >= self._wakes_writer_at:
                 self._wakes_writer_at = math.inf  # once
                 self.wake_writer()
@@ -210,12 +219,13 @@ class StepBuffer:
         with self._lock:
             steps = list(islice(self._steps, self._accumulate))
         self._label_tokens = sum(message.label_tokens[number] for _, message, number in steps)
-        self._left = len(steps)
+        self._optimizer_end = self.taken + len(steps)
 
     def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
         """The next step, as soon as ``count`` of them are there, or the data end behind it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
+        began = time.perf_counter()
         with self._lock:
             while not (len(self._steps) >= count or self._error or self.end_reason is not None):
                 if self.closing:
@@ -239,6 +249,7 @@ class StepBuffer:
                     patience_s += PATIENCE_S
                     log.warning("no batch for %.0f s; waiting for: %s", waited_s, what)
             self._starved = False
+            self._waits.note(self.taken, time.perf_counter() - began)
             if self._error is not None and len(self._steps) < count:
                 raise self._error
             return self._steps[0] if self._steps else None
@@ -256,6 +267,15 @@ class StepBuffer:
             self.closing = True
             for condition in (self._step_ready, self._room, self._report):
                 condition.notify_all()
+
+    def waiting_steps(self) -> int:
+        """How many steps are there to be taken."""
+        return len(self._steps)
+
+    def waits(self) -> Waited:
+        """What ``next()`` waited since this was asked last."""
+        with self._lock:
+            return self._waits.read(self.taken)
 
     # The writer's side
 

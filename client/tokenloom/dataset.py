@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing.context
 import os
+import sys
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.resume import sources_of
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
-from tokenloom import ramp, topology
+from tokenloom import figures, loaders, ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask
 from tokenloom.device import resolve
 from tokenloom.embedded import Embedded
-from tokenloom.errors import ProtocolError
+from tokenloom.errors import EndOfData, ProtocolError
 from tokenloom.local import Local
 from tokenloom.mixture_file import path_of, refuse_options_of_servers
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point
@@ -77,6 +81,11 @@ class RemoteDataset(IterableDataset[Batch]):
 
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
+    At the end of the data iteration stops; with ``at_end="raise"`` it raises ``EndOfData``, which says why they ended.
+
+    It may be handed to a process that is spawned, such as a DataLoader's worker. With one rank that is so even after it
+    has joined: the copy goes on where this one stands, as a new attempt, and this one is fenced.
+
     ``peek=True`` only looks: it joins nothing, counts nothing and fences nobody, whatever the run is doing. The whole
     order comes, to this process alone, from where the ledger stands unless a state was loaded or ``resume`` says
     otherwise; there it may also be a sample index as text, such as ``resume="38000"``. The order is the run's own,
@@ -113,6 +122,7 @@ class RemoteDataset(IterableDataset[Batch]):
         accumulate: int = 1,
         prefetch_steps: int | None = None,
         peek: bool = False,
+        at_end: Literal["stop", "raise"] = "stop",
         document_ids: bool = False,
         position_ids: bool = False,
         attention_mask: bool = False,
@@ -163,6 +173,9 @@ class RemoteDataset(IterableDataset[Batch]):
                 raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
         if resume is not None and not resume:
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
+        if at_end not in ("stop", "raise"):
+            raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
+        self._at_end = at_end
         self._batch_sizes = ramp.check(batch_size)
         self._batch_size = batch_size if isinstance(batch_size, int) else 0
         self._accumulate = accumulate
@@ -182,6 +195,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 takeover=takeover,
                 fork_from=fork_from,
                 accumulate=accumulate > 1 and accumulate,
+                at_end=at_end != "stop" and at_end,
             )
         elif samples is not None:
             raise ValueError(f"samples={samples} is for a stream to evaluate on; training goes on to its end")
@@ -228,16 +242,19 @@ class RemoteDataset(IterableDataset[Batch]):
         self._history: History | None = None
         self._closer: weakref.finalize[[Connection, int], RemoteDataset] | None = None
         self._closed = False
+        # This process's name for its slot. It outlasts a Join that was interrupted, which may have reached the server.
+        self._nonce = uuid.uuid4().hex
         #: Of an evaluation, once the server said how many samples it has.
         self._steps: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """Joins the run if that was not done, and goes on after the last batch yielded. Of a stream to evaluate on,
         its first samples, each time."""
-        self._check_worker()
+        loaders.check_workers(self._device)
+        loaders.check_collation(sys._getframe(1))
+        self._check_process()
         if self._evaluates:
             return self._evaluation()
-        self._check_process()
         if self._connection is None:
             self._join()
         return _Batches(self._next)
@@ -245,7 +262,7 @@ class RemoteDataset(IterableDataset[Batch]):
     def __len__(self) -> int:
         """Steps of an evaluation. Asks the server where there was none yet, and waits until it has made the samples."""
         if not self._evaluates:
-            raise TypeError("how long training goes on is the mixture's to say, so it has no len(); see plan()")
+            raise TypeError(loaders.NO_LENGTH)
         if self._steps is None:
             with self._connect("", "") as connection:
                 self._learn_length(connection)
@@ -253,12 +270,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._steps
 
     def __bool__(self) -> bool:
-        return True
+        return True  # whatever its length
 
     def _evaluation(self) -> Iterator[Batch]:
         if self._closed:
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
-        if self._connection is not None and self._closer is not None and self._connection_pid == os.getpid():
+        if self._closer is not None:
             self._closer()
         connection = self._connect("", "")
         self._learn_length(connection)
@@ -289,10 +306,47 @@ class RemoteDataset(IterableDataset[Batch]):
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
         taken = self._connection.take()
         if taken is None:
-            raise StopIteration
+            raise StopIteration if self._at_end == "stop" else self._ended(self._history.last)
         batch, point = taken
         self._history.append(point)
         return batch
+
+    def _ended(self, point: Point) -> EndOfData:
+        return EndOfData(
+            f"the data of {self._address} end at sample index {point.sample_index} ({point.total_tokens} tokens): "
+            f"{self.end_reason}",
+            reason=self.end_reason or "",
+            sample_index=point.sample_index,
+            total_tokens=point.total_tokens,
+        )
+
+    def __repr__(self) -> str:
+        rank, world_size = self._topology.rank, self._topology.world_size
+        parts = [
+            repr(str(self._address)),
+            *([f"stream={self._stream!r}"] if self._stream != "train" else ()),
+            "peek" if self._peek else f"rank {rank} of {world_size}",
+            *([f"batch_size={self.batch_size}"] if self.batch_size else ()),
+        ]
+        return f"<RemoteDataset {', '.join(parts)}: {self._describe()}>"
+
+    def _describe(self) -> str:
+        """Where it stands, and whether it goes on; for people."""
+        if self._evaluates:
+            return f"to evaluate on, {'so far unknown' if self._steps is None else self._steps} steps"
+        if self._connection is None or self._history is None:
+            if self._closed:
+                return "closed before it joined"
+            if self._joined_elsewhere():
+                return f"joined in process {int(self._joined_in[0])}"
+            if isinstance(self._loaded, Loaded):
+                return f"not joined yet, to go on at sample index {self._loaded.sample_index}"
+            return "not joined yet"
+        point, ended = self._history.last, self.end_reason
+        at = f"generation {self.generation} at sample index {point.sample_index}, {point.total_tokens} tokens"
+        if ended is not None and self._connection.buffer.drained:
+            return f"{at}, at the end of the data: {ended}"
+        return at + (", closed" if self._closed else "")
 
     # State
 
@@ -389,6 +443,22 @@ class RemoteDataset(IterableDataset[Batch]):
         ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
         return ask.plan(self._address, self._credentials, tokens or 0, self._connect_timeout_s)
 
+    def stats(self) -> dict[str, Any]:
+        """The run's figures as the server has them now: the document of ``GET /v1/runs/{run}/stats``. Needs no Join."""
+        return ask.stats(self._address, self._credentials, self._connect_timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of this rank for experiment trackers; all 0 before the Join. Costs no step anything, and asks nobody.
+
+        ``wait_ms_last``, ``wait_ms_mean`` and ``wait_ms_max``: what ``next()`` waited for batches since this was called
+        last (0 for those that were there). ``queue_steps`` of at most ``queue_capacity_steps``: batches that are there
+        now. ``steps``: taken since the Join, and ``tokens`` of the whole run in them. ``sample_index`` and
+        ``total_tokens``: of the last batch. ``uncommitted_samples``: how far the ledger is behind that.
+        ``reconnects``: how often the stream was opened again.
+        """
+        self._check_state_is_here()
+        return figures.of(self._connection)
+
     @property
     def sequence_length(self) -> int:
         """Tokens of a sample."""
@@ -480,9 +550,31 @@ class RemoteDataset(IterableDataset[Batch]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._connection is not None:
-            raise RuntimeError("a RemoteDataset cannot be copied to another process once it has joined the run")
-        return self.__dict__ | {"_server_closer": None}
+        state = self.__dict__ | {"_server_closer": None}
+        # Two processes are two clients, also of a slot that nobody has taken yet.
+        state["_nonce"] = uuid.uuid4().hex
+        if self._connection is None:
+            return state
+        left = {"_connection": None, "_history": None, "_closer": None}
+        if self._evaluates:
+            return state | left
+        if multiprocessing.context.get_spawning_popen() is None:
+            raise RuntimeError(
+                "a RemoteDataset cannot be copied once it has joined the run: both would take the same batches; make a "
+                "new one"
+            )
+        why = "it is closed" if self._closed else "" if self.world_size == 1 else "its other ranks would be left behind"
+        if why or self._served_here is not None:
+            raise RuntimeError(
+                "this RemoteDataset joined the run and cannot be handed to another process, since "
+                f"{why or 'the server is in this one'}: hand it over before the first iter(), use num_workers=0 "
+                "(batches are fetched in the background all the same), or make a new one"
+            )
+        # The other process goes on from here, as an attempt of its own, which fences this one.
+        moved: dict[str, Any] = left | {"_loaded": Loaded.read(self.state_dict())}
+        if not self._peek:
+            moved |= {"_topology": replace(self._topology, attempt=uuid.uuid4().hex), "_takeover": True}
+        return state | moved
 
     def _serve(self, mixture: Path, local: bool) -> None:
         served: Embedded | Local
@@ -545,7 +637,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 batch_timeout_s=self._batch_timeout_s,
                 device=self._device,
                 samples=(self._samples or 0) if self._evaluates else None,
-            )
+            ),
+            f"{self._nonce}-{os.getpid()}",
         )
 
     def _keep(self, connection: Connection) -> None:
@@ -555,32 +648,30 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._served_here is not None:
             self._served_here.watch(connection.buffer.fail)
 
-    def _check_worker(self) -> None:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise RuntimeError(
-                f"this DataLoader has num_workers={worker.num_workers}, but a rank is one slot of the run and each "
-                "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
-                "and batch_size=None"
-            )
-        if worker is not None and self._device is not None and self._device.type == "cuda":
-            raise RuntimeError(
-                f"device={str(self._device)!r} makes batches in the trainer's process, and this is a DataLoader's "
-                "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
-            )
-
     def _check_process(self) -> None:
         if self._connection_pid == os.getpid():  # the usual case, at each batch: far cheaper than asking torch
             return
-        if int(self._joined_in[0]) not in (0, os.getpid()):
+        if self._connection is not None:
+            # Measured: in most forks of a process with an open stream, gRPC crashes or hangs one of the two.
             raise RuntimeError(
-                "this RemoteDataset joined the run in another process, and a slot is served to one process only: "
-                "fork before the first iter(), keep a DataLoader's worker (persistent_workers=True), "
-                "or make a new dataset"
+                f"this RemoteDataset joined the run in process {self._connection_pid}, of which this one is a fork, "
+                "and a connection does not survive that: use num_workers=0 (batches are fetched in the background all "
+                'the same), multiprocessing_context="spawn" or "forkserver", fork before the first iter(), or make a '
+                "new dataset before you fork"
+            )
+        if self._joined_elsewhere():
+            raise RuntimeError(
+                f"this RemoteDataset joined the run in another process ({int(self._joined_in[0])}), and a slot is "
+                "served to one process only: keep a DataLoader's worker (persistent_workers=True), or make a new "
+                "dataset"
             )
 
+    def _joined_elsewhere(self) -> bool:
+        """Whether another process has the batches. One that this copy was handed over by gave them up."""
+        return int(self._joined_in[0]) not in (0, os.getpid(), self._connection_pid)
+
     def _check_state_is_here(self) -> None:
-        if self._connection is None and int(self._joined_in[0]) not in (0, os.getpid()):
+        if self._joined_elsewhere():
             raise RuntimeError(
                 "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 (batches "
                 "are fetched in the background all the same), or tokenloom.integrations.stateful.StatefulLoader"

@@ -67,6 +67,17 @@ class OrderMismatch(LedgerError):
     """The same sample index was committed with another digest: two orders exist."""
 
 
+class EndOfData(TokenloomError):
+    """The data ended, and the dataset was made with ``at_end="raise"``. No server sends it."""
+
+    def __init__(self, message: str, *, reason: str = "", sample_index: int = 0, total_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """Why they ended, in the server's words."""
+        self.sample_index = sample_index
+        self.total_tokens = total_tokens
+
+
 class Fenced(TokenloomError):
     """A newer attempt has opened this run: this one is over, and what it had buffered is dropped."""
 

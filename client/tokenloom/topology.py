@@ -103,6 +103,11 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
                 f"set {rank_name}, call torch.distributed.init_process_group, or give rank= and world_size="
             )
         return int(rank or 0), int(world_size)
+    if environ.get("RANK", "0") != "0":
+        raise ValueError(
+            f"RANK is {environ['RANK']!r} but WORLD_SIZE is not set, so this process does not know of how many: set "
+            "WORLD_SIZE, call torch.distributed.init_process_group, or give rank= and world_size="
+        )
     return 0, 1
 
 

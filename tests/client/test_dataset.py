@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -358,13 +358,13 @@ def test_a_data_loader_without_workers_gives_the_same_batches() -> None:
     assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(start: str) -> None:
-    # The server lives in another process, since a fork of this one must not hold its threads.
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[str]:
+    """The URL of a fake run in another process, since a fork of this one must not hold its threads."""
     here = Path(__file__).parent
     script = (
         "import sys; from fake_server import *\n"
-        "with serving(Script(end_index=4)) as (_, url, _): print(url, flush=True); sys.stdin.read()\n"
+        "with serving(Script(end_index=8)) as (_, url, _): print(url, flush=True); sys.stdin.read()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script],
@@ -376,26 +376,53 @@ def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_
     ) as server:
         assert server.stdin is not None and server.stdout is not None
         try:
-            dataset = RemoteDataset(server.stdout.readline().strip(), 2)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
-                loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=start)
-                batches = [batch["sample_ids"].tolist() for batch in loader]
-            with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
-                dataset.state_dict()
-            with pytest.raises(RuntimeError, match="joined the run in another process"):
-                iter(dataset)
+            yield server.stdout.readline().strip()
         finally:
             server.stdin.close()
 
-    assert batches == [[0, 1], [2, 3]]
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(
+    elsewhere: str, start: str
+) -> None:
+    dataset = RemoteDataset(elsewhere, 2)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=start)
+    batches = [batch["sample_ids"].tolist() for batch in loader]
+    with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
+        dataset.state_dict()
+    with pytest.raises(RuntimeError, match="joined the run in another process"):
+        iter(dataset)
+    assert "joined in process" in repr(dataset)
+
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_spawned_worker_goes_on_where_the_trainers_copy_stood(elsewhere: str) -> None:
+    with RemoteDataset(elsewhere, 2) as dataset:
+        assert next(iter(dataset))["sample_ids"].tolist() == [0, 1]
+        loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        assert [batch["sample_ids"].tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
+        # Once only: another worker would begin where the first one did.
+        with pytest.raises(RuntimeError, match=r"read in a DataLoader worker|joined the run in another process"):
+            next(iter(loader))
+        with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
+            dataset.state_dict()
+
+
+def test_one_of_several_ranks_is_not_handed_to_another_process_once_it_has_joined(elsewhere: str) -> None:
+    with RemoteDataset(elsewhere, 2, rank=0, world_size=2, attempt="several") as dataset:
+        iter(dataset)
+        loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        with pytest.raises(RuntimeError, match="its other ranks would be left behind: hand it over before"):
+            iter(loader)
 
 
 def test_several_workers_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
         num_workers = 2
 
-    monkeypatch.setattr("tokenloom.dataset.get_worker_info", Worker)
+    monkeypatch.setattr("tokenloom.loaders.get_worker_info", Worker)
 
     with pytest.raises(RuntimeError, match=r"num_workers=2.*one slot.*num_workers=0"):
         iter(RemoteDataset(NOBODY, 1))
@@ -416,7 +443,7 @@ def test_after_a_fork_the_child_is_told_that_the_connection_is_not_its_own(monke
         next(batches)
         with monkeypatch.context() as child:
             child.setattr("os.getpid", lambda: 1)
-            with pytest.raises(RuntimeError, match="joined the run in another process"):
+            with pytest.raises(RuntimeError, match=r"of which this one is a fork.*before the first iter\(\)"):
                 next(batches)
         next(batches)
 

@@ -49,11 +49,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     CLIENT: (
-        ("errors", "columns", "mixture_file"),
+        ("errors", "columns", "loaders", "mixture_file", "waits"),
         ("ramp",),
         ("address", "batch", "features", "snapshot", "topology"),
         ("buffer", "child_server", "device", "local", "token_losses"),
         ("connection", "embedded"),
+        ("figures",),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
         ("token_progress",),

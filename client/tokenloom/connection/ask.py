@@ -27,6 +27,14 @@ def plan(address: Address, credentials: Credentials, until_tokens: int, timeout_
     return found
 
 
+def stats(address: Address, credentials: Credentials, timeout_s: float) -> dict[str, Any]:
+    """The run's figures."""
+    request = wire.StatsRequest(run=address.run)
+    answer = _ask(address, credentials, timeout_s, lambda stub, given: stub.Stats(request, **given))
+    found: dict[str, Any] = json.loads(answer.stats_json)
+    return found
+
+
 def _ask(
     address: Address,
     credentials: Credentials,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -50,9 +49,12 @@ _STREAM = f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Stream"
 class Connection:
     """A slot that was taken, and the stream that fills the buffer. Made by joining."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, nonce: str) -> None:
+        """``nonce``: this process's name for its slot."""
         self._request = request
-        self._nonce = uuid.uuid4().hex
+        self._nonce = nonce
+        #: How often the stream was opened again.
+        self.reconnects = 0
         self._channel: grpc.Channel | None = None
         self._call: grpc.Call | None = None
         self._reporter: Reporter | None = None
@@ -166,6 +168,7 @@ class Connection:
             if self.buffer.pause(delay_s):
                 self._report_once()
                 return
+            self.reconnects += 1
 
     def _report_once(self) -> None:
         """On closing between two streams: one more try to say how far the trainer came."""

@@ -1,0 +1,276 @@
+"""What a user meets beside batches: the end, lengths, texts, figures, mistakes that are told of."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tokenloom
+import tokenloom_proto
+from fake_server import Script, eventually, serving
+from support.server_process import ServerProcess
+from tokenloom import EndOfData, RemoteDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+NOBODY = "grpc://127.0.0.1:1/fake"
+
+
+# --- The end of the data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_end_of_the_data_is_raised_where_that_is_asked_for(accumulate: int) -> None:
+    asked = {"at_end": "raise", "accumulate": accumulate}
+    with serving(Script(end_index=6)) as (_, url, _), RemoteDataset(url, 1, **asked) as dataset:  # type: ignore[arg-type]
+        batches = iter(dataset)
+        assert [next(batches)["sample_index"] for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+        for _ in range(2):  # it stays the end
+            with pytest.raises(EndOfData, match=r"/fake end at sample index 6 \(48 tokens\): all sources are") as e:
+                next(batches)
+        with pytest.raises(EndOfData):
+            next(iter(DataLoader(dataset, batch_size=None)))
+    assert (e.value.reason, e.value.sample_index, e.value.total_tokens) == ("all sources are exhausted", 6, 48)
+    assert copy.copy(e.value).sample_index == 6, "a worker's error cannot travel"
+
+
+def test_the_end_is_either_raised_or_not() -> None:
+    with pytest.raises(ValueError, match='at_end must be "stop" or "raise"; got \'never\''):
+        RemoteDataset(NOBODY, 1, at_end="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stream='validation' is evaluated on.*leave out at_end='raise'"):
+        RemoteDataset(NOBODY, 1, stream="validation", at_end="raise")
+
+
+# --- Length and text ----------------------------------------------------------------------------------------------
+
+
+def test_a_length_that_is_not_known_is_refused_and_samplers_with_it() -> None:
+    dataset = RemoteDataset(NOBODY, 1)
+
+    for use in (len, RandomSampler, lambda data: DistributedSampler(data, 2, 0), lambda data: len(DataLoader(data))):
+        with pytest.raises(TypeError, match=r"has no len\(\).*No sampler is needed.*max_steps"):
+            use(dataset)  # type: ignore[operator]
+    assert dataset, "what has no length is not empty"
+    with pytest.raises(ValueError, match="unspecified shuffle option"):
+        DataLoader(dataset, batch_size=None, shuffle=True)
+
+
+def test_its_text_says_where_it_stands() -> None:
+    with serving(Script(end_index=5)) as (_, url, _):
+        with RemoteDataset(url, 2, token="0123456789abcdef") as dataset:
+            assert repr(dataset) == f"<RemoteDataset '{url}', rank 0 of 1, batch_size=2: not joined yet>"
+            batches = iter(dataset)
+            next(batches)
+            assert repr(dataset).endswith(": generation 3 at sample index 2, 16 tokens>")
+            state = dataset.state_dict()
+            list(batches)
+            ended = "generation 3 at sample index 4, 32 tokens, at the end of the data: all sources are exhausted"
+            assert repr(dataset).endswith(f": {ended}>")
+            assert "0123456789abcdef" not in repr(dataset)
+        with RemoteDataset(url, rank=1, world_size=4, attempt="a") as dataset:
+            dataset.load_state_dict(state)
+            assert ", rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
+        assert repr(dataset).endswith(": closed before it joined>")
+    held_out = RemoteDataset(NOBODY, 2, stream="validation")
+    assert repr(held_out).endswith(
+        "stream='validation', rank 0 of 1, batch_size=2: to evaluate on, so far unknown steps>"
+    )
+
+
+# --- Figures ------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_what_the_rank_has_received_and_waited_for() -> None:
+    broken: list[int] = []
+
+    def breaks(stream: int, begin: int) -> str | None:
+        if begin == 4 and not broken:
+            broken.append(begin)
+            return ""  # the server went away
+        return None
+
+    script = Script(end_index=12, on_message=breaks)
+    with serving(script) as (_, url, _), RemoteDataset(url, 2, prefetch_steps=3) as dataset:
+        before = dataset.metrics()
+        assert set(before.values()) == {0}
+        batches = iter(dataset)
+        for _ in range(4):
+            next(batches)
+        assert eventually(lambda: dataset._connection is not None and len(dataset._connection.buffer._steps) == 2)
+        found = dataset.metrics()
+        assert found.keys() == before.keys()
+        assert {name: found[name] for name in found if not name.startswith("wait")} == {
+            "queue_steps": 2,
+            "queue_capacity_steps": 3,
+            "steps": 4,
+            "tokens": 64,
+            "sample_index": 8,
+            "total_tokens": 64,
+            "uncommitted_samples": found["uncommitted_samples"],
+            "reconnects": 1,
+        }
+        assert 0 <= found["uncommitted_samples"] <= 8
+        # The break took a while (at least half of the first delay), in one of four waits.
+        assert found["wait_ms_max"] >= 50
+        assert found["wait_ms_max"] / 4 <= found["wait_ms_mean"] <= found["wait_ms_max"]
+        next(batches)  # it was there
+        assert [dataset.metrics()[f"wait_ms_{name}"] for name in ("last", "mean", "max")] == [0, 0, 0]
+
+
+def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: ServerProcess) -> None:
+    with RemoteDataset(server.url("same"), 3, resume="fresh", takeover=True) as dataset:
+        before = dataset.stats()
+        assert (before["run"], before["sequence_length"]) == ("same", 24)
+        for _, batch in zip(range(4), dataset, strict=False):
+            assert batch["total_tokens"] == batch["sample_index"] * 24
+        assert eventually(lambda: dataset.stats()["sample_index"] == 12)
+        after = dataset.stats()
+        assert after["generation"] == dataset.generation
+        assert (after["total_tokens"], after["world_size"], after["batch_size"]) == (dataset.total_tokens, 1, 3)
+
+
+# --- Mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"batch_size": 8}, {"batch_size": 8, "drop_last": True}], ids=str)
+def test_a_data_loader_that_would_stack_batches_is_refused_before_it_joins(arguments: dict[str, int]) -> None:
+    loader: DataLoader[object] = DataLoader(RemoteDataset(NOBODY, 1), **arguments)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match=r"whole batches already.*DataLoader\(dataset, batch_size=None\)"):
+        iter(loader)
+
+
+def test_a_data_loader_may_do_with_batches_what_it_is_told() -> None:
+    with serving(Script(end_index=8)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        pairs = DataLoader(dataset, batch_size=2, collate_fn=lambda batches: [b["sample_index"] for b in batches])
+        assert [next(iter(pairs)), next(iter(pairs))] == [[1, 2], [3, 4]]
+        own = DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch["sample_index"])
+        assert next(iter(own)) == 5
+
+
+def test_a_rank_of_unknown_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ValueError, match=r"RANK is '3' but WORLD_SIZE is not set.*init_process_group"):
+        RemoteDataset(NOBODY, 1)
+
+
+# --- Notebooks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_is_run_again_takes_over_from_itself(server: ServerProcess) -> None:
+    def cell() -> RemoteDataset:
+        dataset = RemoteDataset(server.url("shifted"), 2, resume="fresh")
+        assert [batch["sample_index"] for _, batch in zip(range(3), dataset, strict=False)] == [2, 4, 6]
+        return dataset
+
+    kept = [cell(), cell(), cell()]
+    assert kept[2].generation == kept[0].generation + 2
+    for dataset in kept:
+        dataset.close()
+
+
+def interrupted(seconds: float) -> threading.Timer:
+    """As Ctrl-C, after a while."""
+    timer = threading.Timer(seconds, _thread.interrupt_main)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_next_goes_on_after_it_was_interrupted(accumulate: int) -> None:
+    resumes = threading.Event()
+
+    def holds(_: int, begin: int) -> str | None:
+        if begin >= 2:
+            resumes.wait(20)
+        return None
+
+    script = Script(end_index=6, on_message=holds)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, accumulate=accumulate) as dataset:
+        batches = iter(dataset)
+        seen = [next(batches)["sample_index"] for _ in range(2)]
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(0.2)
+            next(batches)
+        assert dataset.sample_index == 2
+        resumes.set()
+        seen += [batch["sample_index"] for batch in dataset]
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_join_that_was_interrupted_can_be_made_again(server: ServerProcess) -> None:
+    with RemoteDataset(server.url("same"), 1, resume="fresh", rank=1, world_size=2, attempt="interrupted") as second:
+        # It waits for rank 0, so its Join is at the server.
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(0.5)
+            iter(second)
+        found: list[int] = []
+
+        def first() -> None:
+            given = {"rank": 0, "world_size": 2, "attempt": "interrupted", "resume": "fresh", "takeover": True}
+            with RemoteDataset(server.url("same"), 1, **given) as dataset:  # type: ignore[arg-type]
+                found.extend(batch["sample_index"] for _, batch in zip(range(2), dataset, strict=False))
+                time.sleep(0.2)
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        batches = iter(second)
+        assert [next(batches)["sample_index"] for _ in range(2)] == [2, 4]
+        thread.join(30)
+        assert found == [2, 4]
+
+
+# --- Types --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from tokenloom import Batch, EndOfData, RemoteDataset
+
+def train(dataset: RemoteDataset, model: torch.nn.Module) -> int:
+    seen = 0
+    for batch in dataset:
+        logits: torch.Tensor = model(batch["input_ids"])
+        loss = logits.sum() / batch["global_label_tokens"]
+        loss.backward()  # type: ignore[no-untyped-call]
+        seen += batch["global_tokens"]
+        reveal_type(batch["labels"])
+    saved: dict[str, str] = dataset.state_dict()
+    dataset.load_state_dict(saved)
+    figures: dict[str, float] = dataset.metrics()
+    print(len(figures), dataset.stats()["run"])
+    return seen
+
+def first(dataset: RemoteDataset) -> Batch:
+    return next(iter(dataset))
+
+with RemoteDataset("grpc://127.0.0.1:1/run", 4, accumulate=2, at_end="raise") as dataset:
+    first(dataset)["no_such_column"]
+RemoteDataset("grpc://127.0.0.1:1/run", at_end="never")
+"""
+
+
+def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    # With the project's settings, which are strict, so that its cache serves.
+    answer = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", str(script)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    lines = [line.partition("train.py:")[2] for line in answer.stdout.splitlines()]
+    assert len(lines) == 3, answer.stdout + answer.stderr
+    assert 'Revealed type is "torch._tensor.Tensor"' in lines[0]
+    assert 'TypedDict "Batch" has no key "no_such_column"' in lines[1]
+    assert "incompatible type \"Literal['never']\"; expected \"Literal['stop', 'raise']\"" in lines[2]
+    for package in (tokenloom, tokenloom_proto):
+        assert Path(str(package.__file__)).with_name("py.typed").is_file(), "checkers ignore its types"
