@@ -15,7 +15,7 @@ from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.model_card import markdown
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.order import Order
-from tokenloom_server.receipt import ExclusionReport, GenerationReport, Range, RevisionInfo
+from tokenloom_server.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.run import Delivery
 from tokenloom_server.service import Runs
 from tokenloom_server.state import State
@@ -159,11 +159,13 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
         attempt="a",
         world_size=8,
         batch_size=4,
+        batch_sizes=[BatchSizeFrom(sample_index=2048, batch_size=8)],
+        accumulate=2,
         opened_at=1.8e9,
         start_index=64,
         kept=Range(first=64, behind=4096),
     )
-    gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None})
+    gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None, "batch_sizes": []})
     sources = [source.model_copy(update={"unique_is_exact": False}) for source in report.sources]
     sources[0] = sources[0].model_copy(update={"excluded_rows": 7})
     revision = RevisionInfo(
@@ -196,7 +198,7 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
     }
     text = markdown(report.model_copy(update=changes))
     assert "| 1 | 2027-01-15 08:00 | 8 × 4 | 0 | the beginning | none: a later launch began at or before it |" in text
-    assert "| 2 | 2027-01-15 08:00 | 8 × 4 | 64 | launch 1 | 64 to 4,095 |" in text
+    assert "| 2 | 2027-01-15 08:00 | 8 × 4, 8 from 2,048 on | 64 | launch 1 | 64 to 4,095 |" in text
     assert "The first 40 samples (640 tokens) are those of `base`, which this run was forked from. 3 of them" in text
     assert "| forked from | run uid `` u`1 ``, generation 2 |" in text
     assert "| skipped samples, given to no trainer | 10 to 19 |" in text

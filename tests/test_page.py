@@ -11,7 +11,7 @@ from importlib.resources import files
 import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from support.memory_service import MemoryService, rank_stats, run_stats, source_stats
+from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.page import FILES
 from tokenloom_server.rest_api.server import RestServer
@@ -197,6 +197,43 @@ def test_padding_and_documents_that_were_cut_are_told(page: Page, service: Memor
     service.put(run_stats(RUN, sources=[source_stats(0, **packed)]))
     title = "1,048,576; 99.4\u00a0% filled, 1.20\u00a0% of the rows cut (1,234 tokens lost)"
     assert page.get_by_title(title).inner_text() == "1.05\u00a0M"
+
+
+@pytest.mark.browser
+def test_losses_stand_beside_the_shares_with_a_curve_for_each_source(page: Page, service: MemoryService) -> None:
+    heading = page.get_by_role("columnheader", name="Loss")
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    expect(heading).to_be_hidden()
+    expect(page.get_by_text("Losses of step")).to_be_hidden()
+    sources = [source_stats(0, alias="code", loss=2.34567, last_loss=2.5), source_stats(1, alias="prose")]
+    service.curves[RUN] = run_losses(RUN, code=[4.0, 2.0, None, 3.0])
+    service.put(run_stats(RUN, sources=sources, reported=report_stats(step=512)))
+    expect(heading).to_be_visible()
+    assert cell(page, "code", "Loss") == "2.346"
+    assert cell(page, "prose", "Loss") == "–"
+    expect(page.get_by_title("smoothed; 2.500 in the last report")).to_be_visible()
+    note = page.get_by_text("Losses of step 512, sample 4,096, 1.5 s ago; 3.250 over all; learning rate 6.00e-4")
+    expect(note).to_be_visible()
+    expect(note).to_have_attribute("title", re.compile("since it took the run up, 15 Jan 2027"))
+    # From left to right by sample index, the greatest at the top; where nothing was measured the line goes on.
+    code, prose = page.locator("table.mix tbody polyline").all()
+    expect(code).to_have_attribute("points", "0.0,2.0 24.0,20.0 72.0,11.0")
+    expect(prose).to_have_attribute("points", "")
+    for width in (360, 760, 1080, 1100, 1280):
+        page.set_viewport_size({"width": width, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        card = page.locator('[data-slot="mix"]').bounding_box()
+        row = page.locator("table.mix tbody tr").first.bounding_box()
+        assert card is not None
+        assert row is not None
+        assert row["x"] + row["width"] <= card["x"] + card["width"], width
+    # More of the curve is shown as it comes; a server that was restarted knows nothing of it.
+    service.curves[RUN] = run_losses(RUN, code=[4.0, 2.0])
+    service.put(run_stats(RUN, sources=sources, reported=report_stats(sample_index=5000)))
+    expect(code).to_have_attribute("points", "0.0,2.0 72.0,20.0")
+    service.put(run_stats(RUN))
+    expect(heading).to_be_hidden()
+    expect(page.get_by_text("Losses of step")).to_be_hidden()
 
 
 @pytest.mark.browser

@@ -392,13 +392,6 @@ def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
     assert again.state() == over
 
 
-def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
-    plan = BatchPlan(start_index=100, world_size=2, batch_size=3, group_steps=4)
-    assert [plan.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
-        *(100, 100, 100, 100, 100, 124, 124, 148),
-    ]
-
-
 def test_text_that_is_tokenised_ahead_is_the_same_order(folder: Path) -> None:
     order = order_of(folder)
     plan = BatchPlan(start_index=0, world_size=2, batch_size=2, group_steps=2000)

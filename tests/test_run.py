@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.ramp import BatchSchedule, Ramp
 from tokenloom_server.run import Delivery, EndOfData, Generation
 from tokenloom_server.state import digest_hex
 
@@ -26,6 +27,8 @@ class Point:
 class FakeGroup:
     """As much of a ``Group`` as the logic looks at."""
 
+    plan: BatchPlan
+    first_step: int
     base: Point
     marks: list[Point] = field(default_factory=list)
     released: bool = False
@@ -61,12 +64,12 @@ class Producer:
         wanted = generation.steps_wanted()
         if not wanted:
             return 0
-        plan = generation.plan
-        assert wanted <= plan.group_steps - generation.produced % plan.group_steps
         before = generation.produced
-        if generation.needs_group():
-            begin = plan.start_index + before * plan.step_samples
-            generation.add_group(cast("Group", FakeGroup(point(begin))))
+        plan = generation.ramp.at_step(before)
+        assert before + wanted <= plan.group_end(before)
+        if before == plan.group_begin(before):
+            begin = plan.index_of(before)
+            generation.add_group(cast("Group", FakeGroup(plan, before, point(begin))))
         group = cast("FakeGroup", generation.groups[-1])
         ended, dropped = None, 0
         for _ in range(wanted):
@@ -88,8 +91,12 @@ def plan_of(start: int = 0, world_size: int = 2, batch_size: int = 3, group_step
     return BatchPlan(start_index=start, world_size=world_size, batch_size=batch_size, group_steps=group_steps)
 
 
-def generation_of(window: int = 8, committed: int = 0, pads: bool = False, **plan: int) -> Generation:
-    return Generation(3, "attempt", plan_of(**plan), window, pads_last_step=pads, committed=committed)
+def generation_of(
+    window: int = 8, committed: int = 0, pads: bool = False, message_steps: int = 0, **plan: int
+) -> Generation:
+    made = plan_of(**plan)
+    messages = [message_steps or made.group_steps]
+    return Generation(3, "attempt", Ramp.constant(made), [window], messages, pads_last_step=pads, committed=committed)
 
 
 def produced(generation: Generation, total: int = 10**9, pad: bool = False) -> Generation:
@@ -104,7 +111,7 @@ def attached(generation: Generation, at: int | None = None, credit_steps: int = 
     committed = generation.index_of(generation.committed)
     at = committed if at is None else at
     sessions = []
-    for rank in range(generation.plan.world_size):
+    for rank in range(generation.ramp.world_size):
         sessions.append(generation.attach(rank, f"nonce-{rank}", at, committed, 0.0))
         generation.progress(rank, sessions[-1], at, credit_steps, 0.0)
     return sessions
@@ -117,7 +124,7 @@ def received(generation: Generation, rank: int, session: int) -> list[tuple[int,
         if isinstance(message, EndOfData):
             found.append((-1, message.end_index))
         else:
-            begin = (message.group.begin - generation.plan.start_index) // generation.plan.step_samples
+            begin = message.group.first_step
             found.append((begin + message.first, begin + message.last))
     return found
 
@@ -381,7 +388,7 @@ def test_a_lost_message_is_sent_again_to_the_new_stream() -> None:
 
 
 def test_a_group_of_several_messages_goes_out_message_by_message() -> None:
-    generation = Generation(3, "attempt", plan_of(group_steps=10), 40, message_steps=4)
+    generation = generation_of(40, group_steps=10, message_steps=4)
     sessions = attached(generation)
     produced(generation)
     assert received(generation, 0, sessions[0])[:7] == [
@@ -589,13 +596,25 @@ class World:
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        self.plan = plan_of(rng.choice([0, 0, 17]), rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 6))
+        start, world_size = rng.choice([0, 0, 17]), rng.randint(1, 4)
+        self.sizes = [(0, rng.randint(1, 3))]
+        for _ in range(rng.choice([0, 0, 1, 2, 4])):
+            self.sizes.append((self.sizes[-1][0] + rng.randint(1, 60), rng.randint(1, 5)))
+        self.ramp = Ramp.lay(
+            BatchSchedule(tuple(self.sizes), rng.choice([1, 1, 2, 3, 7])),
+            start_index=start,
+            start_tokens=start,
+            sample_tokens=1,
+            world_size=world_size,
+            group_steps=lambda batch_size: 1 + (seed + batch_size) % 6,
+        )
+        self.group_steps = max(plan.group_steps for plan in self.ramp.plans)
         self.pad = rng.random() < 0.5
-        self.total = self.plan.start_index + rng.randint(0, 40 * self.plan.step_samples)
+        self.total = start + rng.randint(0, 40 * world_size * rng.randint(1, 3))
         self.ledger = 0
-        self.ranks = [Rank(rank) for rank in range(self.plan.world_size)]
+        self.ranks = [Rank(rank) for rank in range(world_size)]
         for rank in self.ranks:
-            rank.received = rank.consumed = self.plan.start_index
+            rank.received = rank.consumed = start
         self.writing: int | None = None
         #: How often the ledger moves when it could: it may lag far behind.
         self.ledger_speed = rng.choice([1.0, 0.05, 0.002])
@@ -605,8 +624,12 @@ class World:
     def start(self) -> None:
         """The server comes up, from the ledger."""
         rng = self.rng
-        window = rng.choice([2, 5, 4 * self.plan.group_steps + 1])
-        self.generation = Generation(1, "a", self.plan, window, pads_last_step=self.pad, committed=self.ledger)
+        least = 2 * self.ramp.accumulate
+        windows = [max(least, rng.choice([2, 5, 4 * plan.group_steps + 1])) for plan in self.ramp.plans]
+        messages = [rng.randint(1, plan.group_steps) for plan in self.ramp.plans]
+        self.generation = Generation(
+            1, "a", self.ramp, windows, messages, pads_last_step=self.pad, committed=self.ledger
+        )
         self.producer = Producer(self.generation, self.total, self.pad)
         self.writing = None
         for rank in self.ranks:
@@ -620,7 +643,7 @@ class World:
     def connect(self, rank: Rank) -> None:
         rank.session = self.generation.attach(rank.rank, f"nonce-{rank.rank}", rank.received, rank.committed_seen, 0.0)
         rank.connected = True
-        rank.credits = self.rng.randint(1, 9)
+        rank.credits = self.ramp.accumulate - 1 + self.rng.randint(1, 9)
         self.report(rank)
 
     def report(self, rank: Rank) -> None:
@@ -670,8 +693,14 @@ class World:
                 found.append(lambda rank=rank: self.receive(rank))
             if rank.consumed > self.generation.index_of(slot.consumed):
                 found.append(lambda rank=rank: self.report(rank))
-        found += [lambda rank=rank: self.consume(rank) for rank in self.ranks if rank.buffer]
+        found += [lambda rank=rank: self.consume(rank) for rank in self.ranks if self.has_step(rank)]
         return found
+
+    def has_step(self, rank: Rank) -> bool:
+        """Whether the trainer gets one: the first of an optimiser step only once all of it is there."""
+        begins = len(rank.got) % self.ramp.accumulate == 0
+        needed = self.ramp.accumulate if begins and rank.end is None else 1
+        return len(rank.buffer) >= needed
 
     def begin_commit(self) -> None:
         self.writing = self.generation.commit_due()
@@ -692,11 +721,18 @@ class World:
             assert slot.sent <= generation.produced or restarted
         assert generation.produced <= generation.committed + generation.window_steps
         for group in (cast("FakeGroup", group) for group in generation.groups):
-            steps = (group.begin - self.plan.start_index) // self.plan.step_samples + self.plan.group_steps
-            consumed = steps <= min(generation.acknowledged(), generation.produced)
+            consumed = group.plan.group_end(group.first_step) <= min(generation.acknowledged(), generation.produced)
             assert group.released == consumed, "ids are held too long, or were let go too early"
         held = sum(len(group.marks) for group in generation.groups)
-        assert held <= generation.window_steps + 2 * self.plan.group_steps
+        assert held <= generation.window_steps + 2 * self.group_steps
+        ahead = [
+            group.plan.step_samples
+            for group in generation.groups
+            for at in range(len(group.marks))
+            if group.first_step + at >= generation.committed
+        ]
+        windows = zip(generation.windows, self.ramp.plans, strict=True)
+        assert sum(ahead) <= max(window * plan.step_samples for window, plan in windows), "more than any plan's window"
 
     def run(self) -> None:
         rng = self.rng
@@ -728,9 +764,17 @@ class World:
 def test_every_rank_gets_every_step_exactly_once_in_order_whatever_happens(seed: int) -> None:
     world = World(seed)
     world.run()
-    start, step = world.plan.start_index, world.plan.step_samples
-    ends = list(range(start + step, world.total + 1, step))
-    if world.pad and (world.total - start) % step:
+    at = start = world.ramp.start_index
+    ends: list[int] = []
+    # What ``BatchSchedule`` says, step by step.
+    while at < world.total:
+        if len(ends) % world.ramp.accumulate == 0:
+            size = [size for tokens, size in world.sizes if tokens <= at][-1]
+        if at + size * world.ramp.world_size > world.total:
+            break
+        at += size * world.ramp.world_size
+        ends.append(at)
+    if world.pad and at < world.total:
         ends.append(world.total)
     for rank in world.ranks:
         assert rank.got == ends

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 EXPECTED = (
@@ -18,8 +20,8 @@ class Address:
     targets: tuple[str, ...]
     run: str
     tls: bool = False
-    local: bool = False
-    """There is no server: the run is in this process, and the one target is its mixture file."""
+    connect: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
+    """Gives the channel to a run of this process, whose one target is its mixture file; None for servers."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -37,7 +39,7 @@ class Address:
         return cls(targets, run, scheme == "grpcs")
 
     def __str__(self) -> str:
-        if self.local:
+        if self.connect is not None:
             return f"run {self.run!r} of {self.targets[0]}"
         return f"{'grpcs' if self.tls else 'grpc'}://{','.join(self.targets)}/{self.run}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ class Batch(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is the same for all messages of a generation."""
+    """What is the same for all messages of a generation, as long as its batch size is."""
 
     batch_size: int
     sequence_length: int
@@ -111,6 +111,25 @@ class Layout:
         """The memory for batches of this layout."""
         names = 2 + self.position_ids + self.document_ids + self.attention_mask + self.loss_mask
         return Columns((self.batch_size, self.sequence_length), KEPT_BATCHES * names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the tensors of a step are made of, for who makes them elsewhere: little more than what travelled."""
+
+    arrays: dict[str, NDArray[Any]]
+    """``ids`` [B, width] as narrow as on the wire; ``source_ids`` and ``sample_ids`` [B], int64. As the layout is, and
+    all else int32: ``begins`` and ``ends`` [B] of the tokens among a sample's ids; ``mask_bits`` [B, bytes], uint8, the
+    first id's bit the lowest; ``boundaries``: the labels, row by row, that are the first token behind another document;
+    ``document_begins``, and by column the jump there; ``cu_seqlens``."""
+    numbers: dict[str, int]
+    """What of the batch is no tensor."""
+    slopes: dict[str, int]
+    """For each column of documents, what each further token adds."""
+    short: bool
+    """Some samples have padding."""
+    padded: bool
+    """Some samples are padding."""
 
 
 class Message:
@@ -178,8 +197,8 @@ class Message:
         No tensor is a view of another. Autograd is told of each write, and must not take one into the labels, or
         into a later step, for one into the ids that it keeps.
         """
-        size = self._layout.batch_size
         ids = self._ids[step]
+        columns.fit((self._layout.batch_size, self._layout.sequence_length))
         inputs, labels = columns.take(2)
         if self._layout.shifted:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
@@ -193,13 +212,9 @@ class Message:
             labels[counts[:, self._layout.shifted :] == 0] = IGNORED
         if self._layout.mask_boundaries and self._documents is not None:
             labels.reshape(-1)[self._documents.boundaries(step)] = IGNORED
-        sources = self._source_ids[step * size : (step + 1) * size]
-        first = self._begin_indices[step] + self._slices[step] * size
-        samples = np.arange(first, first + size)
+        sources, samples = self._samples(step)
         if PADDING in sources:
-            padding = np.equal(sources, PADDING)
-            labels[padding] = IGNORED
-            samples[padding] = PADDING
+            labels[np.equal(sources, PADDING)] = IGNORED
         batch: Batch = {
             "input_ids": torch.from_numpy(inputs),
             "labels": torch.from_numpy(labels),
@@ -221,6 +236,44 @@ class Message:
             np.not_equal(labels, IGNORED, out=counted, casting="unsafe")
             batch["loss_mask"] = torch.from_numpy(counted)
         return batch
+
+    def parts(self, step: int) -> Parts:
+        """What ``batch`` of a step is made of. The arrays may be views of the message."""
+        sources, samples = self._samples(step)
+        arrays: dict[str, NDArray[Any]] = {
+            "ids": self._ids[step],
+            "source_ids": np.array(sources, np.int64),
+            "sample_ids": samples,
+        }
+        numbers = {
+            "sample_index": self._end_indices[step],
+            "total_tokens": self._total_tokens[step],
+            "global_tokens": self._tokens[step],
+            "global_label_tokens": self.label_tokens[step],
+        }
+        slopes: dict[str, int] = {}
+        short = False
+        if self._filled is not None:
+            begins, ends = self._filled[0][step], self._filled[1][step]
+            arrays |= {"begins": begins.astype(np.int32), "ends": ends.astype(np.int32)}
+            short = bool((ends - begins < self._layout.width).any())
+        if self._mask_bits is not None:
+            arrays["mask_bits"] = self._mask_bits[step]
+        if self._documents is not None:
+            if self._layout.mask_boundaries:
+                arrays["boundaries"] = self._documents.boundaries(step).astype(np.int32)
+            slopes = self._documents.add_parts(arrays, numbers, step)
+        return Parts(arrays=arrays, numbers=numbers, slopes=slopes, short=short, padded=PADDING in sources)
+
+    def _samples(self, step: int) -> tuple[Sequence[int], NDArray[np.int64]]:
+        """Source and sample id of each sample."""
+        size = self._layout.batch_size
+        sources = self._source_ids[step * size : (step + 1) * size]
+        first = self._begin_indices[step] + self._slices[step] * size
+        samples = np.arange(first, first + size)
+        if PADDING in sources:
+            samples[np.equal(sources, PADDING)] = PADDING
+        return sources, samples
 
     def _ignore_padding(self, step: int, labels: NDArray[np.int64]) -> None:
         """Padding is no label; nor is a token that only padding stands before."""
@@ -332,6 +385,20 @@ class _Documents:
             np.cumsum(flat, out=flat)
             batch[name] = torch.from_numpy(column)  # type: ignore[literal-required]
         if self._lengths:
-            edges = np.append(self._begins[here], self._size).astype(np.int32)
+            edges = self._edges(here)
             batch["cu_seqlens"] = torch.from_numpy(edges)
             batch["max_seqlen"] = int(np.diff(edges).max())
+
+    def add_parts(self, arrays: dict[str, NDArray[Any]], numbers: dict[str, int], step: int) -> dict[str, int]:
+        """Adds what the columns of a step are made of; returns what each further token adds to each of them."""
+        here = slice(self._bounds[step], self._bounds[step + 1])
+        if self._jumps:
+            arrays["document_begins"] = self._begins[here].astype(np.int32)
+            arrays |= {name: jumps[here].astype(np.int32) for name, (jumps, _) in self._jumps.items()}
+        if self._lengths:
+            arrays["cu_seqlens"] = edges = self._edges(here)
+            numbers["max_seqlen"] = int(np.diff(edges).max())
+        return {name: slope for name, (_, slope) in self._jumps.items()}
+
+    def _edges(self, here: slice) -> NDArray[np.int32]:
+        return np.append(self._begins[here], self._size).astype(np.int32)

@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias
 from tokenloom.batch import Batch
 from tokenloom.columns import Columns
 from tokenloom.errors import Fenced, ServerUnavailable
+from tokenloom.ramp import Ramp
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
@@ -60,8 +61,7 @@ class StepBuffer:
         self,
         start: Point,
         *,
-        capacity_steps: int,
-        step_samples: int,
+        ramp: Ramp,
         columns: Columns,
         timeout_s: float,
         counted: bool = True,
@@ -69,16 +69,14 @@ class StepBuffer:
     ) -> None:
         """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
         for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
-        taken, so the capacity is at least that."""
-        assert capacity_steps >= accumulate
-        self.capacity_steps = capacity_steps
+        taken, so the ramp's capacity is at least that."""
+        self._ramp = ramp
         self._timeout_s = timeout_s
         self._accumulate = accumulate
         # Of the optimiser step that the trainer is in: the steps that it has not taken, and the labels of all.
         self._left = 0
         self._label_tokens = 0
         self._counted = counted
-        self._half_of_credits = max(1, capacity_steps // 2) * step_samples
         self.received = start
         #: Where the trainer stands; what lies before is reported as consumed.
         self.consumed = start
@@ -100,6 +98,11 @@ class StepBuffer:
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
         self._writer_delays = False
         self._wakes_writer_at = math.inf
+
+    @property
+    def capacity_steps(self) -> int:
+        """Steps that are held at most, beyond those consumed."""
+        return self._ramp.capacity_steps(self.consumed.sample_index)
 
     @property
     def received_through(self) -> int:
@@ -240,6 +243,13 @@ class StepBuffer:
                 raise self._error
             return self._steps[0] if self._steps else None
 
+    def following(self) -> Step | None:
+        """The step that ``take`` would give next, if it is there; for who prepares it."""
+        try:
+            return self._steps[0]
+        except IndexError:
+            return None
+
     def close(self) -> None:
         """Lets all parties come to an end."""
         with self._lock:
@@ -274,10 +284,11 @@ class StepBuffer:
         if self.consumed_through == reported:
             self._wakes_writer_at = reported + 1
             return min(TICK_S, SIGN_OF_LIFE_S - age_s)
-        if self._starved or self.consumed_through >= reported + self._half_of_credits:
+        early_at = reported + self._ramp.half_of_capacity(reported)
+        if self._starved or self.consumed_through >= early_at:
             return 0
         self._writer_delays = True
-        self._wakes_writer_at = reported + self._half_of_credits
+        self._wakes_writer_at = early_at
         return REPORT_WITHIN_S - age_s
 
     def wake_writer(self) -> None:

@@ -27,6 +27,12 @@ class Columns:
         # this interpreter counts.
         self._arrays: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
 
+    def fit(self, shape: tuple[int, ...]) -> None:
+        """From now on arrays have this shape; those of another one are their holders' alone."""
+        if shape != self._shape:
+            self._shape = shape
+            del self._arrays[1:]
+
     def take(self, count: int) -> list[NDArray[np.int64]]:
         """Arrays that nobody else holds, those first made among them: they are the likeliest to be cached."""
         held = list(map(sys.getrefcount, self._arrays))

@@ -14,10 +14,11 @@ from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.resume import sources_of
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tokenloom import topology
+from tokenloom import ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.device import resolve
 from tokenloom.embedded import Embedded
 from tokenloom.errors import ProtocolError
 from tokenloom.local import Local
@@ -52,9 +53,14 @@ class RemoteDataset(IterableDataset[Batch]):
     of a saved snapshot. Batches are fetched in the background, ``prefetch_steps`` ahead at most; ``next()``
     waits for one at most ``batch_timeout_s``.
 
-    ``accumulate`` is how many batches the trainer takes for each optimiser step, counted from where it joined; the
-    same on all ranks. Their ``global_label_tokens`` is then of all of them, so ``next()`` waits until they are all
-    there or the data end; at least twice as many are fetched ahead.
+    ``batch_size`` may follow the run's tokens: ``[(0, 4), (1_000_000, 8)]`` are pairs of total tokens, ascending from
+    0, and samples per rank and step, each from the first optimiser step on that begins at so many tokens or behind
+    them.
+
+    ``accumulate`` is how many steps of ``next()`` an optimiser step has, counted from where this launch joined; the
+    same on all ranks. The batch size only changes between two optimiser steps. ``global_label_tokens`` is of all
+    batches of one, so ``next()`` waits until they are all there or the data end; at least twice as many are fetched
+    ahead.
 
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
@@ -64,6 +70,10 @@ class RemoteDataset(IterableDataset[Batch]):
 
     Batches have the columns ``position_ids``, ``document_ids``, ``attention_mask``, ``loss_mask`` and ``cu_seqlens``
     (with ``max_seqlen``) where these are asked for.
+
+    ``device="cuda"`` makes the tensors there, equal to the bit: ids cross to it as narrow as they travelled, from
+    pinned memory and one batch ahead, and are widened there. A batch is ready for the stream that is current at
+    ``next()``.
 
     A second ``iter()`` goes on after the last batch yielded. Going back is a new dataset's business.
 
@@ -88,9 +98,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def __init__(
         self,
         url: str | os.PathLike[str],
-        batch_size: int | None = None,
+        batch_size: int | ramp.Schedule | None = None,
         *,
-        accumulate: int = 1,
         local: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -101,6 +110,7 @@ class RemoteDataset(IterableDataset[Batch]):
         fork_from: Mapping[str, Any] | None = None,
         stream: str = TRAIN,
         samples: int | None = None,
+        accumulate: int = 1,
         prefetch_steps: int | None = None,
         peek: bool = False,
         document_ids: bool = False,
@@ -108,6 +118,7 @@ class RemoteDataset(IterableDataset[Batch]):
         attention_mask: bool = False,
         loss_mask: bool = False,
         cu_seqlens: bool = False,
+        device: str | torch.device | None = None,
         connect_timeout_s: float = 300.0,
         reconnect_timeout_s: float = 300.0,
         batch_timeout_s: float = 3600.0,
@@ -134,15 +145,15 @@ class RemoteDataset(IterableDataset[Batch]):
                 tls_key=tls_key,
                 environment=os.environ,
             )
-        steps = {
-            "batch_size": batch_size,
-            "prefetch_steps": prefetch_steps,
-            "accumulate": accumulate,
-            "samples": samples,
-        }
-        for name, value in steps.items():
-            if value is not None and (type(value) is not int or value < 1):
+        counts = {"accumulate": accumulate, "prefetch_steps": prefetch_steps, "samples": samples}
+        for name, value in counts.items():
+            if (value is not None or name == "accumulate") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if prefetch_steps is not None and prefetch_steps < accumulate:
+            raise ValueError(
+                f"prefetch_steps is {prefetch_steps}; expected at least accumulate, {accumulate}: all steps of an "
+                "optimiser step are fetched before the first is handed out"
+            )
         for name, seconds in (
             ("connect_timeout_s", connect_timeout_s),
             ("reconnect_timeout_s", reconnect_timeout_s),
@@ -152,7 +163,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
         if resume is not None and not resume:
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
-        self._batch_size = batch_size
+        self._batch_sizes = ramp.check(batch_size)
+        self._batch_size = batch_size if isinstance(batch_size, int) else 0
         self._accumulate = accumulate
         self._resume = resume or ""
         self._takeover = takeover
@@ -180,11 +192,14 @@ class RemoteDataset(IterableDataset[Batch]):
         self._attention_mask = attention_mask
         self._loss_mask = loss_mask
         self._cu_seqlens = cu_seqlens
+        self._device = resolve(device) if device is not None else None
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._batch_timeout_s = batch_timeout_s
         self._peek = peek
         if peek:
+            if self._batch_sizes:
+                raise ValueError(f"peek=True has steps of one batch size; got batch_size={batch_size!r}")
             given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
             _refuse_with_peek(**given, takeover=takeover, fork_from=fork_from)
             self._topology = topology.ALONE
@@ -328,6 +343,13 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._place.digest
 
     @property
+    def history(self) -> History:
+        """What states are written from, for who hands the batches on to another process."""
+        if self._history is None:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._history
+
+    @property
     def _place(self) -> Point | Loaded | Older:
         self._check_state_is_here()
         if self._evaluates and self._connection is not None:
@@ -352,9 +374,14 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._topology.world_size
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples per rank and step, as asked for; None where the run says it."""
-        return self._batch_size
+    def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
+        """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
+        return self._batch_sizes or self._batch_size or None
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of ``next()`` for each of the optimiser's."""
+        return self._accumulate
 
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
@@ -495,7 +522,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 credentials=self._credentials,
                 stream=self._stream,
                 topology=self._topology,
-                batch_size=self._batch_size or 0,
+                batch_size=self._batch_size,
+                batch_sizes=self._batch_sizes,
                 resume=resume,
                 state=state,
                 position_ids=self._position_ids,
@@ -511,7 +539,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 connect_timeout_s=self._connect_timeout_s,
                 reconnect_timeout_s=self._reconnect_timeout_s,
                 batch_timeout_s=self._batch_timeout_s,
-                connect=self._served_here.connect if self._served_here is not None else None,
+                device=self._device,
                 samples=(self._samples or 0) if self._evaluates else None,
             )
         )
@@ -531,6 +559,11 @@ class RemoteDataset(IterableDataset[Batch]):
                 "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
                 "and batch_size=None"
             )
+        if worker is not None and self._device is not None and self._device.type == "cuda":
+            raise RuntimeError(
+                f"device={str(self._device)!r} makes batches in the trainer's process, and this is a DataLoader's "
+                "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
+            )
 
     def _check_process(self) -> None:
         if self._connection_pid == os.getpid():  # the usual case, at each batch: far cheaper than asking torch
@@ -545,8 +578,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def _check_state_is_here(self) -> None:
         if self._connection is None and int(self._joined_in[0]) not in (0, os.getpid()):
             raise RuntimeError(
-                "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 "
-                "(batches are fetched in the background all the same), or a loader that asks its worker for the state"
+                "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 (batches "
+                "are fetched in the background all the same), or tokenloom.integrations.stateful.StatefulLoader"
             )
 
 
@@ -572,7 +605,7 @@ def _refuse_with_peek(**given: object) -> None:
         )
 
 
-def _refuse_with_evaluation(stream: str, batch_size: int | None, **given: object) -> None:
+def _refuse_with_evaluation(stream: str, batch_size: int | ramp.Schedule | None, **given: object) -> None:
     """Raises ``ValueError`` for what only training has."""
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None and value is not False]
     if named:
@@ -582,6 +615,10 @@ def _refuse_with_evaluation(stream: str, batch_size: int | None, **given: object
         )
     if batch_size is None:
         raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and step")
+    if not isinstance(batch_size, int):
+        raise ValueError(
+            f"stream={stream!r}: batch_size must be one number, since no tokens are counted in it; got {batch_size!r}"
+        )
 
 
 def _check_no_state(state: Loaded | Older, stream: str) -> None:

@@ -54,9 +54,6 @@ class Embedded:
         # Without TLS, to other machines, too: it went there through the store already, and serves this launch alone.
         self.credentials = Credentials(token=found["token"])
 
-    #: Only a server in this very process is reached without a socket.
-    connect = None
-
     def watch(self, fail: Callable[[BaseException], None]) -> None:
         """Tells of an end of the server for good; on rank 0, which would start it again."""
         if self._server is not None:

@@ -150,10 +150,15 @@ class History:
     """The last points that the trainer was at, and how to write each as a snapshot."""
 
     def __init__(self, template: bytes, start: Point, loaded: Loaded | None) -> None:
-        self._template = template
-        self._loaded = loaded
+        """``loaded``: the state at the start, which is given out again as it came."""
+        self.template = template
+        self.loaded = loaded
+        self.start = start
         self._points = deque([start], maxlen=HISTORY_STEPS)
-        self._start = start
+
+    def copy(self) -> History:
+        """One that begins at the last point, for who is handed the batches behind it, in another process perhaps."""
+        return History(self.template, self.last, self.loaded if self.last is self.start else None)
 
     @property
     def last(self) -> Point:
@@ -174,9 +179,9 @@ class History:
                 f"there is no state at sample index {at}: it must be the end of a batch that was yielded, "
                 f"of those from {first} to {last} (the last {HISTORY_STEPS} at most are kept)"
             )
-        if point is self._start and self._loaded is not None:
-            return self._loaded.text
-        document: dict[str, Any] = json.loads(self._template)
+        if point is self.start and self.loaded is not None:
+            return self.loaded.text
+        document: dict[str, Any] = json.loads(self.template)
         document["resume_state"] = json.loads(point.base.resume_state)
         document["sample_index"] = point.sample_index
         document["total_tokens"] = point.total_tokens

@@ -82,6 +82,7 @@ class TokenBudget:
             context_length=length,
             batch_size=dataset.batch_size,
             world_size=dataset.world_size,
+            accumulate=dataset.accumulate,
             shifts_inside=plan["labels"] == "same",
             dataset_samples=None if found is None else found // length,
             ends=plan["ends"],

@@ -22,6 +22,7 @@ from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRevision
 from tokenloom_server.peeking import Peeks
 from tokenloom_server.receipt import (
+    BatchSizeFrom,
     ExclusionReport,
     GenerationReport,
     Range,
@@ -146,7 +147,7 @@ class Accounts:
             manifest_digest=order.manifest.digest,
             mixture=as_file(order.config),
             sources=sources,
-            generations=_generations(openings, lineage, index),
+            generations=_generations(host, openings, lineage, index),
             parent_run=asdict(replace(course.origin, state="")) if course.origin is not None else None,
             skipped=skipped_before(lineage, index),
             revisions=[
@@ -257,10 +258,13 @@ def revision_info(course: Course, revision: StoredRevision, committed: int) -> R
     )
 
 
-def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: int) -> list[GenerationReport]:
+def _generations(
+    host: Host, openings: Sequence[Opening], lineage: Sequence[Opening], end: int
+) -> list[GenerationReport]:
     kept = {before.generation: (before.start_index, _branched_at(behind)) for before, behind in pairwise(lineage)}
     if lineage:
         kept[lineage[-1].generation] = (lineage[-1].start_index, end)
+    ramps = {opening.generation: host.ramp(opening) for opening in openings}
     return [
         GenerationReport(
             generation=opening.generation,
@@ -268,6 +272,11 @@ def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: i
             attempt=opening.attempt,
             world_size=opening.world_size,
             batch_size=opening.batch_size,
+            batch_sizes=[
+                BatchSizeFrom(sample_index=plan.start_index, batch_size=plan.batch_size)
+                for plan in ramps[opening.generation].plans[1:]
+            ],
+            accumulate=ramps[opening.generation].accumulate,
             opened_at=opening.opened_at,
             start_index=opening.start_index,
             kept=Range(first=span[0], behind=span[1]) if (span := kept.get(opening.generation)) else None,

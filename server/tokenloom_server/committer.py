@@ -87,7 +87,7 @@ class Committer(threading.Thread):
 
     def _commit(self, live: Live, group: Group, steps: int, known: int) -> None:
         host = self._host
-        state = group.state_behind((steps - 1) % group.plan.group_steps)
+        state = group.state_behind(steps - 1 - group.first_step)
         commit = host.commit_of(state, host.resume_state(group))
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
         try:

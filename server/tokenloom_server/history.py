@@ -329,7 +329,7 @@ class History:
         if live is None or committed is None:
             return self._before_training(sample_index)
         generation = live.generation
-        horizon = committed.sample_index + generation.window_steps * generation.plan.step_samples
+        horizon = generation.ramp.index_of(generation.horizon)
         if index > horizon:
             raise BeyondHorizon(
                 f"sample {index} is beyond the horizon {horizon}: {committed.sample_index} is committed, and "
@@ -356,15 +356,14 @@ class History:
     def _held(self, generation: Generation, index: int) -> tuple[Group, str, int] | None:
         """(group of the boundary before it, digest, tokens) at a sample index that is held in memory; None where it is
         not (the caller holds the host's lock)."""
-        plan = generation.plan
-        boundary = plan.boundary(index)
+        boundary = generation.ramp.boundary(index)
         for group in generation.groups:
             if group.begin != boundary:
                 continue
             if index == group.begin:
                 return group, digest_hex(group.base.digest), group.base.total_tokens
             # Only steps that were published: the producer may be filling the group right now.
-            published = generation.produced - (group.begin - plan.start_index) // plan.step_samples
+            published = generation.produced - group.first_step
             for mark in group.marks[:published]:
                 if mark.sample_index == index:
                     return group, digest_hex(mark.digest), mark.total_tokens
@@ -376,8 +375,7 @@ class History:
         opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        plan = host.plan(opening)
-        boundary = plan.boundary(index)
+        boundary = host.ramp(opening).boundary(index)
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:

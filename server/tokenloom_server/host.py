@@ -36,6 +36,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.ramp import Ramp
 from tokenloom_server.run import Delivery, EndOfData, Generation
 from tokenloom_server.state import State, digest_hex
 
@@ -311,13 +312,15 @@ class Host:
 
     # --- generations -------------------------------------------------------------------------------
 
-    def plan(self, opening: Opening) -> BatchPlan:
-        return BatchPlan(
+    def ramp(self, opening: Opening) -> Ramp:
+        """The steps of a generation."""
+        first = BatchPlan(
             start_index=opening.start_index,
             world_size=opening.world_size,
             batch_size=opening.batch_size,
             group_steps=opening.group_steps,
         )
+        return Ramp.read(opening.ramp, first)
 
     def message_steps(self, batch_size: int) -> int:
         """Steps of a full message to a rank."""
@@ -352,15 +355,18 @@ class Host:
     def install(self, opening: Opening, base: State, committed: Commit, *, resumed: bool, process: str = "") -> None:
         """Makes a generation the present one (the caller holds the lock). ``resumed``: after a restart
         of the server, where production has to meet the committed digest again."""
-        plan = self.plan(opening)
-        window = self.order.config.window_steps or self.window_steps(plan)
-        steps, rest = divmod(committed.sample_index - plan.start_index, plan.step_samples)
+        ramp = self.ramp(opening)
+        steps, rest = ramp.steps_until(committed.sample_index)
         generation = Generation(
             opening.generation,
             opening.attempt,
-            plan,
-            window,
-            self.message_steps(plan.batch_size),
+            ramp,
+            # A client may hold all steps of an optimiser step, and has more to go on with.
+            [
+                max(self.order.config.window_steps or self.window_steps(plan), 2 * ramp.accumulate)
+                for plan in ramp.plans
+            ],
+            [self.message_steps(plan.batch_size) for plan in ramp.plans],
             pads_last_step=self.order.config.last_step == "pad",
             committed=steps + bool(rest),
         )
@@ -368,7 +374,7 @@ class Host:
         self.live = Live(
             generation,
             base,
-            slots=[threading.Condition(self.lock) for _ in range(plan.world_size)],
+            slots=[threading.Condition(self.lock) for _ in range(ramp.world_size)],
             expected_digest=committed.digest if resumed else None,
             epoch=self.epoch,
             opened_at=opening.opened_at,
@@ -607,11 +613,10 @@ class Host:
         generation = self.live.generation
         steps = generation.steps_wanted()
         if steps and self.revising_at is not None:
-            plan = generation.plan
             # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
-            inside = (self.revising_at - plan.start_index) % plan.group_samples
-            limit = self.revising_at - (inside or 1)
-            return min(steps, max(0, limit - generation.index_of(generation.produced)) // plan.step_samples)
+            begin = generation.ramp.boundary(self.revising_at + 1)
+            limit = begin - (begin == self.revising_at)
+            return min(steps, max(0, generation.ramp.steps_until(limit)[0] - generation.produced))
         return steps
 
     def first_revisable(self) -> int:
@@ -626,13 +631,9 @@ class Host:
         if self.live is None or self.committed is None:
             return 0
         generation = self.live.generation
-        plan = generation.plan
         # Ranks may hold more than this server has produced again, and than its own window allows, behind a restart.
         sent = max(slot.sent for slot in generation.slots)
-        produced = generation.index_of(max(generation.produced, sent))
-        horizon = max(produced, self.committed.sample_index + generation.window_steps * plan.step_samples)
-        groups = (horizon - plan.start_index) // plan.group_samples + 1
-        return plan.start_index + groups * plan.group_samples
+        return generation.ramp.boundary_behind(generation.index_of(max(generation.produced, sent, generation.horizon)))
 
     def revise(self, epoch: int, course: Course | None = None) -> None:
         """What the ledger has is in force, and production goes on; None: nothing was changed."""

@@ -128,7 +128,8 @@ def _generation(found: GenerationReport) -> Sequence[str]:
     return (
         str(found.generation),
         _time(found.opened_at),
-        f"{found.world_size:,} × {found.batch_size:,}",
+        f"{found.world_size:,} × {found.batch_size:,}"
+        + "".join(f", {later.batch_size:,} from {later.sample_index:,} on" for later in found.batch_sizes),
         f"{found.start_index:,}",
         f"launch {found.parent}" if found.parent else "the beginning" if not found.start_index else "elsewhere",
         "none: a later launch began at or before it" if found.kept is None else _range(found.kept),

@@ -24,6 +24,7 @@ from tokenloom_server.forking import Forking
 from tokenloom_server.history import History
 from tokenloom_server.host import Host
 from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.ramp import BatchSchedule, Ramp
 from tokenloom_server.revising import Revising, brings
 from tokenloom_server.snapshot import ResumePoint
 from tokenloom_server.state import State, digest_hex
@@ -40,6 +41,8 @@ RANK_0_MARGIN_S = 60.0
 MAX_WORLD_SIZE = 4096
 #: The largest step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30
+#: The largest optimiser step that it makes room for, bytes.
+MAX_ACCUMULATED_BYTES = 2**33
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
 
@@ -61,8 +64,16 @@ class JoinCall:
     process: str = ""
     #: End an attempt that is still alive.
     takeover: bool = False
+    #: Pairs (total tokens, batch size) instead of ``batch_size``; see ``ramp.BatchSchedule``.
+    batch_sizes: tuple[tuple[int, int], ...] = ()
+    #: Steps of an optimiser step.
+    accumulate: int = 1
     #: ``state`` is another run's: this one, which has not begun, begins there.
     fork: bool = False
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        return BatchSchedule(self.batch_sizes or ((0, self.batch_size),), self.accumulate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +124,7 @@ class Opener:
     def try_join(self, call: JoinCall) -> Joined | None:
         """``join`` without waiting: None where rank 0 has to join first."""
         call = self._sized(call)
-        _check(call, self._host.course.sample_bytes)
+        _check(call, self._host.course.sample_bytes, self._host.order.config.window_steps)
         self._host.require_lead()
         call = self._as_own(call)
         if call.rank == 0:
@@ -147,6 +158,11 @@ class Opener:
                 f"run {self._host.name!r} gives global batches of {size} samples, each from one bucket, and {size} "
                 f"cannot be divided among {world} ranks: launch a number of ranks that divides {size}, or begin a new "
                 "run with another global_batch_size (which is another order)"
+            )
+        if call.batch_sizes:
+            raise JoinRefused(
+                f"batch size is {call.schedule}, but run {self._host.name!r} gives global batches of {size} samples, "
+                "which are a part of its order, so the size cannot follow a schedule: leave batch_size out"
             )
         if call.batch_size not in (0, size // world):
             raise JoinRefused(
@@ -201,20 +217,29 @@ class Opener:
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
             number = max(stored.opening.generation if stored.opening else 0, point.generation) + 1
-            group_steps = host.group_steps(call.world_size, call.batch_size)
+            ramp = Ramp.lay(
+                call.schedule,
+                start_index=start.sample_index,
+                start_tokens=start.total_tokens,
+                # A phase of another length ends the generation.
+                sample_tokens=host.course.at(start.sample_index).config.sequence_length,
+                world_size=call.world_size,
+                group_steps=lambda batch_size: host.group_steps(call.world_size, batch_size),
+            )
             text = host.course.encode(start)
             opening = Opening(
                 generation=number,
                 parent=point.generation,
                 attempt=call.attempt,
                 world_size=call.world_size,
-                batch_size=call.batch_size,
-                group_steps=group_steps,
+                batch_size=ramp.plans[0].batch_size,
+                group_steps=ramp.plans[0].group_steps,
                 start_index=start.sample_index,
                 start_state=text,
                 opened_at=host.wall_clock(),
                 skipped=skipped,
                 parent_run=self._parent_run(stored),
+                ramp=ramp.text,
             )
             committed = host.commit_of(start, text)
             # Also where the answer of the write is lost: the same rank will ask again.
@@ -230,7 +255,7 @@ class Opener:
                 self._refused.clear()
                 host.committed_state, host.committed_at = start, opening.opened_at
                 host.install(opening, start, committed, resumed=False, process=call.process)
-        self._log_resume(opening, start, point.notes)
+        self._log_resume(opening, ramp, start, point.notes)
         return opening
 
     def _parent_run(self, stored: StoredRun) -> str:
@@ -290,9 +315,11 @@ class Opener:
 
     def _agree(self, call: JoinCall, opening: Opening) -> None:
         """Every rank must want what the opening has. Raises ``JoinRefused`` naming both values."""
+        ramp = self._host.ramp(opening)
         for what, theirs, ours in (
             ("world size", call.world_size, opening.world_size),
-            ("batch size", call.batch_size, opening.batch_size),
+            ("accumulate", call.accumulate, ramp.accumulate),
+            ("batch size", call.schedule, ramp.schedule),
         ):
             if theirs != ours:
                 raise JoinRefused(
@@ -397,13 +424,15 @@ class Opener:
                 self._refused.popitem(last=False)
             self._host.changed.notify_all()
 
-    def _log_resume(self, opening: Opening, start: State, notes: Sequence[str]) -> None:
+    def _log_resume(self, opening: Opening, ramp: Ramp, start: State, notes: Sequence[str]) -> None:
         host = self._host
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
             host.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
+        for plan in ramp.plans[1:]:
+            _log.info("%s: %d samples per rank from sample %d on", host.name, plan.batch_size, plan.start_index)
         if opening.skipped:
             _log.info(
                 "%s: samples %d to %d are skipped", host.name, opening.start_index - opening.skipped,
@@ -426,7 +455,8 @@ class Opener:
             _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, place, cursor.row)
 
 
-def _check(call: JoinCall, sample_bytes: int) -> None:
+def _check(call: JoinCall, sample_bytes: int, window_steps: int | None = None) -> None:
+    """``window_steps``: where the mixture file says it."""
     if not 1 <= call.world_size <= MAX_WORLD_SIZE:
         raise JoinRefused(
             f"world size is {call.world_size}; expected 1 to {MAX_WORLD_SIZE}: each rank's stream takes a thread, so "
@@ -434,14 +464,28 @@ def _check(call: JoinCall, sample_bytes: int) -> None:
         )
     if call.rank >= call.world_size:
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
-    if not 1 <= call.batch_size <= 2**20:
-        raise JoinRefused(f"batch size is {call.batch_size}; expected 1 to {2**20} samples per rank")
-    step_bytes = call.world_size * call.batch_size * sample_bytes
+    if call.batch_sizes and call.batch_size:
+        raise JoinRefused(f"batch size is {call.batch_size} and also a schedule, {call.schedule}: give one of them")
+    schedule = call.schedule
+    schedule.check()
+    step_bytes = call.world_size * schedule.greatest * sample_bytes
     if step_bytes > MAX_STEP_BYTES:
         raise JoinRefused(
-            f"a step of {call.world_size} ranks × {call.batch_size} samples × {sample_bytes} bytes has {step_bytes} "
+            f"a step of {call.world_size} ranks × {schedule.greatest} samples × {sample_bytes} bytes has {step_bytes} "
             f"bytes; expected at most {MAX_STEP_BYTES}, since the server holds at least two steps: take a smaller "
             "batch size and accumulate gradients"
+        )
+    if schedule.accumulate * step_bytes > MAX_ACCUMULATED_BYTES:
+        raise JoinRefused(
+            f"accumulate is {schedule.accumulate}, and so many steps of {step_bytes} bytes have "
+            f"{schedule.accumulate * step_bytes}; expected at most {MAX_ACCUMULATED_BYTES}, since the server holds two "
+            "optimiser steps: accumulate fewer steps"
+        )
+    if schedule.accumulate > 1 and window_steps is not None and window_steps < 2 * schedule.accumulate:
+        raise JoinRefused(
+            f"accumulate is {schedule.accumulate}, but window_steps in the mixture file is {window_steps}; expected at "
+            f"least {2 * schedule.accumulate}, since a rank waits for all steps of an optimiser step: raise "
+            "window_steps, or leave it out, and restart the server"
         )
     for what, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:

@@ -84,13 +84,21 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How a generation cuts the order into steps: step s covers samples
-    [start + s·world_size·batch_size, …); every ``group_steps`` steps is a state boundary."""
+    """How consecutive steps of one batch size cut the order: the n-th of them covers samples
+    [start + n·world_size·batch_size, …); every ``group_steps`` steps is a state boundary.
+
+    A generation's steps are counted from its start; ``ramp.Ramp`` puts plans of several sizes behind one another.
+    """
 
     start_index: int
     world_size: int
     batch_size: int
     group_steps: int
+    #: Steps, and groups, of the generation before it.
+    first_step: int = 0
+    first_group: int = 0
+    #: The step behind its last one, which begins a group of its own.
+    behind: int = MAX_COUNTER
 
     @property
     def step_samples(self) -> int:
@@ -100,12 +108,21 @@ class BatchPlan:
     def group_samples(self) -> int:
         return self.step_samples * self.group_steps
 
-    def boundary(self, sample_index: int) -> int:
-        """The state boundary that a snapshot at a sample index starts from: the one at which the group
-        of the last step before it begins, so that whoever has that step has the boundary, too."""
-        if sample_index <= self.start_index:
-            return self.start_index
-        return sample_index - ((sample_index - self.start_index - 1) % self.group_samples + 1)
+    def index_of(self, step: int) -> int:
+        """The sample index at which a step begins."""
+        return self.start_index + (step - self.first_step) * self.world_size * self.batch_size
+
+    def group_begin(self, step: int) -> int:
+        """The first step of the group that a step is of."""
+        return step - (step - self.first_step) % self.group_steps
+
+    def group_end(self, step: int) -> int:
+        """The step behind the last one of the group that a step is of."""
+        return min(self.group_begin(step) + self.group_steps, self.behind)
+
+    def group_number(self, step: int) -> int:
+        """Groups of the generation before that which a step is of."""
+        return self.first_group + (step - self.first_step) // self.group_steps
 
 
 @dataclass(slots=True)
@@ -141,6 +158,11 @@ class Group:
     @property
     def end(self) -> int:
         return self.marks[-1].sample_index if self.marks else self.begin
+
+    @property
+    def first_step(self) -> int:
+        """Its first step, counted from the generation's start."""
+        return self.plan.first_step + (self.begin - self.plan.start_index) // self.plan.step_samples
 
     def step_begin(self, step: int) -> int:
         return self.marks[step - 1].sample_index if step else self.begin

@@ -7,7 +7,7 @@ import threading
 
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.host import Host, Live
-from tokenloom_server.pipeline import Group, Pipeline
+from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
 
 _log = logging.getLogger(__name__)
 
@@ -45,15 +45,18 @@ class Producer(threading.Thread):
                 return False
             if live is not self._live:
                 self._live, self._pipeline, self._group, self._careful = live, None, None, False
-            fresh = live.generation.needs_group()
+            generation = live.generation
+            plan = generation.ramp.at_step(generation.produced)
+            published = generation.produced - plan.group_begin(generation.produced)
+            fresh = not published
         try:
-            self._fill(live, 1 if self._careful else steps, fresh)
+            self._fill(live, plan, 1 if self._careful else steps, fresh)
         except (SourceError, TokenizerError) as error:
             if self._careful or steps == 1:
                 self._give_up(live, error)
             else:
                 _log.warning("%s: going on step by step towards a fault: %s", host.name, error)
-                self._step_back(live, fresh)
+                self._step_back(live, published)
             return True
         except TokenloomError as error:
             self._give_up(live, error)
@@ -70,7 +73,7 @@ class Producer(threading.Thread):
                 host.publish(live, self._group, fresh, self._pipeline.ended, self._pipeline.dropped_samples)
         return True
 
-    def _fill(self, live: Live, steps: int, fresh: bool) -> None:
+    def _fill(self, live: Live, plan: BatchPlan, steps: int, fresh: bool) -> None:
         if self._pipeline is None:
             self._course = self._host.course
             self._pipeline = self._course.pipeline(live.base, ahead=True)
@@ -80,17 +83,17 @@ class Producer(threading.Thread):
         if fresh:
             self._group = None
         if self._group is None:
-            self._group = self._pipeline.begin_group(live.generation.plan)
+            self._group = self._pipeline.begin_group(plan)
         self._pipeline.fill(self._group, steps)
 
-    def _step_back(self, live: Live, fresh: bool) -> None:
-        """Makes the pipeline anew where the last published step ends: the burst with the fault in it is void."""
+    def _step_back(self, live: Live, published: int) -> None:
+        """Makes the pipeline anew where the last published step ends, so many in the group: the burst with the fault
+        in it is void."""
         self._careful = True
         group = self._group
         if group is None:
             self._pipeline = None
             return
-        published = 0 if fresh else live.generation.produced % live.generation.plan.group_steps
         group.forget_behind(published)
         state = group.state_behind(published - 1) if published else group.base
         try:

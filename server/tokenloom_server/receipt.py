@@ -103,6 +103,15 @@ class SourceReport(_Figures):
     exhausted: bool
 
 
+class BatchSizeFrom(_Figures):
+    """A batch size that a schedule brings."""
+
+    sample_index: int
+    """Of the first sample that comes in steps of this size."""
+    batch_size: int
+    """Samples per rank and step."""
+
+
 class GenerationReport(_Figures):
     """One launch of the trainers."""
 
@@ -112,7 +121,11 @@ class GenerationReport(_Figures):
     attempt: str
     world_size: int
     batch_size: int
-    """Samples per rank and step."""
+    """Samples per rank and step, where it began."""
+    batch_sizes: list[BatchSizeFrom]
+    """What it becomes behind that; empty where it stays."""
+    accumulate: int
+    """Steps of an optimiser step."""
     opened_at: float
     """Unix time, seconds."""
     start_index: int

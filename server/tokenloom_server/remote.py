@@ -27,7 +27,7 @@ from tokenloom_proto.credentials import (
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.stats import MixtureInfo, ResumePoint, RunStats
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RunLosses, RunStats
 from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
@@ -90,6 +90,10 @@ class Remote:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
         names = [run] if run is not None else self.runs()
         return [self._read(RunStats, self._get(f"{_path(name)}/stats")) for name in names]
+
+    def losses(self, run: str) -> RunLosses:
+        """The curve of the losses that trainers reported."""
+        return self._read(RunLosses, self._get(f"{_path(run)}/losses"))
 
     def runs(self) -> list[str]:
         """The names of the server's runs."""

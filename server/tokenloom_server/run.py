@@ -9,12 +9,14 @@ time in, and does the slow things outside. Steps are counted from the generation
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
-from tokenloom_server.pipeline import BatchPlan, Group
+from tokenloom_server.pipeline import Group
+from tokenloom_server.ramp import Ramp
 from tokenloom_server.slots import Slot, Slots
 from tokenloom_server.state import digest_hex
 
@@ -46,14 +48,17 @@ class Generation:
 
     number: int
     attempt: str
-    plan: BatchPlan
-    window_steps: int
-    #: Steps of a full message; a group ends one, too. 0: the group.
-    message_steps: int = 0
+    ramp: Ramp
+    #: For each of the ramp's plans: steps that are produced ahead of the committed one,
+    windows: Sequence[int]
+    #: and steps of a full message; a group ends one, too.
+    message_steps: Sequence[int]
     #: Whether the last step may end elsewhere than all others.
     pads_last_step: bool = False
     committed: int = 0
     produced: int = 0
+    #: The step up to which production may go.
+    horizon: int = field(init=False)
     groups: deque[Group] = field(default_factory=deque)
     slots: Slots = field(init=False)
     end: EndOfData | None = None
@@ -61,18 +66,26 @@ class Generation:
     released: int = 0
     #: By rank: the step and digest that it has, where that is still to be produced (again).
     claims: dict[int, tuple[int, str]] = field(default_factory=dict)
-    _ramp: int = 1
+    _burst: int = 1
+    #: The number of the first group that is held.
+    _first_group: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.plan.world_size, self.committed)
+        self.slots = Slots(self.ramp.world_size, self.committed)
         # After a restart of the server, production begins again at the boundary before the committed step.
-        self.message_steps = self.message_steps or self.plan.group_steps
         self.produced = self.released = self.first_needed
+        self._first_group = self.ramp.at_step(self.produced).group_number(self.produced)
+        self.horizon = self._horizon()
+
+    @property
+    def window_steps(self) -> int:
+        """How many steps may be produced ahead of the committed one."""
+        return self.horizon - self.committed
 
     @property
     def first_needed(self) -> int:
         """The step at which production (again) begins for the committed step to be known."""
-        return self._boundary_step(self.committed)
+        return self.ramp.group_begin(self.committed - 1) if self.committed else 0
 
     # --- positions ---------------------------------------------------------------------------------
 
@@ -80,39 +93,39 @@ class Generation:
         """The sample index at which the first ``step`` steps end."""
         if self.end is not None and step == self.produced:
             return self.end.end_index
-        return self.plan.start_index + step * self.plan.step_samples
+        return self.ramp.index_of(step)
 
     def step_at(self, sample_index: int, what: str) -> int:
         """The number of steps that end at a sample index. Raises ``JoinRefused`` where none does."""
         if self.end is not None and sample_index == self.end.end_index:
             return self.produced
-        step, rest = divmod(sample_index - self.plan.start_index, self.plan.step_samples)
+        step, rest = self.ramp.steps_until(sample_index)
         if rest and step >= self.produced and self.end is None and self.pads_last_step:
             # The padded last step, which a client may hold before a restarted server has produced it again.
             return step + 1
         if rest or step < 0:
+            plan = self.ramp.at_index(sample_index)
             raise JoinRefused(
                 f"{what} is sample {sample_index}, but no step of generation {self.number} ends there: steps have "
-                f"{self.plan.step_samples} samples and begin at {self.plan.start_index}"
+                f"{plan.step_samples} samples and begin at {plan.start_index}"
             )
         return step
 
     def group_of(self, step: int) -> Group:
         """The group that holds a step (0-based)."""
-        begin = self.plan.start_index + step // self.plan.group_steps * self.plan.group_samples
-        at = (begin - self.groups[0].begin) // self.plan.group_samples if self.groups else -1
+        at = self.ramp.at_step(step).group_number(step) - self._first_group
         if 0 <= at < len(self.groups):
             return self.groups[at]
         raise BeyondHorizon(f"step {step} of generation {self.number} is not held; steps {self.committed} on are")
 
     def digest_behind(self, steps: int) -> str:
         """The rolling digest behind the first ``steps`` steps of those that are held."""
-        if steps % self.plan.group_steps == 0:
+        if steps == self.ramp.group_begin(steps):
             for group in self.groups:
                 if group.begin == self.index_of(steps):
                     return digest_hex(group.base.digest)
         group = self.group_of(steps - 1)
-        return digest_hex(group.marks[(steps - 1) % self.plan.group_steps].digest)
+        return digest_hex(group.marks[steps - 1 - group.first_step].digest)
 
     # --- production --------------------------------------------------------------------------------
 
@@ -128,19 +141,16 @@ class Generation:
         owed = self.acknowledged() > self.produced
         if self.end is not None or not (owed or self.slots.connected):
             return 0
-        room = max(self.committed, self.first_needed) + self.window_steps - self.produced
-        rest = self.plan.group_steps - self.produced % self.plan.group_steps
+        plan = self.ramp.at_step(self.produced)
+        room = self.horizon - self.produced
+        rest = plan.group_end(self.produced) - self.produced
         ahead = self.produced - self.slots.sent_to_one
-        if ahead >= LEAD_GROUPS * self.plan.group_steps and not owed:
+        if ahead >= LEAD_GROUPS * plan.group_steps and not owed:
             return 0
         starving = owed or ahead <= 0
         if room <= 0 or (room < min(rest, self.window_steps // 2) and not starving):
             return 0
-        return min(room, rest, self._ramp)
-
-    def needs_group(self) -> bool:
-        """Whether the next step begins a group."""
-        return self.produced % self.plan.group_steps == 0
+        return min(room, rest, self._burst)
 
     def add_group(self, group: Group) -> None:
         self.groups.append(group)
@@ -148,11 +158,10 @@ class Generation:
     def filled(self, ended: str | None, dropped_samples: int) -> None:
         """The newest group got steps (or the data ended)."""
         group = self.groups[-1]
-        begin = (group.begin - self.plan.start_index) // self.plan.step_samples
-        self.produced = begin + len(group.marks)
+        self.produced = group.first_step + len(group.marks)
         self._release()
         # The first steps of a generation go out one by one: somebody is waiting.
-        self._ramp = min(2 * self._ramp, self.plan.group_steps)
+        self._burst = min(2 * self._burst, group.plan.group_steps)
         if ended is not None:
             self.end = EndOfData(group.end, ended, dropped_samples)
 
@@ -257,7 +266,7 @@ class Generation:
         if last <= slot.sent:
             return None
         group = self.group_of(slot.sent)
-        first = slot.sent % self.plan.group_steps
+        first = slot.sent - group.first_step
         with_base = slot.base_index != group.begin
         slot.base_index = group.begin
         delivery = Delivery(group, first, first + last - slot.sent, with_base)
@@ -288,9 +297,11 @@ class Generation:
     def set_committed(self, steps: int) -> None:
         """The ledger holds the first ``steps`` steps: what lies before leaves memory."""
         self.committed = max(self.committed, steps)
-        keep = self.plan.start_index + self._boundary_step(self.committed) * self.plan.step_samples
-        while len(self.groups) > 1 and self.groups[0].begin < keep:
+        self.horizon = self._horizon()
+        keep = self.first_needed
+        while len(self.groups) > 1 and self.groups[0].first_step < keep:
             self.groups.popleft()
+            self._first_group += 1
 
     def check_digest(self, expected: str) -> None:
         """After a restart: what was produced again must be what was committed."""
@@ -343,9 +354,7 @@ class Generation:
 
     def _held_from(self) -> int:
         """Behind this step the marks are held."""
-        return (
-            (self.groups[0].begin - self.plan.start_index) // self.plan.step_samples if self.groups else self.produced
-        )
+        return self.groups[0].first_step if self.groups else self.produced
 
     def _check_claim(self, rank: int, step: int, digest: str) -> None:
         found = self.digest_behind(step)
@@ -356,33 +365,45 @@ class Generation:
                 "while they trained; nothing more is served. Restart the training job from its last checkpoint"
             )
 
-    def _boundary_step(self, steps: int) -> int:
-        """The group begin of the last of the first ``steps`` steps."""
-        return (steps - 1) // self.plan.group_steps * self.plan.group_steps if steps else 0
+    def _horizon(self) -> int:
+        """The committed step and its window: the least of those of all plans that lie between, so that what is held
+        is never more than the window of one plan's steps."""
+        at = self.ramp.number_at(self.committed)
+        window = self.windows[at]
+        horizon = self.committed + window
+        while horizon > self.ramp.plans[at].behind:
+            at += 1
+            window = min(window, self.windows[at])
+            horizon = max(self.ramp.plans[at].first_step, self.committed + window)
+        return horizon
 
     def _release(self) -> None:
         """Lets the ids of groups go that every rank has consumed; their marks stay until they are committed."""
-        steps = self.plan.group_steps
-        while self.released + steps <= min(self.acknowledged(), self.produced):
+        through = min(self.acknowledged(), self.produced)
+        while (end := self.ramp.at_step(self.released).group_end(self.released)) <= through:
             self.group_of(self.released).release()
-            self.released += steps
+            self.released = end
 
     def _sendable(self, slot: Slot, flush: bool = False) -> int:
         """The step up to which a message for the slot would go now; what it was sent already for none."""
-        in_group = slot.sent % self.plan.group_steps
-        in_message = in_group % self.message_steps
-        message_end = slot.sent + min(self.message_steps - in_message, self.plan.group_steps - in_group)
+        at = self.ramp.number_at(slot.sent)
+        plan, message_steps = self.ramp.plans[at], self.message_steps[at]
+        in_message = (slot.sent - plan.group_begin(slot.sent)) % message_steps
+        message_end = min(slot.sent + message_steps - in_message, plan.group_end(slot.sent))
         credit_end = slot.consumed + slot.credit_steps
         last = min(self.produced, message_end, credit_end)
         ready = last - slot.sent
         whole = last == message_end or (self.end is not None and last == self.produced)
         halfway = last == credit_end and 2 * ready >= slot.credit_steps
-        draining = 4 * (slot.sent - slot.consumed) <= self.message_steps
+        draining = 4 * (slot.sent - slot.consumed) <= message_steps
+        if not draining and self.ramp.accumulate > 1:
+            # A client may wait for all steps of an optimiser step before it hands out the first.
+            draining = slot.sent < (slot.consumed // self.ramp.accumulate + 1) * self.ramp.accumulate
         return last if ready > 0 and (whole or halfway or draining or flush) else slot.sent
 
     def _slot(self, rank: int, nonce: str) -> Slot:
-        if rank >= self.plan.world_size:
-            raise JoinRefused(f"rank {rank} is not below the world size {self.plan.world_size}")
+        if rank >= self.ramp.world_size:
+            raise JoinRefused(f"rank {rank} is not below the world size {self.ramp.world_size}")
         slot = self.slots[rank]
         if slot.nonce is not None and slot.nonce != nonce:
             raise AttemptUsed(

@@ -113,11 +113,11 @@ class Traces:
         Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
         """
         openings, opening = self._generation(generation)
-        plan = self._host.plan(opening)
+        plan = self._host.ramp(opening).at_step(step)
         world, size = plan.world_size, plan.batch_size
         if rank is not None and rank >= world:
             raise ConfigError(f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}")
-        begin = plan.start_index + step * plan.step_samples
+        begin = plan.index_of(step)
         if opening is openings[-1]:
             self._check_produced(f"step {step}", begin, opening)
         rotation = slice_rotation(self._host.order.config.seed, begin, world)
@@ -177,12 +177,18 @@ class Traces:
         status = self._status(sample.sample, opening, openings)
         if opening is None:
             return sample.model_copy(update={"status": status})
-        plan = self._host.plan(opening)
-        step, at = divmod(sample.sample - plan.start_index, plan.step_samples)
+        plan = self._host.ramp(opening).at_index(sample.sample)
+        steps, at = divmod(sample.sample - plan.start_index, plan.step_samples)
         piece, place = divmod(at, plan.batch_size)
         rotation = slice_rotation(self._host.order.config.seed, sample.sample - at, plan.world_size)
         rank = (piece - rotation) % plan.world_size
-        update = {"generation": opening.generation, "status": status, "step": step, "rank": rank, "place": place}
+        update = {
+            "generation": opening.generation,
+            "status": status,
+            "step": plan.first_step + steps,
+            "rank": rank,
+            "place": place,
+        }
         return sample.model_copy(update=update)
 
     def _status(self, index: int, opening: Opening | None, openings: Sequence[Opening]) -> Status:

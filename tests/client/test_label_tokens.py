@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from fake_server import Script, eventually, serving
-from support.corpora import CODE, DOCS, WIKI, flat, write_corpus
 from support.server_process import ServerProcess
-from tokenloom import Batch, RemoteDataset
+from tokenloom import Batch, RemoteDataset, SourceError
 from torch.nn.functional import cross_entropy
 
-VOCABULARY, LENGTH, BATCH = 258, 24, 2
+VOCABULARY, BATCH = 258, 2
 #: With the label that ``cross_entropy`` leaves out.
 IGNORED = -100
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Runs whose steps have different numbers of labels: padding, boundaries, an incomplete last step."""
-    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
-    files = []
-    for labels in ("same", "shifted"):
-        fields = {"packing": "best_fit", "mask_boundaries": True, "last_step": "pad", "pad_id": 0}
-        document = flat([CODE, DOCS, WIKI], run=labels, labels=labels, sequence_length=LENGTH, **fields)
-        files.append(folder / f"{labels}.yaml")
-        files[-1].write_text(yaml.safe_dump(document), encoding="utf-8")
-    server = ServerProcess(folder / "server", *files).start()
-    yield server
-    server.terminate()
 
 
 def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
@@ -87,9 +69,9 @@ def test_losses_of_all_ranks_and_steps_over_the_labels_are_the_mean_of_one_large
 def test_an_optimiser_step_is_waited_for_as_a_whole_or_to_the_end_of_the_data() -> None:
     # Steps of 2 samples of 8 tokens; the last of the 7 has one sample of padding.
     script = Script(end_index=13, pad_last_step=True, shifted=True)
-    with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, prefetch_steps=1) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, prefetch_steps=3) as dataset:
         batches = [(batch["global_tokens"], batch["global_label_tokens"]) for batch in dataset]
-        assert {progress.credit_steps for progress in server.progress} == {6}
+        assert {progress.credit_steps for progress in server.progress} == {3}
 
     assert batches == [(16, 48)] * 6 + [(8, 8)]
 
@@ -112,11 +94,11 @@ def test_a_stream_that_breaks_within_an_optimiser_step_changes_nothing() -> None
 
 
 def test_who_waits_for_an_optimiser_step_is_told_of_an_error_before_its_first_batch() -> None:
-    script = Script(on_message=lambda _, begin: "Fenced" if begin >= 4 else None)
+    script = Script(on_message=lambda _, begin: "SourceError" if begin >= 4 else None)
     with serving(script) as (_, url, _), RemoteDataset(url, 1, accumulate=3) as dataset:
         batches = iter(dataset)
         assert [next(batches)["sample_index"] for _ in range(3)] == [1, 2, 3]
-        with pytest.raises(Exception, match="as the script says, at 4"):
+        with pytest.raises(SourceError, match="as the script says, at 4"):
             next(batches)
         assert dataset.sample_index == 3
         assert eventually(lambda: dataset.end_reason is None)

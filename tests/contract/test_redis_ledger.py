@@ -104,7 +104,7 @@ def test_an_opening_that_was_stored_before_it_could_tell_what_it_jumped_over_is_
     ledger: Ledger, client: Any
 ) -> None:
     fields = json.loads(client.hget("tokenloom:{uid}:train:openings", "1"))
-    del fields["skipped"], fields["parent_run"]
+    del fields["skipped"], fields["parent_run"], fields["ramp"]
     client.hset("tokenloom:{uid}:train:openings", "1", json.dumps(fields))
     assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(0))]
     run = ledger.read_run("run", "train")

@@ -15,6 +15,8 @@ def torch_forks() -> Iterator[Forks]:
     forks = Forks(
         *("torch.distributed", "torch._dynamo", "torch.nn.parallel", "tokenloom"),
         *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh"),
+        *("torch.distributed.tensor.parallel", "tokenloom.integrations.mesh"),
+        *("torchdata.stateful_dataloader", "torch.utils.data.graph_settings"),
     )
     yield forks
     forks.close()
@@ -22,7 +24,7 @@ def torch_forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def transformers_forks() -> Iterator[Forks]:
-    """With Trainer and the model of the examples, which transformers imports when they are asked for."""
+    """With Trainer, SFTTrainer and the model of the examples, which are imported when they are asked for."""
     torch = (
         "torch.distributed",
         "torch._dynamo",
@@ -30,7 +32,22 @@ def transformers_forks() -> Iterator[Forks]:
         "torch.profiler",
         "torch.distributed.algorithms.join",
     )
-    forks = Forks(*torch, "transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "tokenloom")
+    forks = Forks(
+        *torch,
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+        "trl.trainer.sft_trainer",
+        "tokenloom",
+    )
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def accelerate_forks() -> Iterator[Forks]:
+    """With Accelerate."""
+    torch = ("torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.distributed.algorithms.join")
+    forks = Forks(*torch, "accelerate", "tokenloom")
     yield forks
     forks.close()
 

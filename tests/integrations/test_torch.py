@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from support.killed import EXAMPLES, kill_and_resume, two_runs
-from support.scripts import Forks
+import pytest
+from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
+from support.scripts import Forks, launch
 
 
 def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Forks, tmp_path: Path) -> None:
@@ -16,3 +19,41 @@ def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Fo
 def test_an_fsdp2_job_reshards_its_weights_and_its_data(torch_forks: Forks, tmp_path: Path) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(torch_forks, EXAMPLES / "fsdp2.py", urls, tmp_path, resumed_world_sizes=[2, 1])
+
+
+#: Which loader with how many workers, and on how many ranks it goes on.
+LOADERS = {
+    ("torch", 0): [1],
+    ("stateful", 1): [2, 1],
+    ("torchdata", 0): [1],
+    ("torchdata", 1): [2, 1],
+}
+
+
+@pytest.fixture(scope="module")
+def loader_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A server of a run for each loader, of one to leave alone, which is trained on once, and of one more."""
+    with same_runs(tmp_path_factory.mktemp("loaders"), 2 + len(LOADERS)) as (alone, more, *others):
+        yield {"alone": alone, "more": more, "others": dict(zip(LOADERS, others, strict=True)), "steps": None}
+
+
+@pytest.mark.parametrize(("loader", "workers"), LOADERS)
+def test_a_job_with_a_loader_goes_on_behind_the_batch_trained_on(
+    loader: str, workers: int, torch_forks: Forks, loader_runs: dict[str, Any], tmp_path: Path
+) -> None:
+    loader_runs["steps"] = kill_and_resume(
+        torch_forks,
+        EXAMPLES / "loaders.py",
+        (loader_runs["alone"], loader_runs["others"][loader, workers]),
+        tmp_path,
+        resumed_world_sizes=LOADERS[loader, workers],
+        arguments=["--loader", loader, "--workers", workers],
+        alone=loader_runs["steps"],
+    )
+
+
+def test_a_loader_with_a_worker_has_the_state_of_each_batch_that_it_gave(
+    torch_forks: Forks, loader_runs: dict[str, Any], tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("loader_states.py")
+    launch(torch_forks, script, [loader_runs["more"]], world_size=1, folder=tmp_path).wait()

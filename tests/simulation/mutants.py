@@ -65,8 +65,9 @@ def ledger_that_ignores_the_epoch(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def boundary_one_step_early(patch: pytest.MonkeyPatch) -> MakeLedger:
     """After a restart, production begins one step away from the boundary."""
-    right = Generation._boundary_step
-    patch.setattr(Generation, "_boundary_step", lambda self, steps: max(0, right(self, steps) - 1))
+    right = Generation.first_needed.fget
+    assert right is not None
+    patch.setattr(Generation, "first_needed", property(lambda self: max(0, right(self) - 1)))
     return MemoryLedger
 
 

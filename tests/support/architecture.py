@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("packing",),
         ("mixing",),
         ("pipeline",),
-        ("ledger", "snapshot", "readahead", "engines", "isolated", "suspects", "revision", "exclusions"),
+        ("ledger", "snapshot", "readahead", "engines", "isolated", "suspects", "revision", "exclusions", "ramp"),
         ("careful", "extents"),
         ("order", "run"),
         ("course",),
@@ -50,8 +50,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     CLIENT: (
         ("errors", "columns", "mixture_file"),
+        ("ramp",),
         ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer", "child_server", "local", "token_losses"),
+        ("buffer", "child_server", "device", "local", "token_losses"),
         ("connection", "embedded"),
         ("dataset", "lr_scheduler"),
         ("token_budget",),
@@ -79,7 +80,7 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.rules": frozenset({"errors"}),
     f"{SERVER}.config": frozenset({"errors", "rules", "spec"}),
     f"{SERVER}.ledger": frozenset({"errors", "state"}),
-    f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "slots", "state"}),
+    f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "ramp", "slots", "state"}),
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
@@ -121,7 +122,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
 #: and no other process, and the order is exact because none of them draws a random number of its own.
-PURE = ("tokenizer", "packing", "mixing", "pipeline", "run", "slots")
+PURE = ("tokenizer", "packing", "mixing", "pipeline", "ramp", "run", "slots")
 IMPURE = (
     *("asyncio", "concurrent", "datetime", "multiprocessing", "queue", "select", "selectors", "signal", "socket"),
     *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),
@@ -136,7 +137,8 @@ NEEDS = {
         {
             *("grpc", "google", "numpy", "torch"),
             *("tqdm", "typing_extensions"),  # of the extra for bars; and what torch brings
-            *("transformers", "trl", "accelerate", "lightning", "torchdata"),  # of integrations, for who has them
+            # of integrations, for who has them
+            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata"),
         }
     ),
     SERVER: frozenset(

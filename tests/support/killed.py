@@ -39,7 +39,14 @@ class Step:
 
 @contextmanager
 def two_runs(folder: Path, **fields: object) -> Iterator[tuple[str, str]]:
-    """A server of two runs that give the same samples: the URL of the one to leave alone, and of the one to kill.
+    """A server of two runs that give the same samples: the URL of the one to leave alone, and of the one to kill."""
+    with same_runs(folder, 2, **fields) as (alone, killed):
+        yield alone, killed
+
+
+@contextmanager
+def same_runs(folder: Path, count: int, **fields: object) -> Iterator[list[str]]:
+    """A server of so many runs that give the same samples: their URLs.
 
     The mixture is that of ``examples/compose``, with ``fields`` in place of its own.
     """
@@ -48,14 +55,15 @@ def two_runs(folder: Path, **fields: object) -> Iterator[tuple[str, str]]:
     data.mkdir(parents=True)
     (data / "data").symlink_to((EXAMPLES / "compose" / "data").resolve())
     paths = []
-    for run in ("alone", "killed"):
+    runs = [f"run-{number}" for number in range(count)]
+    for run in runs:
         path = data / f"{run}.yaml"
         path.write_text(yaml.safe_dump(found | fields | {"run": run}), encoding="utf-8")
         paths.append(path)
     # A job that was just killed is not to be waited for.
     server = ServerProcess(data, *paths, flags=("--liveness", 1)).start()
     try:
-        yield server.url("alone"), server.url("killed")
+        yield [server.url(run) for run in runs]
     finally:
         server.terminate()
 
@@ -81,24 +89,32 @@ def kill_and_resume(
     first_steps: int = 6,
     arguments: Sequence[object] = (),
     environment: Mapping[str, str] | None = None,
-) -> None:
+    alone: Sequence[Step] | None = None,
+    processes_per_rank: int = 1,
+) -> list[Step]:
     """Asserts that a script which is killed at a random step and goes on, each time anew on so many ranks, has the
     digests, losses and learning rates of one that was left alone: those of all its steps, the ones that it did twice
     included.
 
     With another world size the same samples make a step; losses are the same but for the order of a sum.
+
+    World sizes are numbers of processes, of which ``processes_per_rank`` hold a model together.
+
+    Returns the steps of the one that was left alone. Where these are given (``alone``, of the same script with other
+    arguments, which are to make no difference), it is not run.
     """
 
     def start(url: str, name: str, ranks: int) -> tuple[Path, Job]:
         record = folder / f"{name}.jsonl"
         given = ["--checkpoint", folder / f"{name}-checkpoint", "--record", record, "--samples", samples]
-        given += ["--batch-size", global_batch_size // ranks, *arguments]
+        given += ["--batch-size", global_batch_size // (ranks // processes_per_rank), *arguments]
         job = launch(forks, script, [url, *given], world_size=ranks, folder=folder / name, environment=environment)
         return record, job
 
-    record, job = start(urls[0], "alone", world_size)
-    job.wait()
-    alone = steps_of(record)
+    if alone is None:
+        record, job = start(urls[0], "alone", world_size)
+        job.wait()
+        alone = steps_of(record)
     assert len(alone) == samples // global_batch_size, "the script that was left alone did not do all steps"
 
     seed = random.SystemRandom().randrange(2**32)
@@ -143,3 +159,4 @@ def kill_and_resume(
                 assert step.loss == same.loss, f"{told}: at sample {step.sample_index}"
             else:
                 assert abs(step.loss - same.loss) < 1e-4 * abs(same.loss), f"{told}: at sample {step.sample_index}"
+    return list(alone)

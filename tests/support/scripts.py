@@ -87,7 +87,8 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Read when torch is imported, so a rank's own would come too late.
+            # As torchrun has it; but OpenMP reads it as torch is imported, so for a fork it would come too late, and
+            # idle threads of each rank would spin for the same few cores.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.statuses: dict[int, int] = {}

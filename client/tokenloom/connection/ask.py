@@ -37,7 +37,7 @@ def _ask(
     retry = Retry(timeout_s, len(address.targets))
     targets = cycle(address.targets)
     while True:
-        with open_channel(next(targets), credentials) as channel:
+        with open_channel(address, next(targets), credentials) as channel:
             try:
                 given = {"timeout": max(retry.remaining_s(), 0.001), "metadata": credentials.metadata}
                 return call(DataLoaderStub(channel), given)

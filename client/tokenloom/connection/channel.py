@@ -34,8 +34,11 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
-    """A channel to a server; it connects with the first call."""
+def open_channel(address: Address, target: str, credentials: Credentials) -> grpc.Channel:
+    """A channel to a server, one of the address; it connects with the first call."""
+    if address.connect is not None:
+        channel: grpc.Channel = address.connect()
+        return channel
     if not credentials.tls:
         return grpc.insecure_channel(target, options=_OPTIONS)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)

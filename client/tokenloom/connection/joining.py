@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
+import torch
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -27,6 +28,7 @@ from tokenloom.connection.channel import (
     times_out,
 )
 from tokenloom.errors import ProtocolError
+from tokenloom.ramp import BatchPlan, Ramp
 from tokenloom.snapshot import Base, Point
 from tokenloom.topology import Topology
 
@@ -45,6 +47,9 @@ class Request:
     stream: str
     topology: Topology
     batch_size: int
+    #: Pairs (total tokens, batch size) instead of that.
+    batch_sizes: tuple[tuple[int, int], ...]
+    accumulate: int
     resume: str
     state: str
     position_ids: bool
@@ -53,15 +58,14 @@ class Request:
     loss_mask: bool
     cu_seqlens: bool
     prefetch_steps: int | None
-    accumulate: int
     takeover: bool
     peek: bool
     fork: bool
     connect_timeout_s: float
     reconnect_timeout_s: float
     batch_timeout_s: float
-    connect: Callable[[], grpc.Channel] | None = None
-    """To a run in this process, which has no address to connect to."""
+    device: torch.device | None = None
+    """Where batches are made; None: in ordinary memory, by numpy."""
     #: Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on.
     samples: int | None = None
 
@@ -89,7 +93,7 @@ class Opening:
     start: Point
     layout: Layout
     sources: list[Source]
-    group_steps: int
+    ramp: Ramp
     template: bytes
     server_epoch: int
     #: Samples of the order that were jumped over right before ``start``.
@@ -109,6 +113,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         rank=request.topology.rank,
         world_size=request.topology.world_size,
         batch_size=request.batch_size,
+        batch_sizes=[wire.BatchSize(total_tokens=tokens, batch_size=size) for tokens, size in request.batch_sizes],
+        accumulate=request.accumulate,
         attempt=request.topology.attempt,
         nonce=nonce,
         resume=request.resume,
@@ -162,12 +168,14 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
         )
+    first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_steps)
+    plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_steps) for plan in answer.batch_plans]
     return Opening(
         run_uid=answer.run_uid,
         generation=answer.generation,
         start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
         layout=Layout(
-            batch_size=answer.batch_size or request.batch_size,
+            batch_size=first.batch_size,
             sequence_length=answer.sequence_length,
             id_type=np.dtype(f"<u{int(answer.id_type) or 1}").str,
             rows=of_rows,
@@ -183,7 +191,12 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             mask_boundaries=answer.mask_boundaries,
         ),
         sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
-        group_steps=answer.group_steps,
+        ramp=Ramp(
+            plans or [first],
+            world_size=request.topology.world_size,
+            accumulate=request.accumulate,
+            prefetch_steps=request.prefetch_steps,
+        ),
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,
         skipped_samples=answer.skipped_samples,

@@ -82,7 +82,7 @@ class Reporter:
         try:
             for report in self._reports():
                 if channel is None:
-                    channel = open_channel(next(targets), self._request.credentials)
+                    channel = open_channel(self._request.address, next(targets), self._request.credentials)
                 try:
                     self._send(channel, report)
                     with self._wakes:

@@ -15,6 +15,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count, cycle, repeat
 from operator import lt
 from typing import cast
@@ -30,6 +32,7 @@ from tokenloom.connection.channel import Retry, failure, open_channel, retryable
 from tokenloom.connection.joining import Request, base_of, join
 from tokenloom.connection.reporting import Report, Reporter
 from tokenloom.connection.response import Response, read
+from tokenloom.device import DeviceSteps, Transfer
 from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.features import Bucket, Feature, RowsMessage
 from tokenloom.snapshot import Point
@@ -40,9 +43,6 @@ log = logging.getLogger("tokenloom")
 SOUND_STREAM_S = 10.0
 #: How long close() waits for the server to take the last report.
 FLUSH_S = 2.0
-#: Groups of steps that are fetched ahead: one to take from, one to follow it, and two on their way while the
-#: server hears that it may send them.
-PREFETCH_GROUPS = 4
 
 _STREAM = f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Stream"
 
@@ -65,18 +65,18 @@ class Connection:
             self._disconnect()
             raise
         self._base = self.opening.start.base
+        layout, plans = self.opening.layout, self.opening.ramp.plans
+        self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
-        ahead = request.prefetch_steps or PREFETCH_GROUPS * self.opening.group_steps
         self.buffer = StepBuffer(
             self.opening.start,
-            # While the trainer is in one optimiser step, the next one comes.
-            capacity_steps=max(ahead, 2 * request.accumulate if request.accumulate > 1 else 1),
             accumulate=request.accumulate,
-            step_samples=request.topology.world_size * self.opening.layout.batch_size,
+            ramp=self.opening.ramp,
             columns=self.opening.layout.columns(),
             timeout_s=request.batch_timeout_s,
             counted=request.counted,
         )
+        self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
@@ -89,7 +89,14 @@ class Connection:
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
         background thread met."""
-        return self.buffer.take(self.on_silence)
+        taken = self.buffer.take(self.on_silence)
+        if self._transfer is not None and (following := self.buffer.following()) is not None:
+            _, message, number = following
+            assert isinstance(message, DeviceSteps)
+            # What cannot be sent ahead is tried again, and raised, when that step is asked for: this one is there.
+            with suppress(Exception):
+                message.send(number)
+        return taken
 
     def report(self, report: Report) -> None:
         """Sends losses in the background, for monitoring."""
@@ -115,10 +122,7 @@ class Connection:
         polls it between calls, so it notices seconds later that a server was not there, and much later that it is
         back."""
         self._disconnect()
-        if self._request.connect is not None:
-            self._channel = self._request.connect()
-        else:
-            self._channel = open_channel(next(self._targets), self._request.credentials)
+        self._channel = open_channel(self._request.address, next(self._targets), self._request.credentials)
         return self._channel
 
     def _disconnect(self) -> None:
@@ -220,7 +224,8 @@ class Connection:
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
         totals = [info.total_tokens for info in infos]
         tokens, labels = [info.tokens for info in infos], [info.label_tokens for info in infos]
-        slices, layout = [info.slice for info in infos], self.opening.layout
+        slices = [info.slice for info in infos]
+        layout = self._layouts[self.opening.ramp.number_at(batches.begin_index)]
         message: Steps
         if layout.rows:
             # Batches of rows have a type of their own, which who asks for a run of them knows.
@@ -253,6 +258,9 @@ class Connection:
                 document_counts=batches.document_counts,
                 document_starts=batches.document_starts,
             )
+        if self._transfer is not None:
+            assert isinstance(message, Message | RowsMessage)
+            message = DeviceSteps(message, self._transfer)
         points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 

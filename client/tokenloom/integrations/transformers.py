@@ -28,6 +28,8 @@ from transformers import Trainer, TrainerCallback
 from tokenloom.batch import Batch
 from tokenloom.dataset import RemoteDataset
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.token_budget import TokenBudget
+from tokenloom.token_progress import TokenProgress
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -60,7 +62,8 @@ class TokenloomMixin(_Trainer):
     ``token_lr`` makes a schedule of an optimizer, such as ``lambda optimizer: TokenLRScheduler(optimizer,
     warmup_tokens=…, target_tokens=…)``. Its clock is the batch in training: a step has the rate of the tokens at its
     end, as with ``scheduler.step(batch["total_tokens"])`` before ``optimizer.step()`` in a loop of one's own. A
-    ``TokenLRScheduler`` in ``optimizers`` is stepped alike.
+    ``TokenLRScheduler`` in ``optimizers`` is stepped alike. ``progress`` shows where the run stands, by tokens, with
+    the loss and the rate of Trainer's last log.
 
     Each checkpoint gets ``tokenloom.json``, the dataset's state behind the last batch that the weights have seen, and
     ``train(resume_from_checkpoint=…)`` loads it: ``True`` takes the last checkpoint that was saved whole.
@@ -68,6 +71,9 @@ class TokenloomMixin(_Trainer):
     Where batches say how many labels their step has on all ranks, losses are normalised by that, with no all-reduce.
     Logs have ``total_tokens`` and, with a target, ``total_percent``. A ``RemoteDataset`` may be the ``eval_dataset``,
     too. ``data_collator`` is for other datasets only: these batches are whole.
+
+    The training also ends where the data do: whole steps only, with a last checkpoint where ``save_strategy`` is
+    ``"steps"``.
 
     Raises ``ValueError`` for arguments that mean another way to read data (``dataloader_num_workers``,
     ``dispatch_batches``, ``split_batches``, ``auto_find_batch_size``), and where batch size or number of processes are
@@ -83,6 +89,7 @@ class TokenloomMixin(_Trainer):
         *positional: Any,
         target_tokens: int | None = None,
         token_lr: Callable[[Optimizer], TokenLRScheduler] | None = None,
+        progress: TokenProgress | None = None,
         **named: Any,
     ) -> None:
         if target_tokens is not None and target_tokens < 1:
@@ -94,10 +101,15 @@ class TokenloomMixin(_Trainer):
         self._max_steps_given = args.max_steps if args is not None and args.max_steps > _UNKNOWN_STEPS else None
         self._target_tokens = target_tokens
         self._token_lr = token_lr
-        #: Tokens and end of the batch in training, and the end of the last one that the weights have seen.
+        self._progress = progress
+        self._figures: dict[str, float] = {}
+        #: Of the batch in training.
         self._total_tokens: int | None = None
-        self._trained_index: int | None = None
+        #: Where the data of the last steps end, by Trainer's number of steps: callbacks save before an optimiser step
+        #: and behind it.
+        self._ends: dict[int, int] = {}
         self._resumed_step = 0
+        self._saved_step: int | None = None
         super().__init__(model, args, *positional, **named)
         # Data go on from their own state; Trainer would read all batches again to find its place.
         self.args.ignore_data_skip = True
@@ -116,23 +128,31 @@ class TokenloomMixin(_Trainer):
                 "this Trainer)"
             )
         iter(dataset)
-        layout = dataset._joined.opening.layout
-        if layout.shifted and self._loss_shifts_labels:
+        if dataset.labels == "shifted" and self._loss_shifts_labels:
             raise ValueError(
                 f"run {dataset._address.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
                 "so each would be predicted from one token too far: set labels: same in the mixture file"
             )
-        if layout.batch_size != self.args.train_batch_size:
+        accumulate = self.args.gradient_accumulation_steps
+        if dataset._accumulate not in (1, accumulate):
             raise ValueError(
-                f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for {max(1, self.args.n_gpu)} "
-                f"devices in this process), but the dataset gives batches of {layout.batch_size} samples: "
-                "pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for each device"
+                f"the dataset has accumulate={dataset._accumulate}, but gradient_accumulation_steps={accumulate}: make "
+                "them equal, or leave accumulate out"
             )
+        size: Any = dataset.batch_size  # or a schedule: pairs of total tokens and samples
+        if size is None or isinstance(size, int):
+            size = dataset._joined.opening.layout.batch_size
+            if size != self.args.train_batch_size:
+                raise ValueError(
+                    f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for "
+                    f"{max(1, self.args.n_gpu)} devices in this process), but the dataset gives batches of {size} "
+                    "samples: pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for "
+                    "each device"
+                )
         if self._target_tokens is not None:
-            step_tokens = layout.batch_size * layout.sequence_length * self.args.world_size
-            left = max(0, self._target_tokens - dataset.total_tokens)
-            steps = self._resumed_step + -(-left // (step_tokens * self.args.gradient_accumulation_steps))
+            steps = self._resumed_step + self._steps_left(size)
             self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
+        self._ends = {self._resumed_step: dataset.sample_index}
         return _loader(dataset, _whole)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -152,8 +172,10 @@ class TokenloomMixin(_Trainer):
             return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(batches) < num_batches:
-            # Trainer would neither step on some of its batches nor end by itself.
-            self.control.should_training_stop = True
+            # Trainer would neither step on some of its batches nor end by itself, nor save what it has.
+            self.control.should_training_stop = self.control.should_log = True
+            unsaved = self.state.global_step not in (self._resumed_step, self._saved_step)
+            self.control.should_save = unsaved and self.args.save_strategy == "steps"
             log.warning(
                 "the data of run %s ended: %s (%d of %d batches of a step were left)",
                 self._tokenloom_dataset._address.run, self._tokenloom_dataset.end_reason, len(batches), num_batches,
@@ -168,7 +190,10 @@ class TokenloomMixin(_Trainer):
             self.lr_scheduler.step()
         loss: torch.Tensor = super().training_step(model, _inputs(inputs), *rest, **named)
         if self.accelerator.sync_gradients:
-            self._trained_index = inputs["sample_index"]
+            step = self.state.global_step
+            self._ends = {step: self._ends[step], step + 1: inputs["sample_index"]}
+        if self._progress is not None:
+            self._progress.update(inputs, step=self.accelerator.sync_gradients, **self._figures)
         return loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -178,9 +203,11 @@ class TokenloomMixin(_Trainer):
             and "global_label_tokens" in batch_samples[0]
             and self.args.average_tokens_across_devices
             and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+            and self._counts_as_server
         ):
-            counted = _label_tokens(batch_samples)
-            return torch.tensor(counted, device=device)
+            # Of all of the step's batches already, where the dataset knows how many there are.
+            counted = batch_samples[:1] if self._tokenloom_dataset._accumulate > 1 else batch_samples
+            return torch.tensor(sum(batch["global_label_tokens"] for batch in counted), device=device)
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # Learning rate
@@ -200,7 +227,7 @@ class TokenloomMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         """As Trainer's; the data go on from the checkpoint, too. ``True`` takes the last whole one."""
-        self._total_tokens = self._trained_index = None
+        self._total_tokens = None
         self._resumed_step = 0
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -222,9 +249,11 @@ class TokenloomMixin(_Trainer):
             # Of an earlier attempt: as long as this is here, the checkpoint counts as whole.
             (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
             part = folder / f"{STATE_FILE}.part"
-            part.write_text(json.dumps(self._tokenloom_dataset.state_dict(at=self._trained_index)), encoding="utf-8")
+            state = self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
+            part.write_text(json.dumps(state), encoding="utf-8")
             part.replace(folder / STATE_FILE)
         super()._save_checkpoint(model, trial, *rest, **named)
+        self._saved_step = self.state.global_step
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -239,6 +268,8 @@ class TokenloomMixin(_Trainer):
             logs["total_tokens"] = self._total_tokens
             if self._target_tokens is not None:
                 logs["total_percent"] = round(100.0 * self._total_tokens / self._target_tokens, 2)
+        if "loss" in logs:
+            self._figures = {"loss": logs["loss"], "lr": logs["learning_rate"]}
         super().log(logs, *rest, **named)
 
     @property
@@ -247,6 +278,37 @@ class TokenloomMixin(_Trainer):
         if not isinstance(found, RemoteDataset):
             raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(found).__name__}")
         return found
+
+    def _steps_left(self, size: Any) -> int:
+        """Optimiser steps from here to the target."""
+        assert self._target_tokens is not None
+        dataset, accumulate = self._tokenloom_dataset, self.args.gradient_accumulation_steps
+        if isinstance(size, int):
+            step_tokens = size * dataset.sequence_length * dataset.world_size * accumulate
+            left: int = -(-max(0, self._target_tokens - dataset.total_tokens) // step_tokens)
+            return left
+        budget = TokenBudget(
+            context_length=dataset.sequence_length,
+            batch_size=size,
+            world_size=dataset.world_size,
+            accumulate=accumulate,
+            dataset_samples=-(-self._target_tokens // dataset.sequence_length),
+        )
+        return max(0, budget.target_steps - budget.steps(dataset.sample_index)[0])
+
+    @property
+    def _counts_as_server(self) -> bool:
+        """Whether the model's labels are those that the server counts: all, and where it shifts them, all but the first
+        of each sample."""
+        dataset = self._tokenloom_dataset
+        return not dataset._joined.opening.layout.rows and (dataset.labels == "shifted") != self._loss_shifts_labels
+
+    @property
+    def _share(self) -> float:
+        """How much of the training is over, whatever the steps were before a resume."""
+        if self._target_tokens is None:
+            return float(self.state.global_step / self.state.max_steps)
+        return min(1.0, self._tokenloom_dataset.total_tokens / self._target_tokens)
 
     @property
     def _is_over(self) -> bool:
@@ -322,11 +384,6 @@ def _whole(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return batch
 
 
-def _label_tokens(batches: list[Any]) -> int:
-    """Labels of an optimiser step's batches on all ranks."""
-    return sum(int(batch["global_label_tokens"]) for batch in batches)
-
-
 def _loader(dataset: RemoteDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
     # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it
     # was without a resume.
@@ -371,10 +428,19 @@ class _Flow(TrainerCallback):
     def __init__(self, trainer: TokenloomMixin) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if (progress := self._trainer._progress) is not None:
+            progress.load_state_dict({"global_step": state.global_step})
+            progress.start()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if (progress := self._trainer._progress) is not None:
+            progress.close()
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        state.epoch = state.global_step / state.max_steps
+        state.epoch = self._trainer._share
         if self._trainer._is_over and not control.should_training_stop:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy == "steps"

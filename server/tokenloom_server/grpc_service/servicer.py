@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -25,6 +25,7 @@ from tokenloom_server.losses import Report
 from tokenloom_server.opening import JoinCall
 from tokenloom_server.order import Order
 from tokenloom_server.peeking import PeekCall
+from tokenloom_server.pipeline import BatchPlan
 from tokenloom_server.run import Delivery, EndOfData
 from tokenloom_server.security import Access, Scope
 from tokenloom_server.service import Runs, ServedRun
@@ -75,6 +76,8 @@ class DataLoader:
                 state=request.state_json,
                 process=request.process,
                 takeover=request.takeover,
+                batch_sizes=tuple((size.total_tokens, size.batch_size) for size in request.batch_sizes),
+                accumulate=request.accumulate or 1,
                 fork=request.fork,
             )
             joined = served.opener.join(call)
@@ -89,6 +92,7 @@ class DataLoader:
                 group_steps=opening.group_steps,
                 batch_size=opening.batch_size,
                 skipped=opening.skipped,
+                plans=served.host.ramp(opening).plans,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -288,6 +292,10 @@ class DataLoader:
     def _peek_join(
         self, served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext
     ) -> wire.JoinResponse:
+        if request.batch_sizes:
+            raise JoinRefused(
+                "a peek has steps of one batch size, and a schedule was asked for: give batch_size a number"
+            )
         call = PeekCall(
             rank=request.rank,
             world_size=request.world_size,
@@ -449,6 +457,7 @@ def _join_response(
     group_steps: int,
     batch_size: int,
     skipped: int = 0,
+    plans: Sequence[BatchPlan] = (),
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
     course = host.course
@@ -469,6 +478,10 @@ def _join_response(
         skipped_samples=skipped,
         global_batch_size=order.config.global_batch_size or 0,
         batch_size=batch_size,
+        batch_plans=[
+            wire.BatchPlan(begin_index=plan.start_index, batch_size=plan.batch_size, group_steps=plan.group_steps)
+            for plan in (plans if len(plans) > 1 else ())
+        ],
         **_layout(order),
     )
 

@@ -41,6 +41,9 @@ class Opening:
     skipped: int = 0
     #: Canonical JSON about the run that this one was forked from; empty where it was not.
     parent_run: str = ""
+    #: How the batch size changes, and steps of an optimiser step, as JSON; empty where every step has ``batch_size``
+    #: and is one. ``batch_size`` and ``group_steps`` are those of the first step.
+    ramp: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

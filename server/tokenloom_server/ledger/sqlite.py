@@ -27,7 +27,7 @@ from tokenloom_server.ledger.sqlite_file import SqliteFile
 
 _OPENING = (
     "generation, parent, attempt, world_size, batch_size, group_steps, start_index, start_state, opened_at, skipped, "
-    "parent_run"
+    "parent_run, ramp"
 )
 _REVISION = "number, sample_index, made_at, author, reason, content"
 
@@ -186,7 +186,7 @@ class SqliteLedger:
                 (opening.generation, mark, run),
             )
             connection.execute(
-                f"INSERT INTO openings (run, {_OPENING}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO openings (run, {_OPENING}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     run,
                     opening.generation,
@@ -200,6 +200,7 @@ class SqliteLedger:
                     opening.opened_at,
                     opening.skipped,
                     opening.parent_run,
+                    opening.ramp,
                 ),
             )
             connection.execute("DELETE FROM slots WHERE run = ?", (run,))
@@ -467,7 +468,7 @@ def _put_journal(connection: sqlite3.Connection, run: int, generation: int, samp
     )
 
 
-def _opening(row: tuple[int, int, str, int, int, int, int, str, float, int, str]) -> Opening:
+def _opening(row: tuple[int, int, str, int, int, int, int, str, float, int, str, str]) -> Opening:
     return Opening(
         generation=row[0],
         parent=row[1],
@@ -480,6 +481,7 @@ def _opening(row: tuple[int, int, str, int, int, int, int, str, float, int, str]
         opened_at=row[8],
         skipped=row[9],
         parent_run=row[10],
+        ramp=row[11],
     )
 
 

@@ -17,7 +17,7 @@ from tokenloom_server.ledger.place import refuse_shared
 BUSY_TIMEOUT_S = 5.0
 
 #: The layout below. A change to it is a new number, with a migration.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 #: "TKLM": tells a ledger from other SQLite files.
 APPLICATION_ID = 0x544B4C4D
@@ -34,6 +34,9 @@ CREATE TABLE revisions (
     author TEXT NOT NULL, reason TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (run, number));
 ALTER TABLE openings ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE openings ADD COLUMN parent_run TEXT NOT NULL DEFAULT '';
+"""
+_RAMPS = """
+ALTER TABLE openings ADD COLUMN ramp TEXT NOT NULL DEFAULT '';
 """
 _SCHEMA = (
     """
@@ -65,9 +68,10 @@ CREATE TABLE snapshots (
 """
     + _LEASES
     + _REVISIONS
+    + _RAMPS
 )
 #: By the version that they lead to.
-_MIGRATIONS = {2: _LEASES, 3: _REVISIONS}
+_MIGRATIONS = {2: _LEASES, 3: _REVISIONS, 4: _RAMPS}
 
 
 class SqliteFile:

@@ -8,6 +8,7 @@ const LONGEST_WAIT_MS = 15000; // between two tries while the server is away
 const REQUEST_TIMEOUT_MS = 5000;
 const SNAPSHOT_TIMEOUT_MS = 120000; // going forward to a sample index may take a while
 const SNAPSHOTS_EVERY = 10; // polls
+const LOSSES_EVERY = 5; // polls
 const SNAPSHOTS_SHOWN = 10;
 const RANKS_SHOWN = 16; // beyond twice as many ranks, only those furthest behind
 
@@ -43,11 +44,27 @@ function lasting(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)}\u00a0h` : `${Math.round(seconds / 86400)}\u00a0days`;
 }
 
+const loss = (value) => (value === null ? dash : value.toPrecision(4));
+
 const ago = (seconds) => (seconds === null ? "never" : `${lasting(seconds)} ago`);
 
 // The end of the bars' scale: the least of these that holds every share.
 const SCALES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];
 const scaleFor = (greatest) => SCALES.find((end) => greatest <= end) ?? 1;
+
+// A curve in a box of 72 × 22: over sample indices, between the least and the greatest of its values.
+function points(indices, values) {
+  const known = values.map((value, at) => [indices[at], value]).filter(([, value]) => value !== null);
+  if (known.length < 2) return "";
+  const range = (all) => [Math.min(...all), Math.max(...all)];
+  const [[left, right], [low, high]] = [range(known.map(([x]) => x)), range(known.map(([, y]) => y))];
+  const place = ([x, y]) => {
+    const across = ((x - left) / (right - left)) * 72;
+    const down = high > low ? 2 + ((high - y) / (high - low)) * 18 : 11;
+    return `${across.toFixed(1)},${down.toFixed(1)}`;
+  };
+  return known.map(place).join(" ");
+}
 
 // Views: the parts of a template, by name
 
@@ -111,6 +128,8 @@ class RunView extends View {
     this.ranks = new Map();
     this.snapshots = new Map();
     this.refreshes = 0;
+    this.losses = null; // the curves, and the report that they end with
+    this.lossesOf = null;
     this.text("run", name);
     this.slot("plan").href = `${this.url}/plan.svg`;
     this.slot("snap").addEventListener("click", () => this.takeSnapshot());
@@ -118,7 +137,9 @@ class RunView extends View {
 
   async refresh(server) {
     try {
-      this.show(await ask(`${this.url}/stats`), server);
+      const stats = await ask(`${this.url}/stats`);
+      await this.refreshLosses(stats.reported);
+      this.show(stats, server);
       this.root.classList.remove("stale");
       if (this.refreshes++ % SNAPSHOTS_EVERY === 0) await this.refreshSnapshots();
     } catch (error) {
@@ -152,6 +173,7 @@ class RunView extends View {
 
     this.text("revision", revisionNote(stats));
     this.showMix(stats.sources);
+    this.showReported(stats.reported);
     this.showRanks(stats.ranks, stats.world_size * stats.batch_size);
     this.text("digest", stats.digest, `at sample ${grouped(stats.sample_index)}`);
     for (const fact of ["run_uid", "tokenizer"]) this.text(fact, stats[fact]);
@@ -193,6 +215,7 @@ class RunView extends View {
       for (const name of ["target_share", "actual_share", "window_share"]) {
         row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
       }
+      this.showLoss(row, source);
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
       if (source.padding_tokens || source.cut_documents) {
         const cut = source.cut_rate === null ? "" : `, ${percent(source.cut_rate)} of the rows cut`;
@@ -211,6 +234,37 @@ class RunView extends View {
       else if (source.remaining_samples === null) row.text("remaining", dash, "not known");
       else row.text("remaining", `≈\u00a0${compact(source.remaining_samples)}`, `about ${grouped(source.remaining_samples)}`);
     });
+  }
+
+  // The curves are asked for when there is more of them, and not with every poll.
+  async refreshLosses(reported) {
+    const last = reported === null ? null : reported.sample_index;
+    if (last === this.lossesOf || (last !== null && this.losses !== null && this.refreshes % LOSSES_EVERY !== 0)) return;
+    this.losses = last === null ? null : await ask(`${this.url}/losses`);
+    this.lossesOf = last;
+  }
+
+  showLoss(row, source) {
+    row.text("loss", loss(source.loss), source.loss === null ? "none was reported" : `smoothed; ${loss(source.last_loss)} in the last report`);
+    const curve = this.losses?.sources.find((each) => each.id === source.id);
+    const line = curve ? points(this.losses.sample_index, curve.losses) : "";
+    if (row.slot("line").getAttribute("points") !== line) row.slot("line").setAttribute("points", line);
+  }
+
+  showReported(reported) {
+    this.slot("mix-table").classList.toggle("with-losses", reported !== null);
+    if (reported === null) {
+      this.notice("reported", "");
+      return;
+    }
+    const parts = [`Losses of step ${grouped(reported.step)}, sample ${grouped(reported.sample_index)}, ${ago(reported.age_s)}`];
+    if (reported.loss !== null) parts.push(`${loss(reported.loss)} over all`);
+    if (reported.learning_rate !== null) parts.push(`learning rate ${reported.learning_rate.toExponential(2)}`);
+    this.notice("reported", parts.join("; "));
+    if (this.losses !== null) {
+      const since = new Date(this.losses.since * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+      this.text("reported", parts.join("; "), `This server knows what was reported since it took the run up, ${since}`);
+    }
   }
 
   showRanks(ranks, step) {

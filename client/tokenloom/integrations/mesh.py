@@ -1,0 +1,541 @@
+"""Model-parallel groups: one process of each joins the run, and hands each batch to its peers.
+
+The processes that hold parts of one replica of a model (tensor-, context- and pipeline-parallel) train on the same
+batch. One of them, the leader, is a rank of the run; the others get what it gets by one broadcast a step:
+
+    leader   RemoteDataset.next() → frame: [header | numbers and tensors, one after the other] ─┐
+    peers    ◀── broadcast (gloo, CPU) ─────────────────────────────────────────────────────────┘
+             tensors over the frame's memory; a History, so that each process can write the state
+
+A frame has the room that the last batch needed. What does not fit, or comes seldom (a layout, the state at a boundary,
+an end, an error), follows in a second broadcast, of which the header says how long it is. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from tokenloom_proto.resume import sources_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tokenloom.batch import IGNORED, Batch
+from tokenloom.connection import Source
+from tokenloom.dataset import RemoteDataset
+from tokenloom.errors import JoinRefused, named
+from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
+
+#: What a message is.
+MADE, OPENED, BATCH, END, ERROR = range(5)
+#: int64 numbers at a frame's begin: the kind, bytes of JSON and of a body that follow, sample index, total tokens, and
+#: two of the digest.
+HEADER = 8
+#: Peers wait so much longer than their leader may wait for the server, seconds.
+MARGIN_S = 60.0
+#: A batch's columns with a place for each token.
+SEQUENCES = ("input_ids", "labels", "position_ids", "document_ids", "attention_mask", "loss_mask")
+
+
+def mesh_dataset(
+    url: str, mesh: DeviceMesh, batch_size: int | None = None, *, dp: str | Sequence[str] = "dp", **options: Any
+) -> GroupDataset:
+    """The dataset of this process of a mesh; to be called on all processes of the mesh, at the same time.
+
+    ``dp`` names the dimensions that are data parallel, in the order in which they count: of HSDP
+    ``("replicate", "shard")``. Along all others processes get the same batch. ``batch_size`` is that of a data-parallel
+    rank, and ``options`` are those of ``RemoteDataset``.
+
+    Raises ``ValueError`` where the mesh has no such dimension, or is not of all processes.
+    """
+    names = mesh.mesh_dim_names or ()
+    wanted = (dp,) if isinstance(dp, str) else tuple(dp)
+    absent = [name for name in wanted if name not in names]
+    if absent or not wanted or len(set(wanted)) < len(wanted):
+        raise ValueError(f"dp={dp!r} must name dimensions of the mesh, each once; it has {names}")
+    if mesh.mesh.numel() != dist.get_world_size():
+        raise ValueError(
+            f"the mesh has {mesh.mesh.numel()} processes and the job {dist.get_world_size()}: give the mesh of all of "
+            "them, not a part such as mesh['dp'], in which a process does not see the peers that train on its batch"
+        )
+    place = mesh.get_coordinate()
+    assert place is not None, "a mesh of all processes has this one"
+    dims = [names.index(name) for name in wanted]
+    sizes = [mesh.size(dim) for dim in dims]
+    # Row by row, as processes of the mesh are counted.
+    rank = int(np.ravel_multi_index([place[dim] for dim in dims], sizes)) if dims else 0
+    peers = mesh.mesh[tuple(place[dim] if dim in dims else slice(None) for dim in range(len(place)))]
+    return GroupDataset(
+        url, batch_size, rank=rank, world_size=int(np.prod(sizes)), peers=peers.flatten().tolist(), **options
+    )
+
+
+def peers_of(rank: int) -> list[int]:
+    """The processes of the job that have the same data-parallel rank as this one; where there is no mesh to ask. To be
+    called on all processes, at the same time."""
+    group = dist.new_group(backend="gloo")
+    ranks = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, torch.tensor([rank]), group=group)
+    dist.destroy_process_group(group)
+    return [process for process, other in enumerate(ranks) if int(other) == rank]
+
+
+class GroupDataset(IterableDataset[Batch]):
+    """A rank's batches on each process of its model-parallel group.
+
+    ``rank`` and ``world_size`` are data parallel; ``peers`` are the group's processes by their global ranks, the same
+    on each of them and this one among them: the first leads, and is the one that joins. Other arguments are those of
+    ``RemoteDataset``.
+
+    Making it, ``iter()`` and ``next()`` are to be called by all processes of the group, as collectives are. A batch is
+    the same on all, with its tensors on the CPU. So is the state: ``state_dict()`` waits for nobody, so any process may
+    save. Where the leader's call raises, it raises on each peer, too: an error of Tokenloom's as it is, any other as a
+    ``RuntimeError`` that names it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        batch_size: int | None = None,
+        *,
+        rank: int,
+        world_size: int,
+        peers: Sequence[int],
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for name in ("process_group", "peek"):
+            if options.get(name):
+                raise ValueError(f"{name} is not for a model-parallel group, whose place says which rank it is")
+        self._rank = rank
+        self._world_size = world_size
+        self._line = _Line.open(peers, _patience_s(options))
+        self._dataset: RemoteDataset | None = None
+        self._batches: Iterator[Batch] | None = None
+        self._given = False
+        self._history: History | None = None
+        self._opening: dict[str, Any] = {}
+        self._layout: dict[str, Any] = {}
+        self._told: Base | None = None
+        self._end: StopIteration | Exception | None = None
+        self._closed = False
+        if self.leads:
+            try:
+                self._dataset = RemoteDataset(url, batch_size, rank=rank, world_size=world_size, **options)
+            except Exception as error:
+                self._line.send_error(error)
+                raise
+            standing = self._dataset.state_dict()
+            self._line.send(MADE, standing)
+        else:
+            standing = self._line.receive(MADE).document
+        #: Where the trainer stands as long as it has not joined.
+        self._standing = Loaded.read(standing)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one of its group that is a rank of the run."""
+        return self._line.leads
+
+    # Batches
+
+    def __iter__(self) -> GroupDataset:
+        """Joins the run if that was not done, and goes on after the last batch yielded."""
+        if get_worker_info() is not None:
+            raise RuntimeError("batches are broadcast among the trainers' processes: use no DataLoader worker")
+        if self._history is None and self._end is None:
+            try:
+                self._open()
+            except Exception as error:
+                self._end = error
+                raise
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise RuntimeError("this dataset is closed: make a new one to go on")
+        if self._end is not None:
+            raise self._end  # was told once; the peers are not asked again
+        if self._history is None:
+            raise RuntimeError("call iter() on the dataset first, which joins the run")
+        try:
+            return self._take(self._history) if self._batches else self._receive(self._history)
+        except (StopIteration, Exception) as error:
+            self._end = error
+            raise
+
+    def _open(self) -> None:
+        if self._dataset is None:
+            self._opening = self._line.receive(OPENED).document
+            given, (index, tokens, digest, base) = self._opening["given"], self._opening["start"]
+            if self._given and self._standing.text != given:
+                raise JoinRefused(
+                    f"this process (global rank {dist.get_rank()}) loaded another state than the leader of its "
+                    f"model-parallel group (global rank {self._line.leader}): all of them load one checkpoint"
+                )
+            self._told = _base(base)
+            loaded = Loaded.read({KEY: given}) if self._opening["own"] else None
+            assert not isinstance(loaded, Older)
+            self._history = History(
+                self._opening["template"].encode(), Point(index, tokens, digest, self._told), loaded
+            )
+            return
+        try:
+            self._batches = iter(self._dataset)
+            history = self._dataset.history
+            start = history.last
+            self._opening = {
+                "given": self._standing.text,
+                "own": history.loaded is not None and start is history.start,
+                "template": history.template.decode(),
+                "start": [*start[:3], _told(start.base)],
+                "generation": self._dataset.generation,
+                "sequence_length": self._dataset.sequence_length,
+                "labels": self._dataset.labels,
+                "sources": [[source.id, source.spec, source.alias] for source in self._dataset.sources],
+            }
+        except Exception as error:
+            self._line.send_error(error)
+            raise
+        self._line.send(OPENED, self._opening)
+        self._told, self._history = start.base, history
+
+    def _take(self, history: History) -> Batch:
+        """The leader's next batch, which it tells its peers."""
+        assert self._batches is not None and self._dataset is not None
+        try:
+            batch = next(self._batches)
+            layout = _layout(batch)
+        except StopIteration:
+            self._line.send(END, {"reason": self._dataset.end_reason})
+            raise
+        except Exception as error:
+            self._line.send_error(error)
+            raise
+        point = history.last
+        document: dict[str, Any] = {}
+        if layout != self._layout:
+            self._layout = document["layout"] = layout
+        if point.base is not self._told:
+            self._told, document["base"] = point.base, _told(point.base)
+        self._line.send(BATCH, document, point, batch, layout)
+        return batch
+
+    def _receive(self, history: History) -> Batch:
+        message = self._line.receive(BATCH, END)
+        if message.kind == END:
+            self._opening["end_reason"] = message.document["reason"]
+            raise StopIteration
+        self._layout = message.document.get("layout", self._layout)
+        if "base" in message.document:
+            self._told = _base(message.document["base"])
+        assert self._told is not None
+        batch = _batch(message.body, self._layout)
+        history.append(Point(*message.place, self._told))
+        return batch
+
+    # State
+
+    def state_dict(self, at: int | None = None) -> dict[str, str]:
+        """The state after the last batch yielded, or after that which ended at sample index ``at``; equal on every
+        process of every group."""
+        if self._history is not None:
+            return {KEY: self._history.text(at)}
+        if at is not None and at != self._standing.sample_index:
+            raise ValueError(f"there is no state at sample index {at}: no batch was yielded yet")
+        return {KEY: self._standing.text}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keeps a state for the first ``iter()``; on every process the same."""
+        if self._history is not None or self._closed:
+            raise RuntimeError(
+                "load_state_dict comes before the first iter(), which joins the run at that state; "
+                "to go back, close() this dataset and make a new one"
+            )
+        self._standing, self._given = Loaded.read(state), True
+        if self._dataset is not None:
+            self._dataset.load_state_dict(state)
+
+    @property
+    def sample_index(self) -> int:
+        """End of the last batch yielded, in the run's one global order."""
+        return self._place.sample_index
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run up to there, over all ranks and restarts."""
+        return self._place.total_tokens
+
+    @property
+    def digest(self) -> str:
+        """Rolling digest of all samples up to there."""
+        return self._place.digest
+
+    @property
+    def _place(self) -> Point | Loaded | Older:
+        return self._history.last if self._history is not None else self._standing
+
+    # The run
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank of this process's group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self._world_size
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        return int(self._known("sequence_length"))
+
+    @property
+    def labels(self) -> str:
+        """``"same"``: labels are the input ids; ``"shifted"``: they are the ids one further."""
+        return str(self._known("labels"))
+
+    @property
+    def sources(self) -> list[Source]:
+        """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds."""
+        known = {number: Source(number, spec, alias) for number, spec, alias in self._known("sources")}
+        assert self._history is not None
+        found = sources_of(self._history.last.base.resume_state)
+        known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
+        return [known[number] for number in sorted(known)]
+
+    @property
+    def generation(self) -> int:
+        """The run's fencing number, made by this attempt."""
+        return int(self._known("generation"))
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the data ended; None while it has not."""
+        return self._dataset.end_reason if self._dataset is not None else self._opening.get("end_reason")
+
+    def _known(self, name: str) -> Any:
+        if not self._opening:
+            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
+        return self._opening[name]
+
+    def report(self, losses: Mapping[int, tuple[float, int]], **place: Any) -> None:
+        """As ``RemoteDataset``'s, for all processes of a group to call, or its leader alone: it is sent once."""
+        if self._dataset is not None:
+            self._dataset.report(losses, **place)
+
+    def close(self) -> None:
+        """Ends the leader's stream; waits for no peer. The state stays readable."""
+        self._closed = True
+        if self._dataset is not None:
+            self._dataset.close()
+
+    def __enter__(self) -> GroupDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balanced: bool = False) -> Batch:
+    """What of a batch is a context-parallel rank's: [B, L / size] of each column that has a place for each token.
+
+    Contiguous, or ``load_balanced`` as torch's ``context_parallel`` has it: of 2 × ``size`` parts the one at ``rank``
+    and the one as far from the end, so that under a causal mask all ranks have as much to do.
+
+    A label belongs to the logits at its place, since the id that it is may lie in another rank's slice. So labels that
+    equal the ids (``labels="same"``; ``dataset.labels`` says which they are) are shifted, with −100 at each sample's
+    end, and ``loss_mask`` with them. There are always ``position_ids``: the dataset's, which begin anew
+    with each document, or else the place in the sample. ``cu_seqlens`` stays that of the whole batch.
+
+    Raises ``ValueError`` where L cannot be cut so.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not one of {size}: ranks count from 0")
+    length = batch["input_ids"].shape[1]
+    count = 2 * size if load_balanced else size
+    if length % count:
+        raise ValueError(f"samples of {length} tokens cannot be cut into {count} equal parts")
+    whole: dict[str, Any] = dict(batch)
+    whole.setdefault("position_ids", torch.arange(length).expand_as(batch["input_ids"]))
+    if labels not in ("same", "shifted"):
+        raise ValueError(f'labels must be "same" or "shifted", as dataset.labels says; got {labels!r}')
+    if labels == "same":
+        for name, last in (("labels", IGNORED), ("loss_mask", 0)):
+            if name in whole:
+                whole[name] = torch.nn.functional.pad(whole[name][:, 1:], (0, 1), value=last)
+    width = length // count
+    parts = [rank, count - 1 - rank] if load_balanced else [rank]
+    for name in SEQUENCES:
+        if name in whole:
+            whole[name] = torch.cat([whole[name][:, part * width : (part + 1) * width] for part in parts], dim=1)
+    return cast("Batch", whole)
+
+
+class _Message(NamedTuple):
+    kind: int
+    place: tuple[int, int, str]
+    document: dict[str, Any]
+    body: NDArray[np.uint8]
+
+
+class _Line:
+    """The broadcasts of a group, in the order in which all its processes make them."""
+
+    def __init__(self, group: dist.ProcessGroup | None, leader: int) -> None:
+        """``group``: None where the leader has no peers."""
+        self._group = group
+        self.leader = leader
+        self.leads = dist.get_rank() == leader
+        # Bytes of a body that a frame has room for.
+        self._room = 0
+
+    @classmethod
+    def open(cls, peers: Sequence[int], timeout_s: float) -> _Line:
+        """On all processes of a group at the same time."""
+        if dist.get_rank() not in peers:
+            raise ValueError(f"this process (global rank {dist.get_rank()}) is none of the peers {list(peers)}")
+        group = None
+        if len(peers) > 1:
+            # Of its own, on the CPU, so that its order is nobody else's business. Known to its members only: a job
+            # may have thousands of such groups.
+            group = dist.new_group(
+                list(peers), timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+            )
+        return cls(group, peers[0])
+
+    def send_error(self, error: Exception) -> None:
+        """Tells the peers what this process raises."""
+        self.send(ERROR, {"name": type(error).__name__, "message": str(error)})
+
+    def send(
+        self,
+        kind: int,
+        document: Mapping[str, Any] | None = None,
+        point: Point | None = None,
+        batch: Batch | None = None,
+        layout: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tells the peers, with a batch whose layout they know or find in the document."""
+        if self._group is None:
+            return
+        text = json.dumps(document).encode() if document else b""
+        size = layout["bytes"] if layout else 0
+        fits = not size or size == self._room
+        frame = np.zeros(8 * HEADER + self._room, np.uint8)
+        numbers = frame[: 8 * HEADER].view(np.int64)
+        numbers[:3] = kind, len(text), 0 if fits else size
+        if point is not None:
+            numbers[3:5] = point.sample_index, point.total_tokens
+            numbers[5:7] = np.frombuffer(bytes.fromhex(point.digest), np.int64)
+        rest = np.empty(len(text) + (0 if fits else size), np.uint8)
+        rest[: len(text)] = np.frombuffer(text, np.uint8)
+        if batch is not None and layout is not None:
+            _write(batch, layout, frame[8 * HEADER :] if fits else rest[len(text) :])
+        self._broadcast(frame)
+        if len(rest):
+            self._broadcast(rest)
+        if not fits:
+            self._room = size
+
+    def receive(self, *kinds: int) -> _Message:
+        """What the leader tells; raises the error that it tells of."""
+        frame = np.empty(8 * HEADER + self._room, np.uint8)
+        self._broadcast(frame)
+        kind, text_bytes, size, *place = frame[: 8 * HEADER].view(np.int64)[:5].tolist()
+        rest = np.empty(text_bytes + size, np.uint8)
+        if len(rest):
+            self._broadcast(rest)
+        document = json.loads(rest[:text_bytes].tobytes()) if text_bytes else {}
+        body = frame[8 * HEADER :]
+        if size:
+            self._room = size
+            body = rest[text_bytes:].copy()  # to begin where numbers may
+        if kind == ERROR:
+            raise self._error(document)
+        assert kind in kinds, f"the leader tells {kind} where {kinds} was expected"
+        digest = frame[40:56].tobytes().hex()
+        return _Message(kind, (place[0], place[1], digest), document, body)
+
+    def _broadcast(self, data: NDArray[np.uint8]) -> None:
+        dist.broadcast(torch.from_numpy(data), src=self.leader, group=self._group)
+
+    def _error(self, document: Mapping[str, str]) -> Exception:
+        name, message = document["name"], document["message"]
+        error = named(name, f"{message} (met by global rank {self.leader}, which leads this model-parallel group)")
+        return error if type(error).__name__ == name else RuntimeError(str(error))
+
+
+def _layout(batch: Batch) -> dict[str, Any]:
+    """How a batch lies in a body: its whole numbers, then its tensors, each from a multiple of 8 on."""
+    numbers = [name for name, value in batch.items() if type(value) is int]
+    tensors = [
+        [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    values = {
+        name: value for name, value in batch.items() if type(value) is not int and not isinstance(value, torch.Tensor)
+    }
+    for name, value in values.items():
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, str | None):
+                raise TypeError(
+                    f"column {name!r} has a {type(item).__name__}, which is not handed on to a model-parallel peer: "
+                    "leave it out of batching.columns"
+                )
+    size = 8 * len(numbers)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            size += _padded(value.numel() * value.itemsize)
+    return {"numbers": numbers, "tensors": tensors, "values": values, "bytes": size}
+
+
+def _write(batch: Batch, layout: Mapping[str, Any], body: NDArray[np.uint8]) -> None:
+    columns = cast("dict[str, Any]", batch)
+    at = 8 * len(layout["numbers"])
+    body[:at].view(np.int64)[:] = [columns[name] for name in layout["numbers"]]
+    for name, *_ in layout["tensors"]:
+        flat = columns[name].detach().reshape(-1).view(torch.uint8)
+        torch.from_numpy(body[at : at + len(flat)]).copy_(flat)
+        at += _padded(len(flat))
+
+
+def _batch(body: NDArray[np.uint8], layout: Mapping[str, Any]) -> Batch:
+    """Tensors over the body's memory. None is a view of another, as autograd sees it."""
+    numbers = layout["numbers"]
+    at = 8 * len(numbers)
+    batch: dict[str, Any] = dict(zip(numbers, body[:at].view(np.int64).tolist(), strict=True))
+    for name, dtype, shape in layout["tensors"]:
+        kind = getattr(torch, dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        batch[name] = torch.from_numpy(body[at : at + size]).view(kind).reshape(shape)
+        at += _padded(size)
+    return cast("Batch", batch | layout["values"])
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _told(base: Base) -> list[Any]:
+    return [base.sample_index, base.resume_state.decode()]
+
+
+def _base(told: Sequence[Any]) -> Base:
+    return Base(told[0], told[1].encode())
+
+
+def _patience_s(options: Mapping[str, Any]) -> float:
+    """How long a peer waits for its leader: as long as that may wait for the server, by RemoteDataset's defaults."""
+    defaults = RemoteDataset.__init__.__kwdefaults__ or {}
+    names = ("connect_timeout_s", "reconnect_timeout_s", "batch_timeout_s")
+    return float(sum(options.get(name, defaults[name]) for name in names)) + MARGIN_S

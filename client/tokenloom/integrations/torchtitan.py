@@ -1,0 +1,126 @@
+"""A data loader for torchtitan's trainer: its ``BaseDataLoader`` in all but the base class, which needs no torchtitan.
+
+torchtitan makes a loader on every process, tells it its data-parallel rank only, takes pairs of inputs and labels from
+it, and gives it to its checkpointer, which asks for ``state_dict()`` behind a step and writes it in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.batch import Batch
+from tokenloom.integrations.mesh import GroupDataset, peers_of
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenloomConfig:
+    """What a job's config says of the loader; the base of its ``Config``."""
+
+    url: str
+    """``grpc://host:port/run``"""
+
+    positions: bool = True
+    """Give ``positions`` beside ``input``: counted from 0 in each document. Without, for models that take none."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``RemoteDataset``, such as ``{"takeover": True}``."""
+
+
+class TokenloomDataLoader:
+    """A data-parallel rank's batches as ``({"input": ids, "positions": …}, labels)``, int64, on each of its processes.
+
+    Made with ``max_context_length`` and ``num_tokens_per_batch``, as torchtitan does since August 2026, all of a batch
+    lies in one row: [num_tokens_per_batch]. Made with ``seq_len`` and ``local_batch_size``, as before that, tensors are
+    [B, L].
+
+    The mixture file says ``labels: shifted``: torchtitan compares the logits at a place with the label there. Its
+    ``sequence_length`` is the job's context length.
+
+    ``state_dict()`` is equal on all processes and has one key, so a checkpoint holds it once, whatever the number of
+    data-parallel ranks, and any other number goes on from it.
+
+    To be made by all processes of the job at the same time. Raises ``ValueError`` for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        config: TokenloomConfig,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        max_context_length: int | None = None,
+        num_tokens_per_batch: int | None = None,
+        seq_len: int | None = None,
+        local_batch_size: int | None = None,
+        **_: Any,
+    ) -> None:
+        self._flat = num_tokens_per_batch is not None
+        if max_context_length is not None and num_tokens_per_batch is not None:
+            self._length = max_context_length
+            size, rest = divmod(num_tokens_per_batch, max_context_length)
+            if rest or not size:
+                raise ValueError(
+                    f"num_tokens_per_batch={num_tokens_per_batch} must be a multiple of "
+                    f"max_context_length={max_context_length}, as each sample of the run has so many tokens"
+                )
+        elif seq_len is not None and local_batch_size is not None:
+            self._length, size = seq_len, local_batch_size
+        else:
+            raise ValueError("give max_context_length and num_tokens_per_batch, or seq_len and local_batch_size")
+        self._positions = config.positions
+        self._url = config.url
+        one_each = not dist.is_initialized() or dp_world_size == dist.get_world_size()
+        self._dataset = GroupDataset(
+            config.url,
+            size,
+            rank=dp_rank,
+            world_size=dp_world_size,
+            peers=[dist.get_rank() if dist.is_initialized() else 0] if one_each else peers_of(dp_rank),
+            position_ids=config.positions,
+            **config.options,
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Joins the run if that was not done, and goes on after the last batch yielded."""
+        batches = iter(self._dataset)
+        if self._dataset.labels != "shifted":
+            raise ValueError(
+                f"{self._url} gives labels that equal the ids, and torchtitan compares the logits at a place with the "
+                "label there: say `labels: shifted` in the mixture file"
+            )
+        if self._dataset.sequence_length != self._length:
+            raise ValueError(
+                f"{self._url} gives samples of {self._dataset.sequence_length} tokens (sequence_length), and the job's "
+                f"context length is {self._length}: they must be equal"
+            )
+        return map(self._pair, batches)
+
+    def _pair(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs = {"input": batch["input_ids"]}
+        if self._positions:
+            inputs["positions"] = batch["position_ids"]
+        if self._flat:
+            return {name: column.flatten() for name, column in inputs.items()}, batch["labels"].flatten()
+        return inputs, batch["labels"]
+
+    def state_dict(self) -> dict[str, str]:
+        """The state after the last batch yielded; before the first one, too, as the checkpointer asks then."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keeps a state for the first ``iter()``. Raises ``SnapshotInvalid``, also for the state of another loader."""
+        self._dataset.load_state_dict(state)
+
+    @property
+    def dataset(self) -> GroupDataset:
+        """Where the batches come from: ``sample_index``, ``total_tokens``, ``digest``, …"""
+        return self._dataset
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._dataset.close()

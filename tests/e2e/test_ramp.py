@@ -1,0 +1,130 @@
+"""A batch size that follows the run's tokens: one sequence of samples, whatever steps it comes in."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from conftest import LENGTH, Corpus
+from support.server_process import ServerProcess
+from support.trainer import Receipt, Sample, World, rolling_digest
+from tokenloom import RemoteDataset
+from tokenloom.errors import JoinRefused
+
+#: By samples: 2 at first, 5 from sample 13 on, 1 from 60 on.
+RAMP = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
+RUNS = ("ramp", "accumulated", "refused")
+
+
+@pytest.fixture(scope="module")
+def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path_factory.mktemp("ramp"), *(corpus.mixture(run) for run in RUNS)).start()
+    yield server
+    server.kill()
+
+
+def size_at(sample_index: int) -> int:
+    """What the ramp says, of this many samples."""
+    return [size for tokens, size in RAMP if tokens <= sample_index * LENGTH][-1]
+
+
+def sizes_of(begin: int, world_size: int, total: int, accumulate: int = 1) -> list[int]:
+    """The batch size of each whole step of a launch that begins at a sample index."""
+    sizes: list[int] = []
+    at, size = begin, 0
+    while True:
+        if len(sizes) % accumulate == 0:
+            size = size_at(at)
+        at += size * world_size
+        if at > total:
+            return sizes
+        sizes.append(size)
+
+
+def step_of(world: World) -> int | None:
+    """Takes a step; its batch size, on every rank. None at the end of the data."""
+    begin = world.sample_index
+    batches = world.step()
+    if batches is None:
+        return None
+    (size,) = {len(batch["input_ids"]) for batch in batches}
+    end = begin + size * len(batches)
+    assert {(batch["sample_index"], batch["total_tokens"]) for batch in batches} == {(end, end * LENGTH)}
+    return size
+
+
+def told(server: ServerProcess, path: str) -> dict[str, Any]:
+    """What the server says over REST of the run that accumulates."""
+    answer = httpx.get(f"{server.rest_url}/v1/runs/accumulated/{path}", trust_env=False, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_resume_at_every_step_of_a_ramp_goes_on_with_the_size_that_it_would_have_had(
+    server: ServerProcess, sequence: list[Sample]
+) -> None:
+    received, sizes = Receipt(), []
+    state: dict[str, str] | None = None
+    for launch in range(14):
+        # One or two steps, then another number of ranks.
+        world_size, steps = (1, 2, 3, 4)[launch % 4], 1 + launch % 3 // 2
+        with World(server.url("ramp"), world_size, RAMP, state=state, takeover=True) as world:
+            found = [step_of(world.join()) for _ in range(steps)]
+            assert found == sizes_of(len(received.samples), world_size, 10**6)[:steps]
+            sizes += found
+            received.samples.update(world.receipt.samples)
+            state = world.state()
+        assert len(received.samples) == world.sample_index, "a sample came twice, or is missing"
+        assert world.digest == rolling_digest(received.sequence())
+    assert received.sequence() == sequence[: len(received.samples)]
+    assert set(sizes) == {2, 5, 1}
+
+
+def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in_the_middle(
+    server: ServerProcess, sequence: list[Sample]
+) -> None:
+    world_size, accumulate = 2, 3
+    sizes: list[int] = []
+    with World(server.url("accumulated"), world_size, RAMP, accumulate=accumulate) as world:
+        while (size := step_of(world.join())) is not None:
+            sizes.append(size)
+            if len(sizes) in (4, 5, 10):
+                server.kill()
+                server.start()
+    assert sizes == sizes_of(0, world_size, len(sequence), accumulate)
+    assert [sizes[at] for at in (5, 6, 11, 12)] == [2, 5, 5, 1]
+    assert world.receipt.sequence() == sequence[: world.sample_index]
+    report = told(server, "report")
+    (launched,) = report["generations"]
+    assert (launched["batch_size"], launched["accumulate"]) == (2, accumulate)
+    assert launched["batch_sizes"] == [{"sample_index": 24, "batch_size": 5}, {"sample_index": 84, "batch_size": 1}]
+    assert told(server, "stats")["batch_size"] == 1
+    # Which samples a step had, and which step a sample was of.
+    step = told(server, "steps/6")
+    assert (step["batch_size"], step["begin"], step["end"]) == (5, 24, 34)
+    for rank in step["ranks"]:
+        places = [told(server, f"samples/{sample['sample']}") for sample in rank["samples"]]
+        assert [(at["step"], at["rank"], at["place"]) for at in places] == [(6, rank["rank"], i) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"batch_size": [(0, 2), (999, 4)]}, "has batch size 2, 4 from 999 total tokens on, .* 2, 4 from 500"),
+        ({"batch_size": 2}, "has batch size 2, but rank 0 .* with 2, 4 from 500 total tokens on"),
+        ({"batch_size": [(0, 2), (500, 4)], "accumulate": 2}, "has accumulate 2, but rank 0 .* opened it with 1"),
+    ],
+)  # fmt: skip
+def test_all_ranks_must_agree_on_the_plan(server: ServerProcess, asked: dict[str, Any], message: str) -> None:
+    attempt = uuid.uuid4().hex
+    launch = {"world_size": 2, "attempt": attempt, "takeover": True, "resume": "fresh"}
+    first = RemoteDataset(server.url("refused"), [(0, 2), (500, 4)], rank=0, **launch)
+    other = RemoteDataset(server.url("refused"), rank=1, **launch, **asked)
+    with first, other:
+        iter(first)
+        with pytest.raises(JoinRefused, match=message):
+            iter(other)

@@ -1,0 +1,165 @@
+"""Which steps a generation has, against a loop that takes one step after the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from tokenloom_server.errors import JoinRefused
+from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.ramp import MAX_ACCUMULATE, MAX_SIZES, BatchSchedule, Ramp
+from tokenloom_server.state import MAX_COUNTER
+
+WORLD_SIZE = 3
+
+
+class Drawn(NamedTuple):
+    """A ramp, and what it was laid from."""
+
+    ramp: Ramp
+    schedule: BatchSchedule
+    start_index: int
+    start_tokens: int
+    sample_tokens: int
+
+
+def group_steps(batch_size: int) -> int:
+    return 1 + 7 * batch_size % 5
+
+
+def drawn(seed: int) -> Drawn:
+    rng = random.Random(seed)
+    sizes = [(0, rng.randint(1, 6))]
+    for _ in range(rng.randint(0, 6)):
+        sizes.append((sizes[-1][0] + rng.choice([1, rng.randint(1, 200), rng.randint(1, 2000)]), rng.randint(1, 6)))
+    schedule = BatchSchedule(tuple(sizes), rng.choice([1, 1, 2, 5]))
+    start_index, sample_tokens = rng.choice([0, 17, 400]), rng.choice([1, 8])
+    # What restores and other phases did before makes tokens and samples differ.
+    start_tokens = start_index * sample_tokens + rng.choice([0, 0, 3, 900])
+    ramp = Ramp.lay(
+        schedule,
+        start_index=start_index,
+        start_tokens=start_tokens,
+        sample_tokens=sample_tokens,
+        world_size=WORLD_SIZE,
+        group_steps=group_steps,
+    )
+    return Drawn(ramp, schedule, start_index, start_tokens, sample_tokens)
+
+
+def steps_of(found: Drawn) -> Iterator[tuple[int, int, int]]:
+    """(begin, batch size, begin of its group) of each step, as the words of ``BatchSchedule`` have it."""
+    index, size, step, group, in_group = found.start_index, 0, 0, found.start_index, 0
+    while True:
+        if step % found.schedule.accumulate == 0:
+            tokens = found.start_tokens + (index - found.start_index) * found.sample_tokens
+            now = [size for begin, size in found.schedule.sizes if begin <= tokens][-1]
+            if now != size or in_group == group_steps(size):
+                group, in_group = index, 0
+            size = now
+        elif in_group == group_steps(size):
+            group, in_group = index, 0
+        yield index, size, group
+        index += size * WORLD_SIZE
+        step += 1
+        in_group += 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_ramp_has_the_steps_that_a_loop_takes(seed: int) -> None:
+    found = drawn(seed)
+    ramp = found.ramp
+    groups = -1
+    last = None
+    for step, (begin, size, group) in zip(range(1200), steps_of(found), strict=False):
+        plan = ramp.at_step(step)
+        end = begin + size * WORLD_SIZE
+        assert (plan.batch_size, plan.group_steps, ramp.index_of(step)) == (size, group_steps(size), begin)
+        assert ramp.at_index(begin) is ramp.at_index(end - 1) is plan
+        assert ramp.steps_until(begin) == (step, 0)
+        assert ramp.steps_until(end - 1) == (step, size * WORLD_SIZE - 1)
+        groups += group != last
+        last = group
+        assert plan.group_number(step) == groups
+        assert ramp.index_of(ramp.group_begin(step)) == group
+        assert ramp.boundary(begin + 1) == ramp.boundary(end) == group
+        assert ramp.group_begin(plan.group_end(step)) == plan.group_end(step) > step
+        assert ramp.boundary_behind(begin) == ramp.index_of(plan.group_end(step))
+    assert ramp.boundary(ramp.start_index) == ramp.start_index
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_ramp_that_is_laid_from_the_middle_goes_on_with_the_same_steps(seed: int) -> None:
+    found = drawn(seed)
+    rng = random.Random(seed)
+    for step in (rng.randint(0, 80) * found.schedule.accumulate for _ in range(10)):
+        index = found.ramp.index_of(step)
+        tokens = found.start_tokens + (index - found.start_index) * found.sample_tokens
+        rest = Ramp.lay(
+            found.schedule,
+            start_index=index,
+            start_tokens=tokens,
+            sample_tokens=found.sample_tokens,
+            world_size=WORLD_SIZE,
+            group_steps=group_steps,
+        )
+        assert [rest.index_of(i) for i in range(400)] == [found.ramp.index_of(step + i) for i in range(400)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_ledger_keeps_all_of_it(seed: int) -> None:
+    ramp = drawn(seed).ramp
+    first = BatchPlan(
+        start_index=ramp.start_index,
+        world_size=WORLD_SIZE,
+        batch_size=ramp.plans[0].batch_size,
+        group_steps=ramp.plans[0].group_steps,
+    )
+    again = Ramp.read(ramp.text, first)
+    assert (again.plans, again.schedule) == (ramp.plans, ramp.schedule)
+
+
+def test_a_ledger_of_before_has_a_constant_size() -> None:
+    first = BatchPlan(start_index=6, world_size=2, batch_size=3, group_steps=4)
+    assert Ramp.constant(first).text == ""
+    assert Ramp.read("", first).plans == (first,)
+
+
+def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
+    ramp = Ramp.constant(BatchPlan(start_index=100, world_size=2, batch_size=3, group_steps=4))
+    assert [ramp.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
+        *(100, 100, 100, 100, 100, 124, 124, 148),
+    ]
+
+
+def test_thresholds_far_away_cost_nothing() -> None:
+    """Where the size changes is worked out, and not gone to."""
+    schedule = BatchSchedule(((0, 1), (10**15, 2), (MAX_COUNTER, 3)))
+    ramp = Ramp.lay(
+        schedule, start_index=0, start_tokens=0, sample_tokens=2048, world_size=1, group_steps=lambda size: 64
+    )
+    assert ramp.plans[0].behind == -(-(10**15) // 2048)
+    assert ramp.at_step(2**60).batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulate", "message"),
+    [
+        (((0, 4),), 0, f"accumulate is 0; expected 1 to {MAX_ACCUMULATE} steps"),
+        (((5, 4),), 1, "begins at 5 total tokens; expected 0"),
+        (((0, 4), (9, 0)), 1, "batch size is 0; expected 1 to 1048576 samples per rank"),
+        (((0, 4), (9, 8), (9, 16)), 1, "has 9 total tokens behind 9; expected them to ascend"),
+        (((0, 4), (2**53, 8)), 1, "expected them to ascend, to 2\\^53 − 1 at most"),
+        (tuple((i, 1) for i in range(MAX_SIZES + 1)), 1, "has 1025 pairs; expected 1 to 1024"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(sizes: tuple[tuple[int, int], ...], accumulate: int, message: str) -> None:
+    with pytest.raises(JoinRefused, match=message):
+        BatchSchedule(sizes, accumulate).check()
+
+
+def test_a_schedule_is_named_in_words() -> None:
+    assert str(BatchSchedule(((0, 4),))) == "4"
+    assert str(BatchSchedule(((0, 4), (1000, 8)))) == "4, 8 from 1000 total tokens on"
