@@ -435,6 +435,17 @@ def test_a_token_for_reading_is_enough(folder: Path) -> None:
             server.stop(1.0)
 
 
+def test_a_run_within_the_process_evaluates_on_the_same(folder: Path) -> None:
+    with serving(folder, held_out()) as (url, _):
+        whole = evaluated(url)
+    path = folder / "mixture.yaml"
+    with RemoteDataset(path, 2, local=True) as training, evaluating(str(path), 2, local=True) as validation:
+        next(iter(training))
+        for _ in range(2):
+            found = dict(each for batch in validation for each in samples_of(batch))
+            assert [found[at] for at in range(len(found))] == whole
+
+
 def test_streams_are_told_of(folder: Path) -> None:
     write_jsonl(folder / "bench/a.jsonl", text_rows(12, 50, 9))
     document = held_out(0.25) | {"streams": with_benchmark()["streams"]}

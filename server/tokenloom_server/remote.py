@@ -204,7 +204,8 @@ def _path(run: str) -> str:
 
 
 def _query(asked: Mapping[str, int | bool | str | None]) -> str:
-    given = {name: str(value).lower() for name, value in asked.items() if value is not None and value is not False}
+    named = ((name, value) for name, value in asked.items() if value is not None and value is not False)
+    given = {name: "true" if value is True else value for name, value in named}
     return f"?{urllib.parse.urlencode(given)}" if given else ""
 
 
