@@ -176,13 +176,18 @@ def test_the_client_imports_where_only_the_base_dependencies_are(
         "import tokenloom\n"
         "from tokenloom import RemoteDataset, TokenLRScheduler\n"
         f"found = [name for name in {sorted(servers)!r} if importlib.util.find_spec(name)]\n"
-        "print(json.dumps([tokenloom.__file__, found, 'tokenloom_server' in sys.modules]))"
+        "said = []\n"
+        "for local in (False, True):\n"
+        "    try: RemoteDataset('mixture.yaml', 4, local=local)\n"
+        "    except ModuleNotFoundError as error: said.append(str(error))\n"
+        "print(json.dumps([tokenloom.__file__, found, said, 'tokenloom_server' in sys.modules]))"
     )
 
     result = _run(client_environment, code)
 
     assert result.returncode == 0, result.stderr
-    path, found, has_server = json.loads(result.stdout)
+    path, found, said, has_server = json.loads(result.stdout)
+    assert ["pip install 'tokenloom[server]'" in text for text in said] == [True, True]
     assert Path(path).parent.parent == installed
     assert found == []
     assert not has_server

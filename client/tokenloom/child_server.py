@@ -56,7 +56,7 @@ class ChildServer:
         where it says nothing.
         """
         require_server(mixture)
-        self.mixture = mixture
+        self.mixture = mixture.absolute()  # a training script may go elsewhere before the server dies
         self.token = secrets.token_hex(32)
         self.folder = _folder(mixture)
         self.log = self.folder / "server.log"
@@ -68,7 +68,8 @@ class ChildServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._failed: TokenloomError | None = None
         self._watchers: list[Callable[[BaseException], None]] = []
-        self._lock = threading.Lock()
+        # Re-entrant: garbage is collected anywhere, and with it datasets that were not closed.
+        self._lock = threading.RLock()
         self._closing = threading.Event()
         self._started = threading.Event()
         # The kernel ends a child with the thread that started it, so that has to be one which stays.
@@ -171,6 +172,7 @@ class ChildServer:
         while (ready := _read(self._ready_file)) is None:
             status = process.poll()
             if self._closing.is_set():
+                _end(process)
                 return False
             if status is not None:
                 raise _why(self.log, log_begin, f"the server of {self.mixture} ended with {_status(status)}")
@@ -191,7 +193,7 @@ class ChildServers:
     servers of one run would be in each other's way."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._servers: dict[tuple[Path, int], ChildServer] = {}
 
     def take(self, mixture: Path, host: str, timeout_s: float) -> ChildServer:

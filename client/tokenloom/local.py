@@ -47,7 +47,7 @@ class Local:
     def connect(self) -> grpc.Channel:
         """To the run, which is brought up where it was not. Raises what sources, tokeniser and mixture are at fault
         for, as the server says it."""
-        if self._channel is None:
+        if self._channel is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
             with _as_clients():
                 self._channel = self._server.start()
             self._pid = os.getpid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +26,9 @@ class LocalServer:
 
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
-        self._mixture = mixture
+        self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
         self._config = config.load(mixture)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._ledger: Ledger | None = None
         self._runs: Runs | None = None
 
@@ -39,9 +40,10 @@ class LocalServer:
     def start(self) -> ChannelWithin:
         """Opens the sources and begins to produce. Raises what sources and tokeniser raise; nothing is left open
         then."""
-        self._folder = tempfile.TemporaryDirectory(prefix="tokenloom-", ignore_cleanup_errors=True)
+        # Not by an object that removes it by itself: that of a forked child would, too.
+        self._folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
         try:
-            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", Path(self._folder.name))
+            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", self._folder)
             self._ledger.check()
             self._runs = Runs(self._ledger)
             base = self._mixture.resolve().parent
@@ -58,5 +60,5 @@ class LocalServer:
         if self._ledger is not None:
             self._ledger.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._runs, self._ledger, self._folder = None, None, None

@@ -106,8 +106,8 @@ class Remote:
             raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
         return found[0]
 
-    def trace_sample(self, run: str, index: int, **asked: int | bool | None) -> TracedSample:
-        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``)."""
+    def trace_sample(self, run: str, index: int, **asked: int | bool | str | None) -> TracedSample:
+        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``, …)."""
         path = f"{_path(run)}/samples/{index}{_query(asked)}"
         return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
@@ -203,7 +203,7 @@ def _path(run: str) -> str:
     return f"/v1/runs/{urllib.parse.quote(run, safe='')}"
 
 
-def _query(asked: Mapping[str, int | bool | None]) -> str:
+def _query(asked: Mapping[str, int | bool | str | None]) -> str:
     given = {name: str(value).lower() for name, value in asked.items() if value is not None and value is not False}
     return f"?{urllib.parse.urlencode(given)}" if given else ""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from tokenloom_server.errors import LedgerUnsafe
 from tokenloom_server.ledger import place
+from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.place import Mount, is_shared, mount_of
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
@@ -90,3 +92,32 @@ def test_the_table_of_this_machine_has_the_folder_of_this_test(tmp_path: Path) -
     assert tmp_path.resolve().is_relative_to(found.point)
     assert found.kind
     assert found.point == "/" or Path(found.point).is_mount()
+
+
+def test_a_ledger_that_nobody_named_is_where_it_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    far, near = tmp_path / "far", tmp_path / "near"
+    for folder in (far, near, tmp_path / "temporary"):
+        folder.mkdir()
+    table = tmp_path / "mountinfo"
+    table.write_text(f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n")
+    monkeypatch.setattr(place, "MOUNTS", table)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    open_ledger("auto", near).close()
+    assert [path.name for path in near.iterdir()] == ["tokenloom.db"]
+    for _ in range(2):  # the next launch on this machine finds it again
+        open_ledger("auto", far).close()
+    assert list(far.iterdir()) == []
+    (folder,) = (tmp_path / "temporary").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (ledger,) = folder.iterdir()
+    assert str(ledger) in caplog.text
+    assert "type nfs4" in caplog.text
+
+    ledger.unlink()
+    folder.rmdir()
+    folder.symlink_to(near)
+    with pytest.raises(LedgerUnsafe, match="not this user's own"):
+        open_ledger("auto", far)
