@@ -1,8 +1,7 @@
 """A loop of one's own with Accelerate, killed and resumed at will, on any number of processes.
 
     tokenloom serve examples/compose/mixture.yaml
-    accelerate launch --cpu --num-processes 2 examples/accelerate_loop.py grpc://127.0.0.1:50051/sample \\
-        --checkpoint checkpoint
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py grpc://127.0.0.1:50051/sample --checkpoint checkpoint
 
 What Tokenloom needs is marked 1 to 4; everything else is an ordinary script for Accelerate.
 """

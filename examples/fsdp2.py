@@ -47,7 +47,8 @@ def main(options: argparse.Namespace) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
-    dataset = RemoteDataset(options.url, options.batch_size)  # 1. rank and world size come from torch.distributed
+    # 1. Rank and world size come from torch.distributed.
+    dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     model = GPT(vocab_size=258, width=32, depth=2)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -101,6 +102,9 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
         "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+    )
+    parser.add_argument(
+        "--resume", help="without a checkpoint, of a run that was trained on: fresh, latest or a snapshot"
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

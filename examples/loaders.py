@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    dataset = RemoteDataset(options.url, options.batch_size)
+    dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     loader, stateful = loader_of(dataset, options.loader, options.workers)
     model = GPT(vocab_size=258, width=32, depth=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -113,6 +113,9 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
         "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+    )
+    parser.add_argument(
+        "--resume", help="without a checkpoint, of a run that was trained on: fresh, latest or a snapshot"
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

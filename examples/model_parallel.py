@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> None:
     pp, cp = mesh["pp"], mesh["cp"]
 
     # 1. On every process: those of one dp rank get the same batches, and one of them joins the run.
-    dataset = mesh_dataset(options.url, mesh, options.batch_size, dp="dp", position_ids=True)
+    dataset = mesh_dataset(options.url, mesh, options.batch_size, dp="dp", position_ids=True, resume=options.resume)
 
     torch.manual_seed(pp.get_local_rank())
     model = Stage(first=pp.get_local_rank() == 0, last=pp.get_local_rank() == pp.size() - 1)
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> None:
             batch,
             cp.get_local_rank(),
             cp.size(),
-            labels_shifted=dataset.labels == "shifted",
+            labels=dataset.labels,
             load_balanced=options.load_balanced,
         )
         optimizer.zero_grad()
@@ -193,6 +193,9 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
         "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+    )
+    parser.add_argument(
+        "--resume", help="without a checkpoint, of a run that was trained on: fresh, latest or a snapshot"
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -23,15 +23,25 @@ import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
 from tokenloom import RemoteDataset
-from tokenloom_server.errors import ConfigError, LimitExceeded, OrderMismatch, SourceChanged
+from tokenloom_server.cli import app
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LimitExceeded,
+    NotFound,
+    OrderMismatch,
+    SourceChanged,
+)
 from tokenloom_server.evaluating import Evaluation, EvaluationCall, Slice
 from tokenloom_server.grpc_service.server import GrpcServer
 from tokenloom_server.hashing import Purpose, draw
 from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.run import EndOfData
+from tokenloom_server.security import Access
 from tokenloom_server.service import Runs
 from tokenloom_server.state import digest_hex
+from typer.testing import CliRunner
 
 SHARE = 0.4
 SEED = 7
@@ -389,6 +399,63 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
         with pytest.raises(LimitExceeded, match="ask for fewer"):
             served.evaluations.join(call, never)
         assert len(evaluated(url, samples=30)) == 30
+
+
+def test_a_token_for_reading_is_enough(folder: Path) -> None:
+    with serving(folder, held_out()) as (url, runs):
+        whole = evaluated(url)
+        server = GrpcServer("127.0.0.1:0", Access(control="c" * 32, read="r" * 32))
+        server.start(runs)
+        try:
+            assert evaluated(f"grpc://{server.address}/test", 2, token="r" * 32) == whole
+            with pytest.raises(tokenloom.Unauthenticated):
+                evaluated(f"grpc://{server.address}/test")
+            with pytest.raises(tokenloom.Forbidden):
+                trained(f"grpc://{server.address}/test", token="r" * 32)
+        finally:
+            server.stop(1.0)
+
+
+def test_streams_are_told_of(folder: Path) -> None:
+    write_jsonl(folder / "bench/a.jsonl", text_rows(12, 50, 9))
+    document = held_out(0.25) | {"streams": with_benchmark()["streams"]}
+    with serving(folder, document) as (_, runs):
+        assert runs.stats("test").streams == ["benchmark", "validation"]
+    told = CliRunner().invoke(app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"})
+    assert told.exit_code == 0, told.output
+    assert "stream to evaluate on: benchmark, of jsonl:bench/*.jsonl:text (1 files)" in told.output
+    assert f"stream to evaluate on: validation, of 0.25 of code, 0.25 of docs, 0.25 of {PROSE}" in told.output
+    (folder / "bench/a.jsonl").unlink()
+    told = CliRunner().invoke(app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"})
+    assert told.exit_code != 0
+    assert "bench/*.jsonl" in told.output
+
+
+def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several turns, so that a trace begins at more than one state.
+    monkeypatch.setattr("tokenloom_server.evaluating._TURN_TOKENS", 8 * 16)
+    with serving(folder, held_out()) as (url, runs):
+        with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
+            runs.trace_sample("test", 0, stream="validation")
+        samples = evaluated(url)
+        with pytest.raises(BeyondHorizon, match=f"which made {len(samples)} of its samples"):
+            runs.trace_sample("test", len(samples), stream="validation")
+        with pytest.raises(NotFound, match="no stream 'valid'"):
+            runs.trace_sample("test", 0, stream="valid")
+        with pytest.raises(ConfigError, match="has none; leave it out"):
+            runs.trace_sample("test", 0, stream="validation", generation=1)
+        for index, sample in enumerate(samples):
+            found = runs.trace_sample("test", index, stream="validation", text=True)
+            assert (found.status, found.sample, found.source_id) == ("evaluated", index, sample.source)
+            assert found.ids == list(sample.ids)
+            for document in found.documents:
+                row = ROWS[SOURCES[sample.source]][document.shard_index][document.row]
+                content = row.encode() if isinstance(row, str) else bytes(0)
+                tokens = [*(content or row), 256]
+                assert (
+                    tokens[document.begin : document.end]
+                    == found.ids[document.position :][: document.end - document.begin]
+                )
 
 
 def test_the_page_of_docs_runs_as_it_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

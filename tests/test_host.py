@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import pytest
 import yaml
@@ -57,6 +57,12 @@ T = TypeVar("T")
 class Sample(NamedTuple):
     source: int
     ids: bytes
+
+
+#: A batch size, or pairs (total tokens, batch size).
+Sizes: TypeAlias = int | tuple[tuple[int, int], ...]
+#: Samples have 8 tokens: 2 at first, 5 from sample 30 on, 1 from 100 on.
+RAMP = ((0, 2), (240, 5), (800, 1))
 
 
 class Step(NamedTuple):
@@ -119,7 +125,7 @@ class Rank:
 
     def keep(self, found: Delivery) -> None:
         group = found.group
-        rank, batch = self.call.rank, self.call.batch_size
+        rank, batch = self.call.rank, group.plan.batch_size
         if found.with_base:
             self.base = Base(group.begin, self.served.host.resume_state(group).encode())
         assert self.base.sample_index == group.begin
@@ -159,7 +165,7 @@ class Trainer:
 
     attempts = 0
 
-    def __init__(self, served: ServedRun, world_size: int = 2, batch_size: int = 2, **ask: Any) -> None:
+    def __init__(self, served: ServedRun, world_size: int = 2, batch_size: Sizes = 2, **ask: Any) -> None:
         Trainer.attempts += 1
         self.attempt = f"attempt-{Trainer.attempts}"
         self.ranks = [
@@ -198,8 +204,10 @@ class Trainer:
         return self.ranks[0].consumed
 
 
-def call_of(rank: int = 0, world_size: int = 2, batch_size: int = 2, attempt: str = "a", **ask: Any) -> JoinCall:
+def call_of(rank: int = 0, world_size: int = 2, batch_size: Sizes = 2, attempt: str = "a", **ask: Any) -> JoinCall:
     fields: dict[str, Any] = {"resume": "", "state": b"", "nonce": f"{attempt}-nonce-{rank}"}
+    if not isinstance(batch_size, int):
+        fields["batch_sizes"], batch_size = batch_size, 0
     return JoinCall(rank=rank, world_size=world_size, batch_size=batch_size, attempt=attempt, **(fields | ask))
 
 
@@ -424,6 +432,8 @@ def test_an_attempt_id_opens_once(place: Place) -> None:
     [
         ({"world_size": 3}, "rank 1 has world size 3, but rank 0 of attempt 'a' opened it with 2"),
         ({"batch_size": 4}, "rank 1 has batch size 4, but rank 0 of attempt 'a' opened it with 2"),
+        ({"batch_size": RAMP}, "rank 1 has batch size 2, 5 from 240 total tokens on, 1 from 800 .* opened it with 2$"),
+        ({"accumulate": 2}, "rank 1 has accumulate 2, but rank 0 of attempt 'a' opened it with 1"),
         ({"resume": "latest"}, "rank 1 resumes from resume='latest', but rank 0 of attempt 'a' from no state"),
     ],
 )
@@ -460,6 +470,18 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
         ({"world_size": 4097}, "world size is 4097; expected 1 to 4096"),
         ({"batch_size": 0}, "batch size is 0"),
         ({"batch_size": 2**20 + 1}, "batch size is 1048577"),
+        (
+            {"batch_sizes": RAMP},
+            "batch size is 2 and also a schedule, 2, 5 from 240 total tokens on, .*: give one of them",
+        ),
+        ({"batch_size": ((8, 2),)}, "schedule begins at 8 total tokens; expected 0"),
+        (
+            {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
+            r"a step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
+        ),
+        ({"batch_size": 2**18, "accumulate": 1025}, "accumulate is 1025, and so many steps of 8388608 bytes have"),
+        ({"accumulate": 0}, "accumulate is 0; expected 1 to"),
+        ({"accumulate": 4}, "accumulate is 4, but window_steps in the mixture file is 6; expected at least 8"),
         ({"attempt": ""}, "attempt has 0 characters"),
         ({"attempt": "a" * 257}, "attempt has 257 characters"),
         ({"nonce": ""}, "nonce has 0 characters"),
@@ -760,20 +782,21 @@ def test_a_restore_names_one_point_that_exists(place: Place) -> None:
 # --- snapshots at any index ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("batch_size", [2, RAMP])
 @pytest.mark.parametrize("last_step", ["drop", "pad"])
 def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_after_a_restart(
-    made: Callable[..., Place], last_step: str
+    made: Callable[..., Place], last_step: str, batch_size: Sizes
 ) -> None:
     place = made(last_step=last_step)
     served = place.serve()
-    trainer = Trainer(served, world_size=3, batch_size=2)
+    trainer = Trainer(served, world_size=3, batch_size=batch_size)
     written = {0: trainer.state()}
     fresh: dict[int, str] = {}
     while trainer.take(1):
         written[trainer.index] = trainer.state()
         # In memory: what was produced and not yet dropped.
         for index in range(trainer.index, trainer.index + 7):
-            if index <= 174:
+            if index <= 174 - (last_step == "drop" and batch_size is RAMP):
                 fresh.setdefault(index, served.history.snapshot(index)[0])
     trainer.settle()
     assert list(written)[-1] == (175 if last_step == "pad" else 174)
@@ -1164,6 +1187,30 @@ def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place) -> None:
     assert trainer.taken() == part(samples, 0, 172)
     trainer.settle()
     assert counters_of(place) == recount(served, trainer.taken())
+
+
+def test_a_server_that_is_restarted_at_every_step_of_a_ramp_goes_on_with_the_size_that_comes_next(
+    made: Callable[..., Place],
+) -> None:
+    place = made(window_steps=8)
+    served = place.serve()
+    samples = sequence(served)
+    trainer = Trainer(served, batch_size=RAMP, accumulate=3)
+    ends = []
+    while trainer.take(1):
+        ends.append(trainer.index)
+        if len(ends) % 2:
+            trainer.settle()
+        assert served.history.snapshot(trainer.index)[0].encode() == trainer.state()
+        served = place.restart()
+        for rank in trainer.ranks:
+            rank.connect(served)
+    # Nine steps of 2 × 2, then nine of 2 × 5, of which the last begins before sample 100, then those of 2 × 1.
+    assert ends == [*range(4, 37, 4), *range(46, 127, 10), *range(128, 175, 2)]
+    assert trainer.taken() == part(samples, 0, 174)
+    opening = place.stored().opening
+    assert opening is not None
+    assert (opening.batch_size, served.host.ramp(opening).accumulate) == (2, 3)
 
 
 @pytest.mark.parametrize(("last_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
@@ -1633,18 +1680,20 @@ def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 2)
 
 
+@pytest.mark.parametrize("batch_size", [2, ((0, 2), (160, 3), (256, 1))])
 @pytest.mark.parametrize("behind", [0, 3])
 def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
-    made: Callable[..., Place], short_groups: None, behind: int
+    made: Callable[..., Place], short_groups: None, behind: int, batch_size: Sizes
 ) -> None:
     served, ledger = slow(made(window_steps=4))
-    trainer = Trainer(served)
+    trainer = Trainer(served, batch_size=batch_size)
+    step = 2 * (batch_size if isinstance(batch_size, int) else 3)
     trainer.take(3)
     trainer.settle()
 
     def meanwhile(revision: StoredRevision) -> None:
         # Commits go on, and with them the window: nothing but the revision stops production now.
-        while trainer.index + 8 <= revision.sample_index:
+        while trainer.index + 2 * step <= revision.sample_index:
             trainer.take(1)
             trainer.settle()
 

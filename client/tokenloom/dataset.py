@@ -578,8 +578,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def _check_state_is_here(self) -> None:
         if self._connection is None and int(self._joined_in[0]) not in (0, os.getpid()):
             raise RuntimeError(
-                "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 "
-                "(batches are fetched in the background all the same), or a loader that asks its worker for the state"
+                "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 (batches "
+                "are fetched in the background all the same), or tokenloom.integrations.stateful.StatefulLoader"
             )
 
 

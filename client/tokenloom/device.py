@@ -64,6 +64,7 @@ class DeviceSteps:
     """A message whose batches are made on a device."""
 
     def __init__(self, message: Message | RowsMessage, transfer: Transfer) -> None:
+        self.label_tokens = message.label_tokens
         self._message = message
         self._transfer = transfer
         self.label_tokens = message.label_tokens
@@ -200,11 +201,10 @@ def _columns(message: Message | RowsMessage, step: int) -> tuple[dict[str, _Colu
     """What of a step crosses to the device, and the rest of it."""
     if isinstance(message, Message):
         parts = message.parts(step)
-        arrays = {name: array for name, array in parts.arrays.items() if array.size}
-        return {name: _Column(array, _SIGNED[array.itemsize], array.shape) for name, array in arrays.items()}, parts
+        return {name: _Column(own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()}, parts
     # Rows travel in the types that they have for torch, some of which numpy does not know.
     batch = message.batch(step)
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.numel()}
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return {
         name: _Column(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
         for name, tensor in tensors.items()

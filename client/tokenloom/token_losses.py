@@ -30,9 +30,17 @@ def token_losses(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1")
     if not shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    rows = [
-        functional.cross_entropy(part.float(), wanted, ignore_index=IGNORED, reduction="none")
-        for row, row_labels in zip(logits, labels, strict=True)
-        for part, wanted in zip(row.split(chunk_tokens), row_labels.split(chunk_tokens), strict=True)
-    ]
-    return torch.cat(rows).view(labels.shape)
+    samples, length = labels.shape
+    rows = max(1, chunk_tokens // max(1, length))
+    found = []
+    for top in range(0, samples, rows):
+        parts = []
+        for left in range(0, length, chunk_tokens):
+            here = slice(top, top + rows), slice(left, left + chunk_tokens)
+            wanted = labels[here]
+            losses = functional.cross_entropy(
+                logits[here].float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
+            )
+            parts.append(losses.view(wanted.shape))
+        found.append(torch.cat(parts, dim=1))
+    return torch.cat(found)

@@ -135,6 +135,8 @@ class Kept:
         # Of the thread that makes them:
         self._pipeline: Pipeline | None = None
         self._state: State = order.initial()
+        #: Where it went on, from time to time: to look at a sample again.
+        self._passed: list[State] = [self._state]
         self._careful = False
 
     def await_some(self, count: int, timeout_s: float, interrupted: Callable[[], bool]) -> bool:
@@ -175,6 +177,12 @@ class Kept:
     def sample(self, index: int) -> Sample:
         """One that is there."""
         return self._samples[index]
+
+    def state_before(self, index: int) -> State:
+        """The nearest state at or before a sample that is there."""
+        return max(
+            (state for state in self._passed if state.sample_index <= index), key=lambda state: state.sample_index
+        )
 
     def real(self, begin: int, end: int) -> tuple[int, int]:
         """Real tokens and labels of samples that are there."""
@@ -218,6 +226,8 @@ class Kept:
             with self._changed:
                 self._samples += made
                 self._ended = ended
+                if not self._careful:
+                    self._passed.append(self._state)
                 self._changed.notify_all()
 
     def _make(self, most: int) -> tuple[list[Sample], bool]:
@@ -305,6 +315,11 @@ class Evaluations:
         if index < 0:
             raise JoinRefused(f"an evaluation goes on at sample {index}; expected one from 0 on")
         return Evaluation(self._host, self._find(call), call, index, digest, self._most)
+
+    def kept(self, stream: str) -> Kept | None:
+        """What there is of a stream; None where nobody evaluated on it yet."""
+        with self._lock:
+            return self._kept.get(stream)
 
     def stop(self) -> None:
         """Ends all of them with ``ServerStopping``."""

@@ -81,6 +81,7 @@ class Figures:
         return RunStats(
             run=host.name,
             stream=host.stream,
+            streams=list(host.order.config.stream_names),
             run_uid=host.uid,
             seed=order.config.seed,
             generation=generation.number if generation is not None else 0,

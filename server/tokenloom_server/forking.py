@@ -178,9 +178,10 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
         }
         for field in ("filter", "template", "fim", "holdout"):
             pairs[field] = getattr(known, field), getattr(source, field)
-        if source.fim is not None:
-            # What the parts of each document are is drawn by these.
+        if source.fim is not None or source.holdout is not None:
+            # What the parts of each document are is drawn by these; and by the seed which of them are held out.
             pairs["seed"] = theirs.config.seed, ours.config.seed
+        if source.fim is not None:
             pairs["place in the mixture (source id)"] = known.id, source.id
         if source.spec.scheme == "npy":
             pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)

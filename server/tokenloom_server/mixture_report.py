@@ -31,6 +31,7 @@ _OPTIONS = (
     "shuffle",
     "shuffle_window_rows",
     "lanes",
+    "holdout",
 )
 
 

@@ -455,7 +455,7 @@ class Opener:
             _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, place, cursor.row)
 
 
-def _check(call: JoinCall, sample_bytes: int, window_steps: int | None) -> None:
+def _check(call: JoinCall, sample_bytes: int, window_steps: int | None = None) -> None:
     """``window_steps``: where the mixture file says it."""
     if not 1 <= call.world_size <= MAX_WORLD_SIZE:
         raise JoinRefused(

@@ -27,7 +27,7 @@ from tokenloom_proto.credentials import (
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.stats import MixtureInfo, ResumePoint, RunStats
+from tokenloom_server.stats import MixtureInfo, ResumePoint, RunLosses, RunStats
 from tokenloom_server.traced import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
@@ -91,6 +91,10 @@ class Remote:
         names = [run] if run is not None else self.runs()
         return [self._read(RunStats, self._get(f"{_path(name)}/stats")) for name in names]
 
+    def losses(self, run: str) -> RunLosses:
+        """The curve of the losses that trainers reported."""
+        return self._read(RunLosses, self._get(f"{_path(run)}/losses"))
+
     def runs(self) -> list[str]:
         """The names of the server's runs."""
         return list(json.loads(self._get("/v1/runs"))["runs"])
@@ -102,8 +106,8 @@ class Remote:
             raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
         return found[0]
 
-    def trace_sample(self, run: str, index: int, **asked: int | bool | None) -> TracedSample:
-        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``)."""
+    def trace_sample(self, run: str, index: int, **asked: int | bool | str | None) -> TracedSample:
+        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``, …)."""
         path = f"{_path(run)}/samples/{index}{_query(asked)}"
         return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
@@ -199,7 +203,7 @@ def _path(run: str) -> str:
     return f"/v1/runs/{urllib.parse.quote(run, safe='')}"
 
 
-def _query(asked: Mapping[str, int | bool | None]) -> str:
+def _query(asked: Mapping[str, int | bool | str | None]) -> str:
     given = {name: str(value).lower() for name, value in asked.items() if value is not None and value is not False}
     return f"?{urllib.parse.urlencode(given)}" if given else ""
 

@@ -79,7 +79,7 @@ class ServedRun:
         self.evaluations = Evaluations(host, streams)
         self.planner = Planner()
         self.accounts = Accounts(host, self.history, self.peeks, self.figures)
-        self.traces = Traces(host, self.history, self.peeks)
+        self.traces = Traces(host, self.history, self.peeks, self.evaluations)
 
 
 class Runs:
@@ -325,7 +325,13 @@ class Runs:
         assert digest is not None, "what is pinned has been gone forward to"
         return ResumePoint(sample_index=point.sample_index, digest=digest, skipped_samples=skip, start_index=start)
 
-    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+    def trace_sample(
+        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = TRAIN
+    ) -> TracedSample:
+        if stream != TRAIN:
+            if generation is not None:
+                raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
+            return self.get(run).traces.evaluated(stream, index, text)
         return self.get(run).traces.sample(index, generation, text)
 
     def trace_step(

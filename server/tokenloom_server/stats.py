@@ -123,6 +123,8 @@ class RunStats(_Figures):
 
     run: str
     stream: str
+    streams: list[str]
+    """Those that may be evaluated on beside it."""
     run_uid: str
     seed: int
     generation: int
@@ -303,10 +305,13 @@ class RunService(Protocol):
         Takes as long as going forward does. Raises ``SnapshotInvalid``, ``BeyondHorizon``.
         """
 
-    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
-        """The documents of a sample that was delivered, as a generation had it (None: the present one).
+    def trace_sample(
+        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = "train"
+    ) -> TracedSample:
+        """The documents of a sample that was delivered, as a generation had it (None: the present one); or of one that
+        was evaluated on, of another ``stream``.
 
-        Raises ``BeyondHorizon``, ``TooManyPeeks``.
+        Raises ``BeyondHorizon``, ``NotFound``, ``TooManyPeeks``.
         """
 
     def trace_step(

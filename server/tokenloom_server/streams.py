@@ -59,15 +59,39 @@ class Streams:
             first.verify_stream(manifests[name])
         return cls(first, config, manifests)
 
+    @classmethod
+    def checked(cls, first: Order, config: RunConfig) -> Streams:
+        """Those of a run that is not served: opens each that has files of its own, and makes its first sample. Raises
+        what ``of`` and ``order`` do."""
+        own = {name: stream.mixture for name, stream in sorted(config.streams.items()) if stream.mixture is not None}
+        streams = cls(first, config, {name: first.check_stream(name, mixture) for name, mixture in own.items()})
+        for name in own:
+            order = streams.order(name)
+            order.pipeline(order.initial()).advance(1)
+        return streams
+
+    def check(self, name: str) -> None:
+        """That there is such a stream. Raises ``NotFound``, naming those that there are."""
+        stream = name.partition("/")[0]
+        if stream not in self.names:
+            known = ", ".join(map(repr, (TRAIN, *self.names)))
+            raise NotFound(f"run {self._config.run!r} has no stream {stream!r}; it has {known}")
+
+    def told(self, name: str) -> str:
+        """What a stream is made of, for people."""
+        manifest = self._manifests.get(name)
+        if manifest is not None:
+            return ", ".join(f"{source.spec} ({len(source.shards)} files)" for source in manifest.sources)
+        held = [source for _, source in self._first.config.named_sources() if source.holdout is not None]
+        return ", ".join(f"{source.holdout:g} of {source.name}" for source in held)
+
     def order(self, name: str) -> Order:
         """The order of a stream, or of one of its sources: ``validation``, or ``validation/ALIAS``.
 
         Raises ``NotFound``, naming what there is, and what opening its files raises.
         """
+        self.check(name)
         stream, _, alias = name.partition("/")
-        if stream not in self.names:
-            known = ", ".join(map(repr, (TRAIN, *self.names)))
-            raise NotFound(f"run {self._config.run!r} has no stream {stream!r}; it has {known}")
         manifest = self._manifests.get(stream)
         if manifest is not None:
             mixture = self._config.streams[stream].mixture

@@ -37,7 +37,7 @@ def print_trace(out: Console, run: str, found: TracedSample | TracedStep, text: 
 
 
 def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) -> None:
-    where = "in another ledger"
+    where = "of the stream that was asked for" if sample.status == "evaluated" else "in another ledger"
     if sample.step is not None:
         where = f"generation {sample.generation}, step {sample.step:,}: place {sample.place} of rank {sample.rank}"
     out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}", highlight=False)

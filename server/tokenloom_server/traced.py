@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 #: ``committed``: the run's present line has it, and the ledger counts it. ``produced``: made, and perhaps sent, but
 #: not committed yet. ``skipped``: a restore jumped over it. ``rewound``: of a generation that a later one took back.
-Status: TypeAlias = Literal["committed", "produced", "skipped", "rewound"]
+#: ``evaluated``: of a stream beside training.
+Status: TypeAlias = Literal["committed", "produced", "skipped", "rewound", "evaluated"]
 
 
 class _Traced(BaseModel):
@@ -48,7 +49,8 @@ class TracedSample(_Traced):
     sample: int
     """The sample index."""
     generation: int
-    """The generation in whose part of the run's line it lies; 0 where that was in another ledger."""
+    """The generation in whose part of the run's line it lies; 0 where that was in another ledger, or it was evaluated
+    on."""
     status: Status
     step: int | None
     """The generation's step, from 0; null where the generation is not known."""

@@ -18,6 +18,7 @@ import xxhash
 
 from tokenloom_server.course import Course
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
+from tokenloom_server.evaluating import Evaluations
 from tokenloom_server.hashing import slice_rotation
 from tokenloom_server.history import History, covering
 from tokenloom_server.host import Host
@@ -57,7 +58,8 @@ class _Stretch(NamedTuple):
 class Traces:
     """Traces of one run. Thread-safe."""
 
-    def __init__(self, host: Host, history: History, peeks: Peeks) -> None:
+    def __init__(self, host: Host, history: History, peeks: Peeks, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
         self._host = host
         self._history = history
         self._peeks = peeks
@@ -78,6 +80,32 @@ class Traces:
         if not found:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {end}")
         return self._placed(found[0], opening, openings)
+
+    def evaluated(self, stream: str, index: int, text: bool) -> TracedSample:
+        """One sample that was evaluated on, of a stream beside training.
+
+        Raises ``NotFound`` for a stream that there is not, ``BeyondHorizon`` for a sample of it that nobody asked for
+        yet, and what ``sample`` does.
+        """
+        self._host.require_lead()
+        self._evaluations.streams.check(stream)
+        kept = self._evaluations.kept(stream)
+        if kept is None or index >= kept.made():
+            made = kept.made() if kept is not None else 0
+            raise BeyondHorizon(
+                f"sample {index} of stream {stream!r} of run {self._host.name!r} was not evaluated on since this "
+                f"server started, which made {made} of its samples: evaluate on it, then trace"
+            )
+        with self._peeks.place():
+            return self._peeks.turn(partial(self._evaluated, kept.order, kept.state_before(index), index, text))
+
+    def _evaluated(self, order: Order, state: State, index: int, text: bool) -> TracedSample:
+        pipeline = order.pipeline(state)
+        pipeline.advance(index - state.sample_index)
+        group, _ = self._samples(order, pipeline.state(), 1)
+        (stretch,) = _stretches(group)
+        (sample,) = self._explained(order, group, stretch, text)
+        return sample.model_copy(update={"status": "evaluated"})
 
     def step(self, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
         """A step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
@@ -222,7 +250,7 @@ class Traces:
 
     # On the thread of all peeks:
 
-    def _samples(self, course: Course, state: State, count: int, pick: int = 1) -> tuple[Group, State]:
+    def _samples(self, course: Course | Order, state: State, count: int, pick: int = 1) -> tuple[Group, State]:
         """The next samples, as many as there are, each pick a step of a world of one; and the state behind them."""
         pipeline, steps = course.pipeline(state), -(-count // pick)
         plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=pick, group_steps=steps)

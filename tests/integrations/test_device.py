@@ -18,7 +18,7 @@ import yaml
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
 from tokenloom.batch import Layout, Message
-from tokenloom.device import Transfer, resolve
+from tokenloom.device import DeviceSteps, Transfer, resolve
 from tokenloom.features import Bucket, Feature, RowsMessage
 
 GPU = torch.cuda.is_available()
@@ -54,6 +54,8 @@ def message_of(layout: Layout, seed: int = 0, steps: int = STEPS) -> Message:
         end_indices=[100 + (i + 1) * 2 * layout.batch_size for i in range(steps)],
         slices=[i % 2 for i in range(steps)],
         total_tokens=[1000 + i for i in range(steps)],
+        tokens=[2000 + i for i in range(steps)],
+        label_tokens=[3000 + i for i in range(steps)],
         ids=np.concatenate(parts, axis=1).tobytes(),
         source_ids=sources,
         document_counts=[len(each) for each in starts],
@@ -159,6 +161,8 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
         end_indices=[2, 4],
         slices=[0, 0],
         total_tokens=[2, 4],
+        tokens=[2, 2],
+        label_tokens=[0, 0],
         data=data,
         source_ids=[0, 0, 1, 1],
         buckets=[Bucket("b", "s", features, None)] * 2,
@@ -171,7 +175,7 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
         for name in ("image", "latent", "length", "source_ids", "sample_ids"):
             assert found[name].device.type == device
             assert torch.equal(found[name].cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
-        assert found["empty"].shape == (2, 0)
+        assert (found["empty"].shape, found["empty"].device.type) == ((2, 0), device)
 
 
 @needs_gpu
@@ -246,6 +250,21 @@ def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(url: s
     assert len(rest) == len(expected) - 6
     for (batch, _), found in zip(expected[6:], rest, strict=True):
         assert_equal(dict(found), batch, device)
+
+
+def test_what_cannot_be_sent_ahead_costs_no_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RemoteDataset(url, 4, peek=True, resume="fresh") as dataset:
+        expected = list(dataset)
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(DeviceSteps, "send", out_of_memory)
+    with RemoteDataset(url, 4, peek=True, resume="fresh", device="cpu") as dataset:
+        found = list(dataset)
+    assert len(found) == len(expected)
+    for batch, same in zip(found, expected, strict=True):
+        assert_equal(dict(batch), dict(same), "cpu")
 
 
 def index_of(state: dict[str, str]) -> int:

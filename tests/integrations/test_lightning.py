@@ -72,9 +72,11 @@ class Model(TokenLRModule):
         self.interval = interval
         self.trained: list[int] = []
         self.rates: list[float] = []
+        self.labels: list[int] = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         self.trained += batch["sample_ids"].tolist()
+        self.labels.append(batch["global_label_tokens"])
         self.rates.append(self.optimizers().param_groups[0]["lr"])
         return torch.nn.functional.cross_entropy(
             self.table(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
@@ -123,6 +125,7 @@ def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: Serve
     fit.fit(model, datamodule=data)
     assert model.trained == list(range(12))
     assert states.indices == [2, 4, 6, 8, 10, 12]
+    assert model.labels == [4 * (LENGTH - 1)] * 6, "of the two batches of an optimiser step"
     assert index_of(data.state_dict()) == 12, "it is there when the fit is over, too"
     # The rate of an optimiser step is that for the tokens behind the step before it.
     expected = Model().configure_optimizers()["lr_scheduler"]["scheduler"]
@@ -198,6 +201,7 @@ def test_what_would_train_otherwise_than_it_says_is_refused(server: ServerProces
             trainer(**options).fit(model, datamodule=TokenloomDataModule(server.url("refused"), 2), ckpt_path=ckpt_path)
 
     refused(r"overfit_batches=2\) repeats batches", Model(), overfit_batches=2)
+    refused("make limit_train_batches a multiple", Model(), limit_train_batches=3, accumulate_grad_batches=2)
     refused(r'gives interval=\'epoch\'.*"interval": "step"', Model("epoch"))
 
     class Plain(LightningModule):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
-from support.scripts import Forks
+from support.scripts import Forks, launch
 
 
 def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Forks, tmp_path: Path) -> None:
@@ -32,9 +32,9 @@ LOADERS = {
 
 @pytest.fixture(scope="module")
 def loader_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A server of a run for each loader and of one to leave alone, which is trained on once."""
-    with same_runs(tmp_path_factory.mktemp("loaders"), 1 + len(LOADERS)) as (alone, *others):
-        yield {"alone": alone, "others": dict(zip(LOADERS, others, strict=True)), "steps": None}
+    """A server of a run for each loader, of one to leave alone, which is trained on once, and of one more."""
+    with same_runs(tmp_path_factory.mktemp("loaders"), 2 + len(LOADERS)) as (alone, more, *others):
+        yield {"alone": alone, "more": more, "others": dict(zip(LOADERS, others, strict=True)), "steps": None}
 
 
 @pytest.mark.parametrize(("loader", "workers"), LOADERS)
@@ -50,3 +50,10 @@ def test_a_job_with_a_loader_goes_on_behind_the_batch_trained_on(
         arguments=["--loader", loader, "--workers", workers],
         alone=loader_runs["steps"],
     )
+
+
+def test_a_loader_with_a_worker_has_the_state_of_each_batch_that_it_gave(
+    torch_forks: Forks, loader_runs: dict[str, Any], tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("loader_states.py")
+    launch(torch_forks, script, [loader_runs["more"]], world_size=1, folder=tmp_path).wait()

@@ -15,7 +15,7 @@ from support.killed import EXAMPLES, kill_and_resume, two_runs
 from support.scripts import Forks
 from tokenloom import RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 LENGTH = 128
 #: Of the mixture of ``examples/sft``, in two epochs.
@@ -120,6 +120,34 @@ def test_a_training_ends_with_its_data_and_saves_what_it_has(
     assert "(2 of 3 batches of a step were left)" in caplog.text
     saved = json.loads((tmp_path / "checkpoint-2" / "tokenloom.json").read_text(encoding="utf-8"))
     assert json.loads(saved["tokenloom"])["sample_index"] == 24, "the batches that were left are not trained on"
+
+
+class SavesBefore(TrainerCallback):
+    """Saves before each optimiser step and behind it, as on SIGTERM (``enable_jit_checkpoint``)."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.saved: list[tuple[int, int]] = []
+
+    def _save(self, state: Any, **_: Any) -> None:
+        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+        file = Path(self.trainer.args.output_dir) / f"checkpoint-{state.global_step}" / "tokenloom.json"
+        found = json.loads(json.loads(file.read_text(encoding="utf-8"))["tokenloom"])
+        self.saved.append((state.global_step, found["sample_index"]))
+
+    def on_pre_optimizer_step(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._save(state)
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._save(state)
+
+
+def test_a_checkpoint_has_the_data_of_its_weights_whenever_it_is_saved(dataset: RemoteDataset, tmp_path: Path) -> None:
+    callback = SavesBefore()
+    args = arguments(tmp_path, gradient_accumulation_steps=2, max_steps=2, save_strategy="no")
+    callback.trainer = TokenloomTrainer(model(), args, train_dataset=dataset, callbacks=[callback])
+    callback.trainer.train()
+    assert callback.saved == [(0, 0), (1, 8), (1, 8), (2, 16)]
 
 
 def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(

@@ -175,7 +175,8 @@ class Checker:
             allowed.add(0)
         if start not in allowed:
             self.fail(f"{opening.attempt} asked for one of {sorted(allowed)}, and starts at {start}")
-        if (opening.world_size, opening.batch_size) != (launch.world_size, launch.batch_size):
+        size = launch.size_at(start, start, self._reference.length)
+        if (opening.world_size, opening.batch_size) != (launch.world_size, size):
             self.fail(f"{opening.attempt} was opened for {opening.world_size} × {opening.batch_size}")
         self._indices, self._pins = set(), set()
 
@@ -242,11 +243,15 @@ class Checker:
 
     def received(self, rank: Rank, message: Batches) -> None:
         reference, launch = self._reference_of(rank.launch), rank.launch
+        assert rank.joined is not None
         begin = message.begin_index
         for step in message.steps:
             if begin != rank.received and step is message.steps[0]:
                 self.fail(f"{rank.name} got sample {begin} where {rank.received} is next")
-            end = begin + launch.world_size * launch.batch_size
+            size = launch.size_at(begin, rank.joined.opening.start_index, reference.length)
+            if size is None:
+                self.fail(f"{rank.name} got a step from {begin} on, where none begins")
+            end = begin + launch.world_size * size
             if end > len(reference) and reference.config.last_step == "pad":
                 end = len(reference)
             self._equal(f"{rank.name}'s step from {begin} ends at", step.end_index, end)
@@ -257,7 +262,7 @@ class Checker:
             known = self._rotations.setdefault((launch.attempt, begin), rotation)
             if rotation != known:
                 self.fail(f"{rank.name} got slice {step.slice} at {begin}, but another rank's says rotation {known}")
-            first = begin + step.slice * launch.batch_size
+            first = begin + step.slice * size
             for index, source, ids in zip(range(first, end + 10**6), step.source_ids, step.ids, strict=False):
                 if index >= end:
                     padded = source == -1 and not any(ids) and reference.config.last_step == "pad"
@@ -265,7 +270,7 @@ class Checker:
                         self.fail(f"{rank.name} got sample {index}, behind the end {end}")
                 elif (source, ids) != (reference.samples[index].source, reference.samples[index].ids):
                     self.fail(f"{rank.name} got another sample than the reference has at {index}")
-            self._equal(f"{rank.name}'s samples of a step", len(step.ids), launch.batch_size)
+            self._equal(f"{rank.name}'s samples of a step", len(step.ids), size)
             self.samples += len(step.ids)
             begin = end
 
@@ -277,10 +282,13 @@ class Checker:
         """G8: where the data end for every rank alike."""
         joined = rank.joined
         assert joined is not None
-        step, total = rank.launch.world_size * rank.launch.batch_size, len(self._reference_of(rank.launch))
+        start, total = joined.opening.start_index, len(self._reference_of(rank.launch))
         expected = total
         if self._reference.config.last_step == "drop":
-            expected -= (total - joined.opening.start_index) % step
+            at = start
+            while at <= total:
+                expected = at
+                at += rank.launch.world_size * (rank.launch.size_at(at, start, self._reference.length) or 0)
         self._equal(f"the end of the data for {rank.name}", end.end_index, expected)
         self._equal(f"the samples dropped for {rank.name}", end.dropped_samples, total - expected)
         self._equal(f"what {rank.name} received", rank.received, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tokenloom.snapshot import KEY, Base, History, Loaded, Point
 from tokenloom_server.errors import Fenced, TokenloomError
@@ -28,17 +28,33 @@ SIGN_OF_LIFE_S = 2.0
 REPORT_S = 0.02
 
 
+#: Pairs (total tokens, batch size).
+Sizes: TypeAlias = tuple[tuple[int, int], ...]
+
+
 class Launch:
     """One launch of the training job: its ranks share an attempt."""
 
     def __init__(
-        self, world: World, number: int, world_size: int, batch_size: int, resume: str, text: str, takeover: bool
+        self,
+        world: World,
+        number: int,
+        world_size: int,
+        sizes: Sizes,
+        accumulate: int,
+        resume: str,
+        text: str,
+        takeover: bool,
     ) -> None:
         self._world = world
         self.number = number
         self.attempt = f"attempt-{number}"
         self.world_size = world_size
-        self.batch_size = batch_size
+        self.sizes = sizes
+        self.accumulate = accumulate
+        #: By begin, the batch size of each step as far as it was asked for, and where the next one begins.
+        self._sizes: dict[int, int] = {}
+        self._next: int | None = None
         self.resume = resume
         self.text = text
         self.loaded = Loaded.read({KEY: text}) if text else None
@@ -52,6 +68,20 @@ class Launch:
     def start(self) -> None:
         for rank in self.ranks:
             self._world.soon(self._world.plan.start_spread_s, rank, rank.join)
+
+    def size_at(self, begin: int, start: int, length: int) -> int | None:
+        """The batch size of the step that begins at a sample index, where the launch began at ``start`` and samples
+        have so many tokens; None where no step begins there."""
+        at = start if self._next is None else self._next
+        while at <= begin:
+            if len(self._sizes) % self.accumulate == 0:
+                size = [size for tokens, size in self.sizes if tokens <= at * length][-1]
+            else:
+                size = next(reversed(self._sizes.values()))
+            self._sizes[at] = size
+            at += size * self.world_size
+        self._next = at
+        return self._sizes.get(begin)
 
     @property
     def consumed(self) -> int:
@@ -123,7 +153,8 @@ class Rank(Process):
         self.server_epoch = 0
         self._take_due = self._report_due = False
         self._said_all = False
-        self.credit_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_steps
+        credit_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_steps
+        self.credit_steps = max(credit_steps, launch.accumulate)
 
     def kill(self) -> None:
         if self.alive:
@@ -138,7 +169,9 @@ class Rank(Process):
         return JoinCall(
             rank=self.number,
             world_size=launch.world_size,
-            batch_size=launch.batch_size,
+            batch_size=0,
+            batch_sizes=launch.sizes,
+            accumulate=launch.accumulate,
             attempt=launch.attempt,
             nonce=self.nonce,
             resume=launch.resume,
@@ -277,7 +310,7 @@ class Rank(Process):
         if self.finished or self.history is None:
             return
         if self._buffer:
-            if not self.launch.may_take(self):
+            if not self.launch.may_take(self) or not self._has_step():
                 return
             point = self._buffer.popleft()
             self.history.append(point)
@@ -295,6 +328,12 @@ class Rank(Process):
             self._world.note(self.name, "finished", self.consumed)
             self._world.finished(self.launch)
             self._report_soon()
+
+    def _has_step(self) -> bool:
+        """The first of an optimiser step is only given out once all of it is there, or is not to come."""
+        if self.steps % self.launch.accumulate or self.end is not None or self._error is not None:
+            return True
+        return len(self._buffer) >= self.launch.accumulate
 
     def _report_soon(self) -> None:
         if not self._report_due:

@@ -27,7 +27,7 @@ from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference
 from tests.simulation.network import Stream
 from tests.simulation.scheduler import Scheduler, Violation
 from tests.simulation.server import Server
-from tests.simulation.trainer import Launch, Rank
+from tests.simulation.trainer import Launch, Rank, Sizes
 from tests.support.memory_ledger import MemoryLedger, Store
 
 #: After the last fault all must be done within this time, seconds: a rank waits 120 s for a rank 0 that died.
@@ -130,6 +130,7 @@ class World(Scheduler):
         super().__init__(seed)
         self.seed = seed
         self.plan = Plan.draw(self.rng)
+        self._ramps = random.Random(f"ramps of {seed}")
         self.order, self.record = _order(self.plan.mixture, self.plan.window_steps)
         self.store = Store()
         self.ledger = ledger(self.store, lambda: self.now)
@@ -261,11 +262,23 @@ class World(Scheduler):
         resume, text = self._ask()
         largest = self.plan.largest_world
         world_size = largest if not number else self.rng.randint(max(1, largest // 2), largest)
-        launch = Launch(self, number, world_size, self.rng.randint(1, 3), resume, text, self.rng.random() < 0.5)
+        sizes, accumulate = self._schedule(self.rng.randint(1, 3))
+        launch = Launch(self, number, world_size, sizes, accumulate, resume, text, self.rng.random() < 0.5)
         self.launches.append(launch)
         asked = f"state at {launch.loaded.sample_index}" if launch.loaded is not None else resume
-        self.note(launch.attempt, "starts", f"{world_size} × {launch.batch_size}", asked)
+        self.note(launch.attempt, "starts", f"{world_size} × {sizes}, {accumulate}", asked)
         launch.start()
+
+    def _schedule(self, batch_size: int) -> tuple[Sizes, int]:
+        """The batch size of the next launch by the run's tokens, and steps of an optimiser step."""
+        # Of its own draws: a world without a ramp is as it was before there were any.
+        rng = self._ramps
+        if rng.random() < 0.75:
+            return ((0, batch_size),), 1
+        sizes = [(0, batch_size)]
+        for _ in range(rng.randint(1, 3)):
+            sizes.append((sizes[-1][0] + rng.randint(1, 200), rng.randint(1, 4)))
+        return tuple(sizes), min(rng.randint(1, 3), self.plan.window_steps // 2)
 
     def _ask(self) -> tuple[str, str]:
         """What the next launch resumes from: (resume, state)."""

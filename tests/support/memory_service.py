@@ -84,6 +84,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
         **{
             "run": run,
             "stream": "train",
+            "streams": ["validation"],
             "run_uid": "6f0c2f6d9b7a4b5e",
             "seed": 7,
             "generation": 3,
@@ -386,8 +387,12 @@ class MemoryService:
         )
         return self.restored[run]
 
-    def trace_sample(self, run: str, index: int, *, generation: int | None = None, text: bool = False) -> TracedSample:
+    def trace_sample(
+        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = "train"
+    ) -> TracedSample:
         stats = self.stats(run)
+        if stream not in (stats.stream, *stats.streams):
+            raise NotFound(f"run {run!r} has no stream {stream!r}; it has {[stats.stream, *stats.streams]}")
         if generation not in (None, stats.generation):
             raise NotFound(f"there is no generation {generation}; the ledger has {stats.generation}")
         if index >= stats.produced_index:

@@ -195,6 +195,7 @@ def launch(
         variables = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),

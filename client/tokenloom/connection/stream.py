@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count, cycle, repeat
 from operator import lt
@@ -92,7 +93,9 @@ class Connection:
         if self._transfer is not None and (following := self.buffer.following()) is not None:
             _, message, number = following
             assert isinstance(message, DeviceSteps)
-            message.send(number)
+            # What cannot be sent ahead is tried again, and raised, when that step is asked for: this one is there.
+            with suppress(Exception):
+                message.send(number)
         return taken
 
     def report(self, report: Report) -> None:

@@ -46,8 +46,11 @@ class TokenloomLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Goes on behind the last batch taken, as the dataset does."""
-        for batch in self._dataset:
-            yield send_to_device(batch, self._accelerator.device, non_blocking=True)
+        return map(self._placed, iter(self._dataset))
+
+    def _placed(self, batch: Batch) -> Batch:
+        placed: Batch = send_to_device(batch, self._accelerator.device, non_blocking=True)
+        return placed
 
     def state_dict(self) -> dict[str, str]:
         """The dataset's; raises ``RuntimeError`` in the midst of an optimiser step."""

@@ -36,6 +36,9 @@ class TokenloomDataModule(LightningDataModule):
     checkpoint has its state under the name of this class; ``fit(ckpt_path=…)`` goes on behind the last sample that the
     weights have seen, on any number of processes. A second ``fit`` without a checkpoint goes on where the first ended.
 
+    ``accumulate`` is the Trainer's ``accumulate_grad_batches`` unless it is given, so that a batch's
+    ``global_label_tokens`` are those of its optimiser step.
+
     Training ends with the data, whatever ``max_epochs`` says: an epoch of Lightning is all of the run, or
     ``limit_train_batches`` of it.
     """
@@ -83,7 +86,8 @@ class TokenloomDataModule(LightningDataModule):
         self._stage = stage
         if stage != "fit":
             return
-        dataset = RemoteDataset(self._url, self._batch_size, **self._options)
+        accumulate: int = self._trainer.accumulate_grad_batches
+        dataset = RemoteDataset(self._url, self._batch_size, **({"accumulate": accumulate} | self._options))
         if self._state:
             dataset.load_state_dict(self._state)
         self._loader = _Loader(dataset)
@@ -269,6 +273,13 @@ def _check_trainer(trainer: Trainer) -> None:
         raise ValueError(
             f"Trainer(overfit_batches={overfit!r}) repeats batches, and a run gives each sample once: "
             "overfit on a run of a small file, with epochs in its mixture"
+        )
+    accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    if isinstance(limit, int) and limit % accumulate:
+        raise ValueError(
+            f"Trainer(limit_train_batches={limit}, accumulate_grad_batches={accumulate}) ends each epoch with an "
+            "optimiser step of fewer batches, whose global_label_tokens would be of others, too: "
+            "make limit_train_batches a multiple"
         )
     module = trainer.lightning_module
     if not module.automatic_optimization:

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from tokenloom_proto.resume import sources_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tokenloom.address import Address
 from tokenloom.batch import IGNORED, Batch
+from tokenloom.connection import Source
 from tokenloom.dataset import RemoteDataset
 from tokenloom.errors import JoinRefused, named
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
@@ -112,14 +113,12 @@ class GroupDataset(IterableDataset[Batch]):
         for name in ("process_group", "peek"):
             if options.get(name):
                 raise ValueError(f"{name} is not for a model-parallel group, whose place says which rank it is")
-        self._address = Address.parse(url)
-        self._stream = str(options.get("stream", "train"))
         self._rank = rank
         self._world_size = world_size
         self._line = _Line.open(peers, _patience_s(options))
         self._dataset: RemoteDataset | None = None
         self._batches: Iterator[Batch] | None = None
-        self._loaded: Loaded | Older | None = None
+        self._given = False
         self._history: History | None = None
         self._opening: dict[str, Any] = {}
         self._layout: dict[str, Any] = {}
@@ -132,9 +131,12 @@ class GroupDataset(IterableDataset[Batch]):
             except Exception as error:
                 self._line.send_error(error)
                 raise
-            self._line.send(MADE)
+            standing = self._dataset.state_dict()
+            self._line.send(MADE, standing)
         else:
-            self._line.receive(MADE)
+            standing = self._line.receive(MADE).document
+        #: Where the trainer stands as long as it has not joined.
+        self._standing = Loaded.read(standing)
 
     @property
     def leads(self) -> bool:
@@ -172,7 +174,7 @@ class GroupDataset(IterableDataset[Batch]):
         if self._dataset is None:
             self._opening = self._line.receive(OPENED).document
             given, (index, tokens, digest, base) = self._opening["given"], self._opening["start"]
-            if self._loaded is not None and self._loaded.text != given:
+            if self._given and self._standing.text != given:
                 raise JoinRefused(
                     f"this process (global rank {dist.get_rank()}) loaded another state than the leader of its "
                     f"model-parallel group (global rank {self._line.leader}): all of them load one checkpoint"
@@ -189,13 +191,14 @@ class GroupDataset(IterableDataset[Batch]):
             history = self._dataset.history
             start = history.last
             self._opening = {
-                "given": self._loaded.text if self._loaded else "",
+                "given": self._standing.text,
                 "own": history.loaded is not None and start is history.start,
                 "template": history.template.decode(),
                 "start": [*start[:3], _told(start.base)],
                 "generation": self._dataset.generation,
                 "sequence_length": self._dataset.sequence_length,
                 "labels": self._dataset.labels,
+                "sources": [[source.id, source.spec, source.alias] for source in self._dataset.sources],
             }
         except Exception as error:
             self._line.send_error(error)
@@ -255,7 +258,7 @@ class GroupDataset(IterableDataset[Batch]):
                 "load_state_dict comes before the first iter(), which joins the run at that state; "
                 "to go back, close() this dataset and make a new one"
             )
-        self._loaded = Loaded.read(state)
+        self._standing, self._given = Loaded.read(state), True
         if self._dataset is not None:
             self._dataset.load_state_dict(state)
 
@@ -278,10 +281,6 @@ class GroupDataset(IterableDataset[Batch]):
     def _place(self) -> Point | Loaded | Older:
         return self._history.last if self._history is not None else self._standing
 
-    @property
-    def _standing(self) -> Loaded | Older:
-        return self._loaded or Loaded.start(self._address.run, self._stream)
-
     # The run
 
     @property
@@ -301,8 +300,17 @@ class GroupDataset(IterableDataset[Batch]):
 
     @property
     def labels(self) -> str:
-        """As ``RemoteDataset.labels``: ``"same"`` or ``"shifted"``."""
+        """``"same"``: labels are the input ids; ``"shifted"``: they are the ids one further."""
         return str(self._known("labels"))
+
+    @property
+    def sources(self) -> list[Source]:
+        """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds."""
+        known = {number: Source(number, spec, alias) for number, spec, alias in self._known("sources")}
+        assert self._history is not None
+        found = sources_of(self._history.last.base.resume_state)
+        known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
+        return [known[number] for number in sorted(known)]
 
     @property
     def generation(self) -> int:
@@ -319,6 +327,11 @@ class GroupDataset(IterableDataset[Batch]):
             raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
         return self._opening[name]
 
+    def report(self, losses: Mapping[int, tuple[float, int]], **place: Any) -> None:
+        """As ``RemoteDataset``'s, for all processes of a group to call, or its leader alone: it is sent once."""
+        if self._dataset is not None:
+            self._dataset.report(losses, **place)
+
     def close(self) -> None:
         """Ends the leader's stream; waits for no peer. The state stays readable."""
         self._closed = True
@@ -332,15 +345,15 @@ class GroupDataset(IterableDataset[Batch]):
         self.close()
 
 
-def context_slice(batch: Batch, rank: int, size: int, *, labels_shifted: bool, load_balanced: bool = False) -> Batch:
+def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balanced: bool = False) -> Batch:
     """What of a batch is a context-parallel rank's: [B, L / size] of each column that has a place for each token.
 
     Contiguous, or ``load_balanced`` as torch's ``context_parallel`` has it: of 2 × ``size`` parts the one at ``rank``
     and the one as far from the end, so that under a causal mask all ranks have as much to do.
 
     A label belongs to the logits at its place, since the id that it is may lie in another rank's slice. So labels that
-    equal the ids (``labels_shifted=False``; ``dataset.labels`` says which they are) are shifted, with −100 at
-    each sample's end, and ``loss_mask`` with them. There are always ``position_ids``: the dataset's, which begin anew
+    equal the ids (``labels="same"``; ``dataset.labels`` says which they are) are shifted, with −100 at each sample's
+    end, and ``loss_mask`` with them. There are always ``position_ids``: the dataset's, which begin anew
     with each document, or else the place in the sample. ``cu_seqlens`` stays that of the whole batch.
 
     Raises ``ValueError`` where L cannot be cut so.
@@ -353,7 +366,9 @@ def context_slice(batch: Batch, rank: int, size: int, *, labels_shifted: bool, l
         raise ValueError(f"samples of {length} tokens cannot be cut into {count} equal parts")
     whole: dict[str, Any] = dict(batch)
     whole.setdefault("position_ids", torch.arange(length).expand_as(batch["input_ids"]))
-    if not labels_shifted:
+    if labels not in ("same", "shifted"):
+        raise ValueError(f'labels must be "same" or "shifted", as dataset.labels says; got {labels!r}')
+    if labels == "same":
         for name, last in (("labels", IGNORED), ("loss_mask", 0)):
             if name in whole:
                 whole[name] = torch.nn.functional.pad(whole[name][:, 1:], (0, 1), value=last)

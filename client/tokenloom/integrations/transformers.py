@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 from tokenloom.batch import Batch
 from tokenloom.dataset import RemoteDataset
 from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.token_budget import TokenBudget
 from tokenloom.token_progress import TokenProgress
 
 if TYPE_CHECKING:
@@ -102,9 +103,11 @@ class TokenloomMixin(_Trainer):
         self._token_lr = token_lr
         self._progress = progress
         self._figures: dict[str, float] = {}
-        #: Tokens and end of the batch in training, and the end of the last one that the weights have seen.
+        #: Of the batch in training.
         self._total_tokens: int | None = None
-        self._trained_index: int | None = None
+        #: Where the data of the last steps end, by Trainer's number of steps: callbacks save before an optimiser step
+        #: and behind it.
+        self._ends: dict[int, int] = {}
         self._resumed_step = 0
         self._saved_step: int | None = None
         super().__init__(model, args, *positional, **named)
@@ -125,8 +128,7 @@ class TokenloomMixin(_Trainer):
                 "this Trainer)"
             )
         iter(dataset)
-        layout = dataset._joined.opening.layout
-        if layout.shifted and self._loss_shifts_labels:
+        if dataset.labels == "shifted" and self._loss_shifts_labels:
             raise ValueError(
                 f"run {dataset._address.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
                 "so each would be predicted from one token too far: set labels: same in the mixture file"
@@ -137,17 +139,20 @@ class TokenloomMixin(_Trainer):
                 f"the dataset has accumulate={dataset._accumulate}, but gradient_accumulation_steps={accumulate}: make "
                 "them equal, or leave accumulate out"
             )
-        if layout.batch_size != self.args.train_batch_size:
-            raise ValueError(
-                f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for {max(1, self.args.n_gpu)} "
-                f"devices in this process), but the dataset gives batches of {layout.batch_size} samples: "
-                "pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for each device"
-            )
+        size: Any = dataset.batch_size  # or a schedule: pairs of total tokens and samples
+        if size is None or isinstance(size, int):
+            size = dataset._joined.opening.layout.batch_size
+            if size != self.args.train_batch_size:
+                raise ValueError(
+                    f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for "
+                    f"{max(1, self.args.n_gpu)} devices in this process), but the dataset gives batches of {size} "
+                    "samples: pass RemoteDataset(url, args.per_device_train_batch_size), and start one process for "
+                    "each device"
+                )
         if self._target_tokens is not None:
-            step_tokens = layout.batch_size * layout.sequence_length * self.args.world_size
-            left = max(0, self._target_tokens - dataset.total_tokens)
-            steps = self._resumed_step + -(-left // (step_tokens * accumulate))
+            steps = self._resumed_step + self._steps_left(size)
             self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
+        self._ends = {self._resumed_step: dataset.sample_index}
         return _loader(dataset, _whole)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -169,7 +174,7 @@ class TokenloomMixin(_Trainer):
         if len(batches) < num_batches:
             # Trainer would neither step on some of its batches nor end by itself, nor save what it has.
             self.control.should_training_stop = self.control.should_log = True
-            unsaved = self._trained_index is not None and self._saved_step != self.state.global_step
+            unsaved = self.state.global_step not in (self._resumed_step, self._saved_step)
             self.control.should_save = unsaved and self.args.save_strategy == "steps"
             log.warning(
                 "the data of run %s ended: %s (%d of %d batches of a step were left)",
@@ -185,7 +190,8 @@ class TokenloomMixin(_Trainer):
             self.lr_scheduler.step()
         loss: torch.Tensor = super().training_step(model, _inputs(inputs), *rest, **named)
         if self.accelerator.sync_gradients:
-            self._trained_index = inputs["sample_index"]
+            step = self.state.global_step
+            self._ends = {step: self._ends[step], step + 1: inputs["sample_index"]}
         if self._progress is not None:
             self._progress.update(inputs, step=self.accelerator.sync_gradients, **self._figures)
         return loss
@@ -221,7 +227,7 @@ class TokenloomMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         """As Trainer's; the data go on from the checkpoint, too. ``True`` takes the last whole one."""
-        self._total_tokens = self._trained_index = None
+        self._total_tokens = None
         self._resumed_step = 0
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -243,7 +249,8 @@ class TokenloomMixin(_Trainer):
             # Of an earlier attempt: as long as this is here, the checkpoint counts as whole.
             (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
             part = folder / f"{STATE_FILE}.part"
-            part.write_text(json.dumps(self._tokenloom_dataset.state_dict(at=self._trained_index)), encoding="utf-8")
+            state = self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
+            part.write_text(json.dumps(state), encoding="utf-8")
             part.replace(folder / STATE_FILE)
         super()._save_checkpoint(model, trial, *rest, **named)
         self._saved_step = self.state.global_step
@@ -272,12 +279,36 @@ class TokenloomMixin(_Trainer):
             raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(found).__name__}")
         return found
 
+    def _steps_left(self, size: Any) -> int:
+        """Optimiser steps from here to the target."""
+        assert self._target_tokens is not None
+        dataset, accumulate = self._tokenloom_dataset, self.args.gradient_accumulation_steps
+        if isinstance(size, int):
+            step_tokens = size * dataset.sequence_length * dataset.world_size * accumulate
+            left: int = -(-max(0, self._target_tokens - dataset.total_tokens) // step_tokens)
+            return left
+        budget = TokenBudget(
+            context_length=dataset.sequence_length,
+            batch_size=size,
+            world_size=dataset.world_size,
+            accumulate=accumulate,
+            dataset_samples=-(-self._target_tokens // dataset.sequence_length),
+        )
+        return max(0, budget.target_steps - budget.steps(dataset.sample_index)[0])
+
     @property
     def _counts_as_server(self) -> bool:
         """Whether the model's labels are those that the server counts: all, and where it shifts them, all but the first
         of each sample."""
-        layout = self._tokenloom_dataset._joined.opening.layout
-        return not layout.rows and layout.shifted != self._loss_shifts_labels
+        dataset = self._tokenloom_dataset
+        return not dataset._joined.opening.layout.rows and (dataset.labels == "shifted") != self._loss_shifts_labels
+
+    @property
+    def _share(self) -> float:
+        """How much of the training is over, whatever the steps were before a resume."""
+        if self._target_tokens is None:
+            return float(self.state.global_step / self.state.max_steps)
+        return min(1.0, self._tokenloom_dataset.total_tokens / self._target_tokens)
 
     @property
     def _is_over(self) -> bool:
@@ -409,7 +440,7 @@ class _Flow(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        state.epoch = state.global_step / state.max_steps
+        state.epoch = self._trainer._share
         if self._trainer._is_over and not control.should_training_stop:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy == "steps"

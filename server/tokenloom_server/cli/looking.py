@@ -126,6 +126,10 @@ def trace(
             min=1, help="The launch whose line to follow, where a later one rewound it; the present one if not given."
         ),
     ] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(help="Of a sample that was evaluated on: its stream, such as validation.", show_default=False),
+    ] = None,
     run: RunName = None,
     text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,
     as_json: Annotated[
@@ -149,6 +153,8 @@ def trace(
             raise ConfigError("give one of --sample and --step")
         if rank is not None and step is None:
             raise ConfigError("--rank goes with --step; a sample is one rank's anyway")
+        if stream is not None and sample is None:
+            raise ConfigError("--stream goes with --sample; a stream that is evaluated on has no steps of its own")
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
         name = remote.only_run(run)
         found: TracedSample | TracedStep
@@ -156,7 +162,7 @@ def trace(
             found = remote.trace_step(name, step, rank=rank, generation=generation, text=text)
         else:
             assert sample is not None
-            found = remote.trace_sample(name, sample, generation=generation, text=text)
+            found = remote.trace_sample(name, sample, generation=generation, text=text, stream=stream)
     except TokenloomError as error:
         fail(error)
     if as_json:

@@ -245,6 +245,7 @@ def validate(
 
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import Order
+    from tokenloom_server.streams import Streams
 
     set_up_logging("warning")
     out = console(stderr=print_file)
@@ -258,6 +259,7 @@ def validate(
             order = Order.create(found, base_dir, None, roots)
             samples = order.pipeline(order.initial())
             samples.advance(found.pick_samples)
+            streams = Streams.checked(order, found)
     except TokenloomError as error:
         fail(error)
     kind = f"sequence length {found.sequence_length}, {found.packing}"
@@ -280,6 +282,8 @@ def validate(
     engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
     if found.batching is None:
         out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+    for name in streams.names:
+        out.print(f"stream to evaluate on: {name}, of {streams.told(name)}", highlight=False)
     for warning in order.warnings():
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:

@@ -361,7 +361,8 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
     @app.get(
         "/v1/runs/{run}/samples/{index}",
         summary="The documents of a sample that was delivered",
-        description="Made again by going forward from the nearest state that is known, in turns with the peeks.",
+        description="Made again by going forward from the nearest state that is known, in turns with the peeks. Of "
+        "another stream than training's: of a sample that was evaluated on since the server started.",
         tags=["trace"],
         responses=_errors(404, 409, 416, 422, 429, 500, 503),
     )
@@ -370,8 +371,11 @@ def _add_run_routes(app: FastAPI, service: RunService, version: str, grpc_addres
         index: Annotated[int, Path(description="The sample index.", examples=[4096], **_NUMBER)],
         generation: Generation = None,
         text: Text = False,
+        stream: Annotated[
+            str, Query(description="The stream; one that is evaluated on may be named.", max_length=512)
+        ] = "train",
     ) -> TracedSample:
-        return service.trace_sample(run, index, generation=generation, text=text)
+        return service.trace_sample(run, index, generation=generation, text=text, stream=stream)
 
     @app.get(
         "/v1/runs/{run}/steps/{step}",
