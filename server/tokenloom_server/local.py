@@ -28,7 +28,6 @@ class LocalServer:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
         self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
         self._config = config.load(mixture)
-        self._folder: Path | None = None
         self._ledger: Ledger | None = None
         self._runs: Runs | None = None
 
@@ -40,11 +39,14 @@ class LocalServer:
     def start(self) -> ChannelWithin:
         """Opens the sources and begins to produce. Raises what sources and tokeniser raise; nothing is left open
         then."""
-        # Not by an object that removes it by itself: that of a forked child would, too.
-        self._folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
+        folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
         try:
-            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", self._folder)
+            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", folder)
             self._ledger.check()
+        finally:
+            # Its one connection has it open, and that is enough: nothing stays behind, however this process ends.
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
             self._runs = Runs(self._ledger)
             base = self._mixture.resolve().parent
             self._runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
@@ -54,11 +56,9 @@ class LocalServer:
             raise
 
     def close(self) -> None:
-        """Ends the run's threads, in a bounded time, and removes the ledger. Further calls do nothing."""
+        """Ends the run's threads, in a bounded time. Further calls do nothing."""
         if self._runs is not None:
             self._runs.stop()
         if self._ledger is not None:
             self._ledger.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._runs, self._ledger, self._folder = None, None, None
+        self._runs, self._ledger = None, None

@@ -288,6 +288,7 @@ def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pyt
     with RemoteDataset(mixture, 4, local=True) as dataset:
         batch = next(iter(dataset))
         assert batch["input_ids"].shape == (4, 128)
+        assert list((mixture.parent / "temporary").iterdir()) == [], "who is killed now removes nothing"
         assert len(psutil.Process().net_connections()) == sockets
     assert set(threading.enumerate()) <= threads
     assert list((mixture.parent / "temporary").iterdir()) == []

@@ -58,6 +58,8 @@ def _safe_path(base_dir: Path) -> Path:
     from tokenloom_server.ledger.place import refuse_shared
 
     path = base_dir / FILE_NAME
+    if not base_dir.is_dir():
+        raise ConfigError(f"{base_dir} does not exist; expected the folder of the mixture file")
     try:
         refuse_shared(path)
         if os.access(base_dir, os.W_OK):
