@@ -30,6 +30,7 @@ from tokenloom.batch import IGNORED, Batch
 from tokenloom.connection import Source
 from tokenloom.dataset import RemoteDataset
 from tokenloom.errors import JoinRefused, named
+from tokenloom.ramp import Schedule
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
 #: What a message is.
@@ -44,7 +45,12 @@ SEQUENCES = ("input_ids", "labels", "position_ids", "document_ids", "attention_m
 
 
 def mesh_dataset(
-    url: str, mesh: DeviceMesh, batch_size: int | None = None, *, dp: str | Sequence[str] = "dp", **options: Any
+    url: str,
+    mesh: DeviceMesh,
+    batch_size: int | Schedule | None = None,
+    *,
+    dp: str | Sequence[str] = "dp",
+    **options: Any,
 ) -> GroupDataset:
     """The dataset of this process of a mesh; to be called on all processes of the mesh, at the same time.
 
@@ -102,7 +108,7 @@ class GroupDataset(IterableDataset[Batch]):
     def __init__(
         self,
         url: str,
-        batch_size: int | None = None,
+        batch_size: int | Schedule | None = None,
         *,
         rank: int,
         world_size: int,
@@ -113,6 +119,13 @@ class GroupDataset(IterableDataset[Batch]):
         for name in ("process_group", "peek"):
             if options.get(name):
                 raise ValueError(f"{name} is not for a model-parallel group, whose place says which rank it is")
+        if options.get("device") is not None:
+            raise ValueError("device: batches are handed on to peers on the CPU; move them to the device yourself")
+        if options.get("stream", "train") not in ("", "train"):
+            raise ValueError(
+                f"stream={options['stream']!r} is evaluated on, for which each process may have a dataset of its own: "
+                f"RemoteDataset(url, batch_size, stream=…, rank={rank}, world_size={world_size})"
+            )
         self._rank = rank
         self._world_size = world_size
         self._line = _Line.open(peers, _patience_s(options))
@@ -123,7 +136,7 @@ class GroupDataset(IterableDataset[Batch]):
         self._opening: dict[str, Any] = {}
         self._layout: dict[str, Any] = {}
         self._told: Base | None = None
-        self._end: StopIteration | Exception | None = None
+        self._end: Exception | None = None
         self._closed = False
         if self.leads:
             try:
@@ -166,7 +179,7 @@ class GroupDataset(IterableDataset[Batch]):
             raise RuntimeError("call iter() on the dataset first, which joins the run")
         try:
             return self._take(self._history) if self._batches else self._receive(self._history)
-        except (StopIteration, Exception) as error:
+        except Exception as error:
             self._end = error
             raise
 
@@ -430,8 +443,9 @@ class _Line:
         text = json.dumps(document).encode() if document else b""
         size = layout["bytes"] if layout else 0
         fits = not size or size == self._room
-        frame = np.zeros(8 * HEADER + self._room, np.uint8)
+        frame = np.empty(8 * HEADER + self._room, np.uint8)
         numbers = frame[: 8 * HEADER].view(np.int64)
+        numbers[:] = 0
         numbers[:3] = kind, len(text), 0 if fits else size
         if point is not None:
             numbers[3:5] = point.sample_index, point.total_tokens
