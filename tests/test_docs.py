@@ -10,12 +10,13 @@ from typing import get_args
 import pytest
 import tokenloom
 import yaml
-from tokenloom_server import config, errors, exporting, extents, peeking, picture, traced, tracing, viewer
+from tokenloom.connection import reporting
+from tokenloom_server import config, errors, exporting, extents, losses, peeking, picture, traced, tracing, viewer
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
 from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
-from tokenloom_server.grpc_service.servicer import SMALL_REQUEST_BYTES
+from tokenloom_server.grpc_service.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
 from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.peeking import MAX_PEEKS
@@ -117,6 +118,20 @@ def test_the_bounds_of_plans_are_in_the_reference() -> None:
         assert f" {number} " in section
 
 
+def test_the_bounds_of_reported_losses_are_in_the_docs() -> None:
+    section = REFERENCE.split("## Losses")[1].split("\n## ")[0]
+    for number in (losses.MAX_POINTS, losses.MAX_CELLS, losses.MIN_POINTS):
+        assert f"{number:,} " in section or f"{number:,}." in section
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    for number in (
+        losses.MAX_POINTS,
+        reporting.QUEUED,
+        inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default,
+    ):
+        assert f"{number:,} " in page
+    assert (reporting.CALL_S, reporting.PAUSE_S) == (5, 2), "as the table of deadlines says"
+
+
 def test_the_bounds_of_peeks_are_in_the_reference() -> None:
     section = REFERENCE.split("## Peeks")[1].split("\n## ")[0]
     for bound in (f"{peeking.AHEAD_SAMPLES:,} samples", f"{peeking.MAX_PEEKS} per run", f"{peeking.REST_S:g} s"):
@@ -188,7 +203,14 @@ def test_every_bound_is_in_the_reference() -> None:
         MAX_CONNECTIONS,
     ):
         assert re.search(rf"[| ]{bound:,}\b", section), bound
-    for size in (MAX_REQUEST_BYTES, MAX_BODY_BYTES, MAX_STEP_BYTES, MAX_SNAPSHOT_BYTES, SMALL_REQUEST_BYTES):
+    for size in (
+        MAX_REQUEST_BYTES,
+        MAX_BODY_BYTES,
+        MAX_STEP_BYTES,
+        MAX_SNAPSHOT_BYTES,
+        SMALL_REQUEST_BYTES,
+        MAX_REPORT_BYTES,
+    ):
         unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
         assert f"{size // unit} {name}" in section
 

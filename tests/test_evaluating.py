@@ -290,6 +290,25 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(folder: Path) ->
         RemoteDataset(url, 2, samples=4)
 
 
+def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(folder: Path) -> None:
+    with serving(folder, held_out(tail="pad")) as (url, _), evaluating(url, 4) as dataset:
+        source_loss = tokenloom.SourceLoss(dataset)
+        expected: Counter[int] = Counter()
+        for batch in dataset:
+            source_loss.add(batch["source_ids"].double() + 2, batch)
+            for source, labels in zip(batch["source_ids"].tolist(), batch["labels"][:, 1:], strict=True):
+                expected[source] += int((labels != -100).sum()) if source >= 0 else 0
+        with pytest.raises(ValueError, match="stream='validation' takes no part in the training"):
+            source_loss.log()
+        source_loss.add(batch["source_ids"].double() + 2, batch)
+        found = source_loss.reduce()
+        assert set(found.losses) <= {source.alias for source in dataset.sources}
+        assert all(loss == source + 2 for source, (loss, _) in found.by_id.items())
+        for batch in dataset:  # as often as one likes
+            source_loss.add(batch["source_ids"].double() + 2, batch)
+        assert {source: tokens for source, (_, tokens) in source_loss.reduce().by_id.items()} == +expected
+
+
 def with_benchmark(**fields: Any) -> dict[str, Any]:
     """A run with a stream that has files of its own, two epochs of them."""
     source = {"source": "jsonl:bench/*.jsonl:text", "alias": "bench", "epochs": 2}

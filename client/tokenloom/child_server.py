@@ -37,7 +37,7 @@ POLL_S = 0.02
 GRACE_S = 20.0
 #: Of the server's lease, seconds.
 LEASE_S = 5
-#: A server that ends again so soon after its start is not helped by another one...
+#: A server that ends again so soon after it was ready is not helped by another one...
 SOUND_S = 30.0
 #: ... after so many in a row.
 ATTEMPTS = 3
@@ -119,9 +119,9 @@ class ChildServer:
         attempts = 0
         try:
             while True:
-                began = time.monotonic()
                 if not self._start():
                     return
+                began = time.monotonic()
                 self._started.set()
                 assert self._process is not None
                 status = self._process.wait()

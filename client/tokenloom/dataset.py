@@ -440,8 +440,12 @@ class RemoteDataset(IterableDataset[Batch]):
         For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
         sent in the background, and what cannot be sent is logged and dropped.
         """
-        if self._peek:
-            raise ValueError("peek=True takes no part in the run, so it has no losses to report")
+        if self._peek or self._evaluates:
+            what = "peek=True" if self._peek else f"stream={self._stream!r}"
+            raise ValueError(
+                f"{what} takes no part in the training, and the server shows the losses of that: SourceLoss.reduce() "
+                "gives them without a report"
+            )
         self._joined.report(
             Report(
                 sample_index=sample_index,

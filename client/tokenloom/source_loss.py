@@ -91,10 +91,10 @@ class SourceLoss:
             added = torch.stack([total, tokens]).masked_fill_(padding, 0)
             sums.index_add_(1, source_ids.clamp(0, self._room), added)
         self._batches += 1
-        self._place = (
-            batch.get("sample_index", self._dataset.sample_index),
-            batch.get("total_tokens", self._dataset.total_tokens),
-        )
+        if "sample_index" in batch and "total_tokens" in batch:
+            self._place = batch["sample_index"], batch["total_tokens"]
+        else:  # what is left of a batch that a framework took apart
+            self._place = self._dataset.sample_index, self._dataset.total_tokens
 
     def reduce(self) -> MeanLosses:
         """The mean losses since the last call, over all ranks: one all-reduce, which every rank has to take part in,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import tempfile
@@ -20,7 +21,17 @@ from support.killed import EXAMPLES, kill_and_resume
 from support.scripts import Forks
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom import ConfigError, LeaseHeld, NotFound, RemoteDataset, SourceError, TokenloomError, embedded
+from tokenloom import (
+    ConfigError,
+    LeaseHeld,
+    NotFound,
+    RemoteDataset,
+    ServerUnavailable,
+    SourceError,
+    TokenloomError,
+    child_server,
+    embedded,
+)
 from tokenloom.embedded import machine, reachable_host
 from tokenloom.mixture_file import require_server
 from torch.utils.data import DataLoader
@@ -74,6 +85,12 @@ def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, 
 
     wait_for_none(alone)
     wait_for_none(killed)
+    (log,) = (killed.parent / ".tokenloom-server").glob("*/server.log")
+    text = log.read_text(encoding="utf-8")
+    addresses = re.findall(r"is ready: gRPC on (\S+),", text)
+    assert len(addresses) == 3
+    if len(set(addresses)) == 1:  # else the port was taken meanwhile
+        assert "waiting up to" not in text, "a restart waited for the lease of the server that was killed with its job"
 
 
 # --- The same checkpoint in every mode ---------------------------------------------------------------------------
@@ -115,15 +132,25 @@ def test_one_checkpoint_goes_on_in_every_mode(mixture: Path, tmp_path: Path) -> 
 # --- The server's life -------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(mixture: Path, tmp_path: Path) -> None:
+def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_server, "SOUND_S", 1000.0)  # however slow this machine is now
     with RemoteDataset(sample(tmp_path / "alone"), 4, local=True) as dataset:
         expected = digests(dataset, 40)
     with RemoteDataset(mixture, 4, prefetch_steps=2) as dataset:
         assert digests(dataset, 3) == expected[:3]
-        (server,) = servers(mixture)
-        server.kill()
-        assert digests(dataset, 37) == expected[3:]
-        assert servers(mixture) != [server]
+        (first,) = servers(mixture)
+        first.kill()
+        assert digests(dataset, 20) == expected[3:23]
+        (second,) = servers(mixture)
+        assert second != first
+        second.kill()
+        assert digests(dataset, 17) == expected[23:]
+        # One that dies again and again is not helped by another start.
+        servers(mixture)[0].kill()
+        with pytest.raises(ServerUnavailable, match="3 times in a row"):
+            digests(dataset, 100)
     wait_for_none(mixture, 0)
 
 
@@ -147,6 +174,25 @@ def test_datasets_of_one_file_share_a_server_that_ends_with_the_last_of_them(mix
         assert len(digests(first, 2)) == 2
         assert len(servers(mixture)) == 1
     assert servers(mixture) == []
+
+
+def test_a_stream_to_evaluate_on_is_served_beside_training_and_without_a_server(tmp_path: Path) -> None:
+    source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": float("inf"), "holdout": 0.3}
+    mixture = sample(tmp_path / "mixture", mixture={"policy": "sequential", "children": [source]})
+
+    def validation(local: bool) -> list[list[int]]:
+        with RemoteDataset(mixture, 2, stream="validation", samples=8, local=local) as dataset:
+            return [batch["input_ids"].flatten().tolist() for batch in dataset]
+
+    with RemoteDataset(mixture, 4) as dataset:
+        before = digests(dataset, 2)
+        found = validation(local=False)
+        assert len(found) == 4
+        assert found == validation(local=True)
+        assert len(servers(mixture)) == 1
+        after = digests(dataset, 2)
+    with RemoteDataset(mixture, 4, local=True) as dataset:
+        assert digests(dataset, 4) == before + after
 
 
 def test_a_second_job_of_the_same_file_is_told_who_has_it(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:

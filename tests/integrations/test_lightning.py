@@ -48,13 +48,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         for row in range(ROWS):
             file.write(json.dumps({"text": "abcdefghijklmnopqrstuvwxyz"[row % 26] * (LENGTH - 1)}) + "\n")
     paths = []
-    for run in ("straight", "epochs", "twice", "raises", "refused", "ends"):
+    for run in ("straight", "epochs", "twice", "raises", "refused", "ends", "validated"):
+        source = {"source": "jsonl:rows.jsonl:text", "alias": "rows"} | ({"holdout": 0.4} if run == "validated" else {})
         mixture = {
             "run": run,
             "seed": 1,
             "tokenizer": "bytes",
             "sequence_length": LENGTH,
-            "mixture": {"policy": "least_consumed", "children": [{"source": "jsonl:rows.jsonl:text", "alias": "rows"}]},
+            "mixture": {"policy": "least_consumed", "children": [source]},
         }
         paths.append(folder / f"{run}.yaml")
         paths[-1].write_text(yaml.safe_dump(mixture), encoding="utf-8")
@@ -192,6 +193,35 @@ def test_a_fit_ends_with_the_data(server: ServerProcess) -> None:
     data = TokenloomDataModule(server.url("ends"), 4, resume="latest")
     with pytest.raises(RuntimeError, match=r"the data ended .* min_epochs or min_steps asks for more"):
         trainer(max_epochs=-1, min_steps=100).fit(Model(), datamodule=data)
+
+
+def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(server: ServerProcess) -> None:
+    class Validated(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ids: list[list[int]] = []
+            self.passes: list[list[list[int]]] = []
+
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            self.ids += batch["input_ids"][batch["source_ids"] >= 0].tolist()
+
+        def on_validation_epoch_end(self) -> None:
+            self.passes.append(self.ids)
+            self.ids = []
+
+    model, states = Validated(), States()
+    data = TokenloomDataModule(server.url("validated"), 2, validation={"samples": 3})
+    fit = trainer(states, limit_train_batches=2, max_epochs=2, num_sanity_val_steps=0)
+    fit.fit(model, datamodule=data)
+    assert model.trained == list(range(8))
+    assert states.indices == [2, 4, 6, 8]
+    assert len(model.passes) == 2
+    assert len(model.passes[0]) == 3
+    assert model.passes[0] == model.passes[1]
+
+    fit.validate(model, datamodule=data, verbose=False)
+    assert model.passes[2] == model.passes[0]
+    assert index_of(data.state_dict()) == 8
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
 from support.scripts import Forks, launch
 from tokenloom import Batch, RemoteDataset
+from tokenloom.integrations import mesh
 from tokenloom.integrations.mesh import context_slice
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
@@ -101,6 +103,30 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
 def _rows(columns: dict[str, Any]) -> list[Any]:
     assert columns["cu_seqlens"][0] == "torch.int32"
     return [columns[name][1] for name in ("sample_ids", "input_ids", "position_ids")]
+
+
+def test_any_batch_that_a_run_gives_is_handed_on_but_for_bytes() -> None:
+    rows: Any = {
+        "pixels": torch.rand(2, 3, 5).to(torch.bfloat16),
+        "mask": torch.tensor([True, False, True]),
+        "nothing": torch.empty(2, 0, 4),
+        "caption": ["a caption", "ein Bild: ä"],
+        "bucket": "wide",
+        "sample_index": 2**40,
+    }
+
+    layout = json.loads(json.dumps(mesh._layout(rows)))
+    body = np.empty(layout["bytes"], np.uint8)
+    mesh._write(rows, layout, body)
+    found: Any = mesh._batch(body, layout)
+
+    assert set(found) == set(rows)
+    for name, value in rows.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+    assert found["pixels"].dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="column 'blob' has a bytes, which is not handed on"):
+        mesh._layout({**rows, "blob": [b"1"]})
 
 
 def _batch(length: int, *, shifted: bool) -> Batch:

@@ -116,6 +116,7 @@ def test_a_training_ends_with_its_data_and_saves_what_it_has(
     with caplog.at_level(logging.WARNING, "tokenloom"):
         result = trainer.train()
     assert result.global_step == 2  # 32 samples are 8 batches
+    assert args.max_steps == -1, "these are the caller's"
     assert "the data of run alone ended: " in caplog.text
     assert "(2 of 3 batches of a step were left)" in caplog.text
     saved = json.loads((tmp_path / "checkpoint-2" / "tokenloom.json").read_text(encoding="utf-8"))
@@ -151,7 +152,7 @@ def test_a_checkpoint_has_the_data_of_its_weights_whenever_it_is_saved(dataset: 
 
 
 def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
-    dataset: RemoteDataset, url: str, tmp_path: Path
+    dataset: RemoteDataset, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = 6 * 4 * LENGTH
     lines: list[str] = []
@@ -184,6 +185,8 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
             other = trainer(again)
             other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
         assert logged(other) == steps
+        assert ("nothing is left to train: step 6 of 6, 3072 tokens" in caplog.text) == (checkpoint == 6)
+        caplog.clear()
 
 
 def test_evaluation_reads_a_dataset_without_what_is_not_for_the_model(

@@ -81,18 +81,19 @@ class Reporter:
         channel: grpc.Channel | None = None
         try:
             for report in self._reports():
-                if channel is None:
-                    channel = open_channel(self._request.address, next(targets), self._request.credentials)
                 try:
+                    if channel is None:
+                        channel = open_channel(self._request.address, next(targets), self._request.credentials)
                     self._send(channel, report)
                     with self._wakes:
                         self._warned = False
                         if self._waiting and self._waiting[0] is report:
                             self._waiting.popleft()
-                except grpc.RpcError as error:
+                except (grpc.RpcError, TokenloomError) as error:
                     # A channel that failed notices late that the server is back, and another server may lead by now.
-                    channel.close()
-                    channel = None
+                    if channel is not None:
+                        channel.close()
+                        channel = None
                     self._failed(error, report)
         finally:
             if channel is not None:
@@ -129,11 +130,15 @@ class Reporter:
         )
         DataLoaderStub(channel).Report(message, timeout=CALL_S, metadata=asked.credentials.metadata)
 
-    def _failed(self, error: grpc.RpcError, report: Report) -> None:
-        found: TokenloomError = failure(error, self._request.address)
+    def _failed(self, error: grpc.RpcError | TokenloomError, report: Report) -> None:
+        later = False
+        found = error
+        if isinstance(error, grpc.RpcError):
+            later = retryable(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            found = failure(error, self._request.address)
         with self._wakes:
             self._warn(f"{type(found).__name__}: {found}")
-            if retryable(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if later:
                 # It waits on: the server may be back soon. The thread that closes wakes this one.
                 self._wakes.wait_for(lambda: self._closing, PAUSE_S)
                 if self._closing:

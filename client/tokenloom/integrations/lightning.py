@@ -20,6 +20,9 @@ from tokenloom.batch import Batch
 from tokenloom.dataset import RemoteDataset
 from tokenloom.lr_scheduler import TokenLRScheduler
 
+#: Options that only a dataset which is trained on can have.
+_OF_TRAINING = frozenset({"resume", "takeover", "fork_from", "accumulate", "attempt"})
+
 
 class Place(NamedTuple):
     """Where a batch ends in the run."""
@@ -39,15 +42,31 @@ class TokenloomDataModule(LightningDataModule):
     ``accumulate`` is the Trainer's ``accumulate_grad_batches`` unless it is given, so that a batch's
     ``global_label_tokens`` are those of its optimiser step.
 
+    ``validation`` makes it Lightning's validation data, too: the options of the stream to evaluate on where they
+    differ, such as ``{"samples": 2048}`` or ``{"stream": "held", "batch_size": 16}``; the stream is ``validation``
+    unless it says otherwise. The same samples come each time, and what is saved does not know of them.
+
     Training ends with the data, whatever ``max_epochs`` says: an epoch of Lightning is all of the run, or
     ``limit_train_batches`` of it.
     """
 
-    def __init__(self, url: str, batch_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        batch_size: int | None = None,
+        *,
+        validation: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self._url = url
         self._batch_size = batch_size
         self._options = options
+        self._validation = validation
+        self._evaluation: _Evaluation | None = None
+        if validation is not None:
+            # Lightning takes any data module that has the method for one with validation data.
+            self.val_dataloader = self._val_dataloader  # type: ignore[method-assign]
         self._stage: str | None = None
         self._loader: _Loader | None = None
         self._follower: _Follower | None = None
@@ -82,8 +101,12 @@ class TokenloomDataModule(LightningDataModule):
     # What Lightning calls, in this order
 
     def setup(self, stage: str) -> None:
-        """Makes the dataset of a fit."""
+        """Makes the datasets of a fit, or that of a validation."""
         self._stage = stage
+        if self._validation is not None and stage in ("fit", "validate"):
+            common = {name: value for name, value in self._options.items() if name not in _OF_TRAINING}
+            common |= {"batch_size": self._batch_size, "stream": "validation"}
+            self._evaluation = _Evaluation(RemoteDataset(self._url, **(common | dict(self._validation))))
         if stage != "fit":
             return
         accumulate: int = self._trainer.accumulate_grad_batches
@@ -115,13 +138,20 @@ class TokenloomDataModule(LightningDataModule):
             )
         return self._active
 
+    def _val_dataloader(self) -> _Evaluation:
+        assert self._evaluation is not None, "setup() comes before val_dataloader()"
+        return self._evaluation
+
     def state_dict(self) -> dict[str, Any]:
         """The state behind the last batch that was trained on."""
         return self._loader.state_dict_of_data() if self._loader is not None else self._state
 
     def teardown(self, stage: str) -> None:
-        """Closes the dataset; the state stays, for another fit."""
+        """Closes the datasets; the state stays, for another fit."""
         self._stage = None
+        if self._evaluation is not None:
+            self._evaluation.data.close()
+            self._evaluation = None
         if self._loader is not None:
             self._state = self.state_dict()
             self._loader.dataset.close()
@@ -245,6 +275,20 @@ class _Loader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         pass
+
+
+class _Evaluation:
+    """The same samples each time. Lightning makes an iterator more than it uses, so it begins with the first batch."""
+
+    def __init__(self, dataset: RemoteDataset) -> None:
+        # Lightning looks for an IterableDataset under "dataset", and warns of one that has a length.
+        self.data = dataset
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.data
+
+    def __len__(self) -> int:
+        return len(self.data)
 
 
 class _Follower(Callback):

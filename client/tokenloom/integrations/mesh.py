@@ -123,7 +123,7 @@ class GroupDataset(IterableDataset[Batch]):
         self._opening: dict[str, Any] = {}
         self._layout: dict[str, Any] = {}
         self._told: Base | None = None
-        self._end: StopIteration | Exception | None = None
+        self._end: Exception | None = None
         self._closed = False
         if self.leads:
             try:
@@ -166,7 +166,7 @@ class GroupDataset(IterableDataset[Batch]):
             raise RuntimeError("call iter() on the dataset first, which joins the run")
         try:
             return self._take(self._history) if self._batches else self._receive(self._history)
-        except (StopIteration, Exception) as error:
+        except Exception as error:
             self._end = error
             raise
 
@@ -430,8 +430,9 @@ class _Line:
         text = json.dumps(document).encode() if document else b""
         size = layout["bytes"] if layout else 0
         fits = not size or size == self._room
-        frame = np.zeros(8 * HEADER + self._room, np.uint8)
+        frame = np.empty(8 * HEADER + self._room, np.uint8)
         numbers = frame[: 8 * HEADER].view(np.int64)
+        numbers[:] = 0
         numbers[:3] = kind, len(text), 0 if fits else size
         if point is not None:
             numbers[3:5] = point.sample_index, point.total_tokens

@@ -48,7 +48,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _NOT_INPUTS = (frozenset(Batch.__annotations__) | {"dataset_id", "bucket"}) - {
     *("input_ids", "labels", "position_ids", "attention_mask"),
 }
-#: Epochs are the mixture's business: the training ends after so many steps at the latest.
+#: Trainer wants a number of steps when it is made; how many they are is known once the run is joined.
 _UNKNOWN_STEPS = 1
 
 
@@ -94,11 +94,11 @@ class TokenloomMixin(_Trainer):
     ) -> None:
         if target_tokens is not None and target_tokens < 1:
             raise ValueError(f"target_tokens must be at least 1; got {target_tokens!r}")
+        self._max_steps = -1 if args is None else args.max_steps
         if args is not None:
             _check_arguments(args)
             if args.max_steps <= 0 and target_tokens is not None:
-                args.max_steps = _UNKNOWN_STEPS  # until the run is joined: Trainer wants a number before
-        self._max_steps_given = args.max_steps if args is not None and args.max_steps > _UNKNOWN_STEPS else None
+                args.max_steps = _UNKNOWN_STEPS
         self._target_tokens = target_tokens
         self._token_lr = token_lr
         self._progress = progress
@@ -110,7 +110,11 @@ class TokenloomMixin(_Trainer):
         self._ends: dict[int, int] = {}
         self._resumed_step = 0
         self._saved_step: int | None = None
-        super().__init__(model, args, *positional, **named)
+        try:
+            super().__init__(model, args, *positional, **named)
+        finally:
+            if args is not None:
+                args.max_steps = self._max_steps  # the caller's, who may use them for another training
         # Data go on from their own state; Trainer would read all batches again to find its place.
         self.args.ignore_data_skip = True
         self.add_callback(_Flow(self))
@@ -151,7 +155,7 @@ class TokenloomMixin(_Trainer):
                 )
         if self._target_tokens is not None:
             steps = self._resumed_step + self._steps_left(size)
-            self.args.max_steps = max(1, min(steps, self._max_steps_given or steps))
+            self.args.max_steps = max(1, min(steps, self._max_steps) if self._max_steps > 0 else steps)
         self._ends = {self._resumed_step: dataset.sample_index}
         return _loader(dataset, _whole)
 
@@ -169,6 +173,10 @@ class TokenloomMixin(_Trainer):
         """The batches of one optimiser step; none where the training is over."""
         if self._is_over:
             self.control.should_training_stop = True
+            log.warning(
+                "nothing is left to train: step %d of %d, %d tokens of the run",
+                self.state.global_step, self.state.max_steps, self._tokenloom_dataset.total_tokens,
+            )  # fmt: skip
             return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(batches) < num_batches:
@@ -240,7 +248,10 @@ class TokenloomMixin(_Trainer):
             folder = Path(resume_from_checkpoint)
             self._resumed_step = json.loads((folder / TRAINER_STATE_FILE).read_text(encoding="utf-8"))["global_step"]
             self._tokenloom_dataset.load_state_dict(_state_of(folder))
-        return super().train(resume_from_checkpoint or None, *rest, **named)
+        try:
+            return super().train(resume_from_checkpoint or None, *rest, **named)
+        finally:
+            self.args.max_steps = self._max_steps
 
     def _save_checkpoint(self, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"

@@ -44,8 +44,9 @@ def sizes_of(begin: int, world_size: int, total: int, accumulate: int = 1) -> li
         sizes.append(size)
 
 
-def step_of(world: World) -> int | None:
-    """Takes a step; its batch size, on every rank. None at the end of the data."""
+def step_of(world: World, labels: list[int] | None = None) -> int | None:
+    """Takes a step; its batch size, on every rank. None at the end of the data. ``labels`` gets how many its optimiser
+    step has."""
     begin = world.sample_index
     batches = world.step()
     if batches is None:
@@ -53,6 +54,8 @@ def step_of(world: World) -> int | None:
     (size,) = {len(batch["input_ids"]) for batch in batches}
     end = begin + size * len(batches)
     assert {(batch["sample_index"], batch["total_tokens"]) for batch in batches} == {(end, end * LENGTH)}
+    if labels is not None:
+        labels += {batch["global_label_tokens"] for batch in batches}
     return size
 
 
@@ -89,14 +92,18 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
 ) -> None:
     world_size, accumulate = 2, 3
     sizes: list[int] = []
+    labels: list[int] = []
     with World(server.url("accumulated"), world_size, RAMP, accumulate=accumulate) as world:
-        while (size := step_of(world.join())) is not None:
+        while (size := step_of(world.join(), labels)) is not None:
             sizes.append(size)
             if len(sizes) in (4, 5, 10):
                 server.kill()
                 server.start()
     assert sizes == sizes_of(0, world_size, len(sequence), accumulate)
     assert [sizes[at] for at in (5, 6, 11, 12)] == [2, 5, 5, 1]
+    # A sample's first token is no label.
+    counts = [size * world_size * (LENGTH - 1) for size in sizes]
+    assert labels == [sum(counts[at - at % accumulate :][:accumulate]) for at in range(len(counts))]
     assert world.receipt.sequence() == sequence[: world.sample_index]
     report = told(server, "report")
     (launched,) = report["generations"]
