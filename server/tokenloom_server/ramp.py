@@ -74,7 +74,8 @@ class Ramp:
         self.world_size = plans[0].world_size
         self.start_index = plans[0].start_index
         self._first_steps = [plan.first_step for plan in plans]
-        self._start_indices = [plan.start_index for plan in plans]
+        # What lies before the generation is the first plan's.
+        self._start_indices = [-MAX_COUNTER, *(plan.start_index for plan in plans[1:])]
 
     @classmethod
     def constant(cls, plan: BatchPlan) -> Ramp:
@@ -156,7 +157,7 @@ class Ramp:
 
     def at_index(self, sample_index: int) -> BatchPlan:
         """The plan that has the sample at an index; the first one for what lies before the generation."""
-        return self.plans[max(0, bisect_right(self._start_indices, sample_index) - 1)]
+        return self.plans[bisect_right(self._start_indices, sample_index) - 1]
 
     def index_of(self, step: int) -> int:
         """The sample index at which a step begins."""
@@ -164,7 +165,7 @@ class Ramp:
 
     def steps_until(self, sample_index: int) -> tuple[int, int]:
         """How many whole steps lie before a sample index, and how many samples behind them."""
-        plan = self.at_index(sample_index)
+        plan = self.plans[bisect_right(self._start_indices, sample_index) - 1]
         steps, rest = divmod(sample_index - plan.start_index, plan.world_size * plan.batch_size)
         return plan.first_step + steps, rest
 

@@ -388,8 +388,9 @@ class Generation:
         """The step up to which a message for the slot would go now; what it was sent already for none."""
         at = self.ramp.number_at(slot.sent)
         plan, message_steps = self.ramp.plans[at], self.message_steps[at]
-        in_message = (slot.sent - plan.group_begin(slot.sent)) % message_steps
-        message_end = min(slot.sent + message_steps - in_message, plan.group_end(slot.sent))
+        begin = plan.group_begin(slot.sent)
+        in_message = (slot.sent - begin) % message_steps
+        message_end = min(slot.sent + message_steps - in_message, begin + plan.group_steps, plan.behind)
         credit_end = slot.consumed + slot.credit_steps
         last = min(self.produced, message_end, credit_end)
         ready = last - slot.sent

@@ -43,6 +43,7 @@ def main(url: str, folder: Path) -> None:
         return mesh_dataset(address, mesh, 2, dp=HSDP, **options)
 
     tell_error("an option", lambda: dataset_of(prefetch_steps=0))
+    tell_error("evaluation", lambda: dataset_of(stream="validation", samples=8))
     tell_error("no dimension", lambda: mesh_dataset(url, mesh, 2, dp="dp"))
     tell_error("a part", lambda: mesh_dataset(url, mesh["tp"], 2, dp="tp"))
     with dataset_of(url + "-not-there", connect_timeout_s=20) as dataset:

@@ -51,8 +51,9 @@ def conversations(epochs: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A run of two epochs of the conversations, each test's from the beginning."""
-    with two_runs(tmp_path_factory.mktemp("runs"), **conversations(epochs=2)) as urls:
+    """A run of two epochs of the conversations, each test's from the beginning, and a stream of theirs."""
+    questions = {"streams": {"questions": {"mixture": conversations(epochs=1)["mixture"]}}}
+    with two_runs(tmp_path_factory.mktemp("runs"), **conversations(epochs=2), **questions) as urls:
         yield urls[0]
 
 
@@ -117,7 +118,7 @@ def test_a_training_ends_with_its_data_and_saves_what_it_has(
         result = trainer.train()
     assert result.global_step == 2  # 32 samples are 8 batches
     assert args.max_steps == -1, "these are the caller's"
-    assert "the data of run alone ended: " in caplog.text
+    assert "ended: every source is exhausted" in caplog.text
     assert "(2 of 3 batches of a step were left)" in caplog.text
     saved = json.loads((tmp_path / "checkpoint-2" / "tokenloom.json").read_text(encoding="utf-8"))
     assert json.loads(saved["tokenloom"])["sample_index"] == 24, "the batches that were left are not trained on"
@@ -189,16 +190,18 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
         caplog.clear()
 
 
-def test_evaluation_reads_a_dataset_without_what_is_not_for_the_model(
-    dataset: RemoteDataset, url: str, tmp_path: Path
-) -> None:
-    args = arguments(tmp_path, max_steps=2, save_strategy="no", eval_strategy="steps", eval_steps=2)
-    with RemoteDataset(url, 4, peek=True, resume="fresh") as looked_at:
-        trainer = TokenloomTrainer(model(), args, train_dataset=dataset, eval_dataset=looked_at)
+def test_evaluation_reads_the_same_samples_each_time(dataset: RemoteDataset, url: str, tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, max_steps=2, save_strategy="no", eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4
+    )
+    with RemoteDataset(url, 4, stream="questions", samples=12) as questions:
+        trainer = TokenloomTrainer(model(), args, train_dataset=dataset, eval_dataset=questions)
         trainer.train()
-    (found,) = (line for line in trainer.state.log_history if "eval_loss" in line)
+        again = trainer.evaluate()
+        (found,) = (line for line in trainer.state.log_history[:-1] if "eval_loss" in line)
     assert 5.0 < found["eval_loss"] < 6.0
     assert found["total_tokens"] == 2 * 4 * LENGTH
+    assert again["eval_loss"] == found["eval_loss"]
 
 
 def test_a_checkpoint_that_was_not_saved_to_the_end_is_left_out(
@@ -276,3 +279,18 @@ def test_labels_that_would_be_shifted_twice_are_refused(tmp_path: Path) -> None:
         trainer = TokenloomTrainer(model(), arguments(tmp_path), train_dataset=dataset, target_tokens=1024)
         with pytest.raises(ValueError, match="labels: shifted, but LlamaForCausalLM shifts them itself"):
             trainer.train()
+
+
+def test_batches_that_grow_with_the_tokens_end_at_the_same_target(url: str, tmp_path: Path) -> None:
+    # Optimiser steps of 2 × 2 samples, and from 8 samples on of 2 × 4.
+    sizes = [(0, 2), (8 * LENGTH, 4)]
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=2)
+    steps = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        with RemoteDataset(url, sizes, accumulate=2, resume=None if resume else "fresh", takeover=True) as dataset:
+            trainer = TokenloomTrainer(model(), args, train_dataset=dataset, target_tokens=24 * LENGTH)
+            trainer.train(resume_from_checkpoint=resume)
+        steps.append(logged(trainer))
+        assert trainer.state.max_steps == 4
+    assert [step["total_tokens"] for step in steps[0]] == [n * LENGTH for n in (4, 8, 16, 24)]
+    assert steps[1] == steps[0]

@@ -30,6 +30,7 @@ from tokenloom.batch import IGNORED, Batch
 from tokenloom.connection import Source
 from tokenloom.dataset import RemoteDataset
 from tokenloom.errors import JoinRefused, named
+from tokenloom.ramp import Schedule
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
 #: What a message is.
@@ -44,7 +45,12 @@ SEQUENCES = ("input_ids", "labels", "position_ids", "document_ids", "attention_m
 
 
 def mesh_dataset(
-    url: str, mesh: DeviceMesh, batch_size: int | None = None, *, dp: str | Sequence[str] = "dp", **options: Any
+    url: str,
+    mesh: DeviceMesh,
+    batch_size: int | Schedule | None = None,
+    *,
+    dp: str | Sequence[str] = "dp",
+    **options: Any,
 ) -> GroupDataset:
     """The dataset of this process of a mesh; to be called on all processes of the mesh, at the same time.
 
@@ -102,7 +108,7 @@ class GroupDataset(IterableDataset[Batch]):
     def __init__(
         self,
         url: str,
-        batch_size: int | None = None,
+        batch_size: int | Schedule | None = None,
         *,
         rank: int,
         world_size: int,
@@ -113,6 +119,13 @@ class GroupDataset(IterableDataset[Batch]):
         for name in ("process_group", "peek"):
             if options.get(name):
                 raise ValueError(f"{name} is not for a model-parallel group, whose place says which rank it is")
+        if options.get("device") is not None:
+            raise ValueError("device: batches are handed on to peers on the CPU; move them to the device yourself")
+        if options.get("stream", "train") not in ("", "train"):
+            raise ValueError(
+                f"stream={options['stream']!r} is evaluated on, for which each process may have a dataset of its own: "
+                f"RemoteDataset(url, batch_size, stream=…, rank={rank}, world_size={world_size})"
+            )
         self._rank = rank
         self._world_size = world_size
         self._line = _Line.open(peers, _patience_s(options))

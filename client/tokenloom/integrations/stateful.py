@@ -49,6 +49,10 @@ class StatefulLoader:
                     f"{name}={options[name]!r}: the server makes batches and their order, so leave it out; the samples "
                     "of a batch are RemoteDataset's batch_size"
                 )
+        if dataset._evaluates:
+            raise ValueError(
+                "a stream to evaluate on begins anew each time, so it has no state: use torch's DataLoader"
+            )
         self.dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
             _Pointed(dataset, collate_fn), batch_size=None, collate_fn=_as_it_is, num_workers=num_workers, **options

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.batch import Batch
+from tokenloom.dataset import RemoteDataset
 from tokenloom.integrations.mesh import GroupDataset, peers_of
 
 
@@ -74,6 +75,12 @@ class TokenloomDataLoader:
             raise ValueError("give max_context_length and num_tokens_per_batch, or seq_len and local_batch_size")
         self._positions = config.positions
         self._url = config.url
+        self._dataset: GroupDataset | RemoteDataset
+        options = config.options | {"position_ids": config.positions}
+        if options.get("stream", "train") not in ("", "train"):
+            # Who evaluates takes no slot of the run, so each process may have a stream of its own.
+            self._dataset = RemoteDataset(config.url, size, rank=dp_rank, world_size=dp_world_size, **options)
+            return
         one_each = not dist.is_initialized() or dp_world_size == dist.get_world_size()
         self._dataset = GroupDataset(
             config.url,
@@ -81,8 +88,7 @@ class TokenloomDataLoader:
             rank=dp_rank,
             world_size=dp_world_size,
             peers=[dist.get_rank() if dist.is_initialized() else 0] if one_each else peers_of(dp_rank),
-            position_ids=config.positions,
-            **config.options,
+            **options,
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -117,7 +123,7 @@ class TokenloomDataLoader:
         self._dataset.load_state_dict(state)
 
     @property
-    def dataset(self) -> GroupDataset:
+    def dataset(self) -> GroupDataset | RemoteDataset:
         """Where the batches come from: ``sample_index``, ``total_tokens``, ``digest``, …"""
         return self._dataset
 
