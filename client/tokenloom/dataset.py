@@ -10,7 +10,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -145,10 +144,10 @@ class RemoteDataset(IterableDataset[Batch]):
         elif local:
             raise ValueError(f"local=True needs no server: give the path of a mixture file (.yaml), not {url!r}")
         else:
-            self._address = Address.parse(os.fspath(url))
-            self._credentials = Credentials.find(
-                self._address.hosts,
-                tls=self._address.tls,
+            address = Address.parse(os.fspath(url))
+            credentials = Credentials.find(
+                address.hosts,
+                tls=address.tls,
                 token=token,
                 tls_ca=tls_ca,
                 tls_cert=tls_cert,
@@ -175,18 +174,11 @@ class RemoteDataset(IterableDataset[Batch]):
             raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
         if at_end not in ("stop", "raise"):
             raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
-        self._at_end = at_end
-        self._batch_sizes = ramp.check(batch_size)
-        self._batch_size = batch_size if isinstance(batch_size, int) else 0
-        self._accumulate = accumulate
-        self._resume = resume or ""
-        self._takeover = takeover
         if fork_from is not None and resume:
             raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
-        self._fork = Loaded.read(fork_from) if fork_from is not None else None
-        self._stream = stream
-        self._evaluates = stream not in ("", TRAIN)
-        if self._evaluates:
+        batch_sizes = ramp.check(batch_size)
+        evaluates = stream not in ("", TRAIN)
+        if evaluates:
             _refuse_with_evaluation(
                 stream,
                 batch_size,
@@ -199,40 +191,59 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         elif samples is not None:
             raise ValueError(f"samples={samples} is for a stream to evaluate on; training goes on to its end")
-        self._samples = samples
-        self._prefetch_steps = prefetch_steps
-        self._document_ids = document_ids
-        self._position_ids = position_ids
-        self._attention_mask = attention_mask
-        self._loss_mask = loss_mask
-        self._cu_seqlens = cu_seqlens
-        self._device = resolve(device) if device is not None else None
-        self._connect_timeout_s = connect_timeout_s
-        self._reconnect_timeout_s = reconnect_timeout_s
-        self._batch_timeout_s = batch_timeout_s
-        self._peek = peek
         if peek:
-            if self._batch_sizes:
+            if batch_sizes:
                 raise ValueError(f"peek=True has steps of one batch size; got batch_size={batch_size!r}")
             given = {"rank": rank, "world_size": world_size, "attempt": attempt, "process_group": process_group}
             _refuse_with_peek(**given, takeover=takeover, fork_from=fork_from)
-            self._topology = topology.ALONE
+            slot = topology.ALONE
         else:
-            self._topology = topology.resolve(
-                run=self._address.run if mixture is None else str(mixture),
+            slot = topology.resolve(
+                run=address.run if mixture is None else str(mixture),
                 stream=stream,
                 rank=rank,
                 world_size=world_size,
                 # Who evaluates takes no slot, so there is no id to share, and nobody to wait for; but for a server that
                 # rank 0 starts.
-                attempt=stream if self._evaluates and mixture is None else attempt,
+                attempt=stream if evaluates and mixture is None else attempt,
                 process_group=process_group,
                 timeout_s=connect_timeout_s,
             )
         self._served_here: Embedded | Local | None = None
         self._server_closer: weakref.finalize[[], RemoteDataset] | None = None
         if mixture is not None:
-            self._serve(mixture, local)
+            served: Embedded | Local
+            served = Local(mixture, slot) if local else Embedded(mixture, stream, slot, connect_timeout_s)
+            self._served_here, address, credentials = served, served.address, served.credentials
+            self._server_closer = weakref.finalize(self, served.close)
+        #: What a Join asks for, where no state was loaded.
+        self._asked = Request(
+            address=address,
+            credentials=credentials,
+            stream=stream,
+            topology=slot,
+            batch_size=batch_size if isinstance(batch_size, int) else 0,
+            batch_sizes=batch_sizes,
+            resume=resume or "",
+            state="",
+            position_ids=position_ids,
+            document_ids=document_ids,
+            attention_mask=attention_mask,
+            loss_mask=loss_mask,
+            cu_seqlens=cu_seqlens,
+            prefetch_steps=prefetch_steps,
+            accumulate=accumulate,
+            takeover=takeover,
+            fork=False,
+            peek=peek,
+            connect_timeout_s=connect_timeout_s,
+            reconnect_timeout_s=reconnect_timeout_s,
+            batch_timeout_s=batch_timeout_s,
+            device=resolve(device) if device is not None else None,
+            samples=(samples or 0) if evaluates else None,
+        )
+        self._fork = Loaded.read(fork_from) if fork_from is not None else None
+        self._at_end = at_end
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -250,7 +261,7 @@ class RemoteDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Joins the run if that was not done, and goes on after the last batch yielded. Of a stream to evaluate on,
         its first samples, each time."""
-        loaders.check_workers(self._device)
+        loaders.check_workers(self._asked.device)
         loaders.check_collation(sys._getframe(1))
         self._check_process()
         if self._evaluates:
@@ -264,7 +275,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if not self._evaluates:
             raise TypeError(loaders.NO_LENGTH)
         if self._steps is None:
-            with self._connect("", "") as connection:
+            with self._connect(self._asked) as connection:
                 self._learn_length(connection)
         assert self._steps is not None
         return self._steps
@@ -277,7 +288,7 @@ class RemoteDataset(IterableDataset[Batch]):
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
         if self._closer is not None:
             self._closer()
-        connection = self._connect("", "")
+        connection = self._connect(self._asked)
         self._learn_length(connection)
         self._keep(connection)
 
@@ -293,10 +304,10 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _learn_length(self, connection: Connection) -> None:
         found = connection.opening.samples
-        if self._steps is None and self._samples is not None and found < self._samples and self.rank == 0:
+        if self._steps is None and found < (self._asked.samples or 0) and self.rank == 0:
             log.warning(
                 "%s: stream %s has %d samples, not %d: these are evaluated on",
-                self._address, self._stream, found, self._samples,
+                self._asked.address, self._asked.stream, found, self._asked.samples,
             )  # fmt: skip
         self._steps = -(-found // (self.world_size * connection.opening.layout.batch_size))
 
@@ -313,19 +324,19 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _ended(self, point: Point) -> EndOfData:
         return EndOfData(
-            f"the data of {self._address} end at sample index {point.sample_index} ({point.total_tokens} tokens): "
-            f"{self.end_reason}",
+            f"the data of {self._asked.address} end at sample index {point.sample_index} ({point.total_tokens} "
+            f"tokens): {self.end_reason}",
             reason=self.end_reason or "",
             sample_index=point.sample_index,
             total_tokens=point.total_tokens,
         )
 
     def __repr__(self) -> str:
-        rank, world_size = self._topology.rank, self._topology.world_size
+        rank, world_size = self._asked.topology.rank, self._asked.topology.world_size
         parts = [
-            repr(str(self._address)),
-            *([f"stream={self._stream!r}"] if self._stream != "train" else ()),
-            "peek" if self._peek else f"rank {rank} of {world_size}",
+            repr(str(self._asked.address)),
+            *([f"stream={self._asked.stream!r}"] if self._asked.stream != "train" else ()),
+            "peek" if self._asked.peek else f"rank {rank} of {world_size}",
             *([f"batch_size={self.batch_size}"] if self.batch_size else ()),
         ]
         return f"<RemoteDataset {', '.join(parts)}: {self._describe()}>"
@@ -377,7 +388,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 "to go back, close() this dataset and make a new one"
             )
         if self._evaluates:
-            _check_no_state(Loaded.read(state), self._stream)
+            _check_no_state(Loaded.read(state), self._asked.stream)
             return
         self._loaded = Loaded.read(state)
 
@@ -413,39 +424,53 @@ class RemoteDataset(IterableDataset[Batch]):
     @property
     def _standing(self) -> Loaded | Older:
         """Where the trainer stands as long as it has not joined."""
-        return self._loaded or Loaded.start(self._address.run, self._stream)
+        return self._loaded or Loaded.start(self._asked.address.run, self._asked.stream)
 
     # The run
 
     @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._asked.address.run
+
+    @property
+    def stream(self) -> str:
+        """The stream's name: ``"train"``, or that of one to evaluate on."""
+        return self._asked.stream or TRAIN
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._asked.samples is not None
+
+    @property
     def rank(self) -> int:
         """This process's rank."""
-        return self._topology.rank
+        return self._asked.topology.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self._topology.world_size
+        return self._asked.topology.world_size
 
     @property
     def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
         """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
-        return self._batch_sizes or self._batch_size or None
+        return self._asked.batch_sizes or self._asked.batch_size or None
 
     @property
     def accumulate(self) -> int:
         """Steps of ``next()`` for each of the optimiser's."""
-        return self._accumulate
+        return self._asked.accumulate
 
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
         changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
         ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
-        return ask.plan(self._address, self._credentials, tokens or 0, self._connect_timeout_s)
+        return ask.plan(self._asked.address, self._asked.credentials, tokens or 0, self._asked.connect_timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """The run's figures as the server has them now: the document of ``GET /v1/runs/{run}/stats``. Needs no Join."""
-        return ask.stats(self._address, self._credentials, self._connect_timeout_s)
+        return ask.stats(self._asked.address, self._asked.credentials, self._asked.connect_timeout_s)
 
     def metrics(self) -> dict[str, float]:
         """Figures of this rank for experiment trackers; all 0 before the Join. Costs no step anything, and asks nobody.
@@ -510,8 +535,8 @@ class RemoteDataset(IterableDataset[Batch]):
         For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
         sent in the background, and what cannot be sent is logged and dropped.
         """
-        if self._peek or self._evaluates:
-            what = "peek=True" if self._peek else f"stream={self._stream!r}"
+        if self._asked.peek or self._evaluates:
+            what = "peek=True" if self._asked.peek else f"stream={self._asked.stream!r}"
             raise ValueError(
                 f"{what} takes no part in the training, and the server shows the losses of that: SourceLoss.reduce() "
                 "gives them without a report"
@@ -572,25 +597,20 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         # The other process goes on from here, as an attempt of its own, which fences this one.
         moved: dict[str, Any] = left | {"_loaded": Loaded.read(self.state_dict())}
-        if not self._peek:
-            moved |= {"_topology": replace(self._topology, attempt=uuid.uuid4().hex), "_takeover": True}
+        if not self._asked.peek:
+            slot = replace(self._asked.topology, attempt=uuid.uuid4().hex)
+            moved["_asked"] = replace(self._asked, topology=slot, takeover=True)
         return state | moved
-
-    def _serve(self, mixture: Path, local: bool) -> None:
-        served: Embedded | Local
-        if local:
-            served = Local(mixture, self._topology)
-        else:
-            served = Embedded(mixture, self._stream, self._topology, self._connect_timeout_s)
-        self._served_here, self._address, self._credentials = served, served.address, served.credentials
-        self._server_closer = weakref.finalize(self, served.close)
 
     def _join(self) -> None:
         if self._closed:
             raise RuntimeError("this RemoteDataset is closed: make a new one to go on")
         fork = self._fork if self._loaded is None else None
         loaded = self._loaded or fork
-        connection = self._connect("" if loaded else self._resume, loaded.text if loaded else "", fork=fork is not None)
+        asked = self._asked
+        if loaded is not None:
+            asked = replace(asked, resume="", state=loaded.text, fork=fork is not None)
+        connection = self._connect(asked)
         start, skipped = connection.opening.start, connection.opening.skipped_samples
         if loaded and not loaded.leads_to(start, skipped):
             connection.close()
@@ -602,7 +622,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if skipped and self.rank == 0:
             log.warning(
                 "run %s: samples %d to %d are skipped, as the restore before this launch said",
-                self._address.run, start.sample_index - skipped, start.sample_index - 1,
+                self._asked.address.run, start.sample_index - skipped, start.sample_index - 1,
             )  # fmt: skip
         self._keep(connection)
         self._joined_in[0] = os.getpid()
@@ -611,35 +631,8 @@ class RemoteDataset(IterableDataset[Batch]):
         own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None
         self._history = History(connection.opening.template, start, own)
 
-    def _connect(self, resume: str, state: str, *, fork: bool = False) -> Connection:
-        return Connection(
-            Request(
-                address=self._address,
-                credentials=self._credentials,
-                stream=self._stream,
-                topology=self._topology,
-                batch_size=self._batch_size,
-                batch_sizes=self._batch_sizes,
-                resume=resume,
-                state=state,
-                position_ids=self._position_ids,
-                document_ids=self._document_ids,
-                attention_mask=self._attention_mask,
-                loss_mask=self._loss_mask,
-                cu_seqlens=self._cu_seqlens,
-                prefetch_steps=self._prefetch_steps,
-                accumulate=self._accumulate,
-                takeover=self._takeover,
-                fork=fork,
-                peek=self._peek,
-                connect_timeout_s=self._connect_timeout_s,
-                reconnect_timeout_s=self._reconnect_timeout_s,
-                batch_timeout_s=self._batch_timeout_s,
-                device=self._device,
-                samples=(self._samples or 0) if self._evaluates else None,
-            ),
-            f"{self._nonce}-{os.getpid()}",
-        )
+    def _connect(self, asked: Request) -> Connection:
+        return Connection(asked, f"{self._nonce}-{os.getpid()}")
 
     def _keep(self, connection: Connection) -> None:
         self._connection = connection

@@ -211,7 +211,7 @@ def test_rank_0_reports_what_was_reduced() -> None:
         assert (report.run, report.generation, report.attempt) == (
             "fake",
             dataset.generation,
-            dataset._topology.attempt,
+            dataset._asked.topology.attempt,
         )
         assert (report.sample_index, report.total_tokens, report.step) == (2, 16, 7)
         assert (report.loss, report.learning_rate) == (found.loss, 0.25)

@@ -162,7 +162,7 @@ url = "grpc://127.0.0.1:1/run"
 made = [RemoteDataset(url, 1), RemoteDataset(url, 1, stream="valid"), RemoteDataset(url, 1)]
 alone = dist.new_group([rank], use_local_synchronization=True)
 made.append(RemoteDataset(url, 1, process_group=alone))
-print(*[f"{d.rank}/{d.world_size}:{d._topology.attempt}" for d in made])
+print(*[f"{d.rank}/{d.world_size}:{d._asked.topology.attempt}" for d in made])
 dist.barrier()
 dist.destroy_process_group()
 """

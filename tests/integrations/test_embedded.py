@@ -254,7 +254,7 @@ def test_ranks_on_several_machines_meet_at_the_address_that_is_told(
     monkeypatch.setenv("TOKENLOOM_HOST", own)
 
     def train(dataset: RemoteDataset) -> tuple[str, list[str]]:
-        return str(dataset._address), digests(dataset, 5)
+        return str(dataset._asked.address), digests(dataset, 5)
 
     first, second = on_two_ranks(mixture, "attempt", train)
     assert first == second

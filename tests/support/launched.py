@@ -90,7 +90,7 @@ def _train(plan: Mapping[str, Any]) -> None:
     batches = iter(dataset)
     head = {
         "rank": rank,
-        "attempt": dataset._topology.attempt,
+        "attempt": dataset._asked.topology.attempt,
         "generation": dataset.generation,
         "world_size": dataset.world_size,
         "start": dataset.start_index,

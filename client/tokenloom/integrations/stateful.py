@@ -49,7 +49,7 @@ class StatefulLoader:
                     f"{name}={options[name]!r}: the server makes batches and their order, so leave it out; the samples "
                     "of a batch are RemoteDataset's batch_size"
                 )
-        if dataset._evaluates:
+        if dataset.stream != "train":
             raise ValueError(
                 "a stream to evaluate on begins anew each time, so it has no state: use torch's DataLoader"
             )

@@ -134,13 +134,13 @@ class TokenloomMixin(_Trainer):
         iter(dataset)
         if dataset.labels == "shifted" and self._loss_shifts_labels:
             raise ValueError(
-                f"run {dataset._address.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
+                f"run {dataset.run} has labels: shifted, but {type(self.model).__name__} shifts them itself, "
                 "so each would be predicted from one token too far: set labels: same in the mixture file"
             )
         accumulate = self.args.gradient_accumulation_steps
-        if dataset._accumulate not in (1, accumulate):
+        if dataset.accumulate not in (1, accumulate):
             raise ValueError(
-                f"the dataset has accumulate={dataset._accumulate}, but gradient_accumulation_steps={accumulate}: make "
+                f"the dataset has accumulate={dataset.accumulate}, but gradient_accumulation_steps={accumulate}: make "
                 "them equal, or leave accumulate out"
             )
         size: Any = dataset.batch_size  # or a schedule: pairs of total tokens and samples
@@ -186,7 +186,7 @@ class TokenloomMixin(_Trainer):
             self.control.should_save = unsaved and self.args.save_strategy == "steps"
             log.warning(
                 "the data of run %s ended: %s (%d of %d batches of a step were left)",
-                self._tokenloom_dataset._address.run, self._tokenloom_dataset.end_reason, len(batches), num_batches,
+                self._tokenloom_dataset.run, self._tokenloom_dataset.end_reason, len(batches), num_batches,
             )  # fmt: skip
             return [], None
         return batches, items
@@ -214,7 +214,7 @@ class TokenloomMixin(_Trainer):
             and self._counts_as_server
         ):
             # Of all of the step's batches already, where the dataset knows how many there are.
-            counted = batch_samples[:1] if self._tokenloom_dataset._accumulate > 1 else batch_samples
+            counted = batch_samples[:1] if self._tokenloom_dataset.accumulate > 1 else batch_samples
             return torch.tensor(sum(batch["global_label_tokens"] for batch in counted), device=device)
         return super()._get_num_items_in_batch(batch_samples, device)
 
