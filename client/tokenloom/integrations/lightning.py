@@ -352,7 +352,7 @@ def _check_accumulate(dataset: RemoteDataset, trainer: Trainer) -> None:
     if dataset.accumulate not in (1, trainer.accumulate_grad_batches):
         raise ValueError(
             f"the data module has accumulate={dataset.accumulate}, but the Trainer steps each "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} batches, so global_label_tokens would be those of "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} batches, so global_label_tokens would be of "
             "other steps: leave accumulate out, or give it 1"
         )
 
