@@ -52,7 +52,10 @@ def test_a_checkpoint_holds_whole_optimiser_steps_only(tmp_path: Path) -> None:
         assert other.step == 0, "counted from here on every process, the new ones included"
 
 
-def test_a_dataset_of_other_ranks_is_refused() -> None:
+def test_a_dataset_of_other_ranks_or_steps_is_refused() -> None:
     dataset = RemoteDataset("grpc://127.0.0.1:1/run", 4, rank=0, world_size=2, attempt="a")
     with pytest.raises(ValueError, match="the dataset is rank 0 of 2, but Accelerate runs 1 processes"):
         TokenloomLoader(Accelerator(cpu=True), dataset)
+    dataset = RemoteDataset("grpc://127.0.0.1:1/run", 4, accumulate=2)
+    with pytest.raises(ValueError, match="has accumulate=2, but Accelerate has gradient_accumulation_steps=3"):
+        TokenloomLoader(Accelerator(cpu=True, gradient_accumulation_steps=3), dataset)

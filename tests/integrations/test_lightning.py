@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         for row in range(ROWS):
             file.write(json.dumps({"text": "abcdefghijklmnopqrstuvwxyz"[row % 26] * (LENGTH - 1)}) + "\n")
     paths = []
-    for run in ("straight", "epochs", "twice", "raises", "refused", "ends", "validated"):
+    for run in ("straight", "epochs", "twice", "between", "raises", "refused", "ends", "validated"):
         source = {"source": "jsonl:rows.jsonl:text", "alias": "rows"} | ({"holdout": 0.4} if run == "validated" else {})
         mixture = {
             "run": run,
@@ -166,6 +166,39 @@ def test_a_second_fit_goes_on_where_the_first_ended(server: ServerProcess) -> No
     assert model.trained == list(range(10))
 
 
+def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    class Interrupted(Callback):
+        def __init__(self, batch: int) -> None:
+            self.batch = batch
+
+        def on_train_batch_end(self, trainer: Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int) -> None:
+            if batch_idx == self.batch:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+                raise RuntimeError("stop here")
+
+    def data() -> TokenloomDataModule:
+        return TokenloomDataModule(server.url("between"), 2)
+
+    straight = Model()
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer(Interrupted(7), accumulate_grad_batches=3).fit(straight, datamodule=data())
+    # Lightning saves behind the first batch after a resume, too: there the number of steps is still that of the last.
+    for batch in 6, 7:
+        again = Model()
+        with pytest.raises(RuntimeError, match="stop here"):
+            fit = trainer(Interrupted(batch), accumulate_grad_batches=3)
+            fit.fit(again, datamodule=data(), ckpt_path=tmp_path / "last.ckpt")
+        assert again.trained == list(range(12, 2 * batch + 2)), "from behind the second step"
+        assert fit.global_step == 2
+    resumed = Model()
+    trainer(accumulate_grad_batches=3).fit(resumed, datamodule=data(), ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.trained == list(range(12, ROWS))
+    assert resumed.labels == [6 * (LENGTH - 1)] * 6
+    assert resumed.rates[:2] == straight.rates[6:8]
+
+
 def test_a_step_that_raises_is_not_counted(server: ServerProcess) -> None:
     class Raises(Model):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
@@ -232,6 +265,9 @@ def test_what_would_train_otherwise_than_it_says_is_refused(server: ServerProces
 
     refused(r"overfit_batches=2\) repeats batches", Model(), overfit_batches=2)
     refused("make limit_train_batches a multiple", Model(), limit_train_batches=3, accumulate_grad_batches=2)
+    data = TokenloomDataModule(server.url("refused"), 2, accumulate=2)
+    with pytest.raises(ValueError, match="has accumulate=2, but the Trainer steps each accumulate_grad_batches=3"):
+        trainer(accumulate_grad_batches=3).fit(Model(), datamodule=data)
     refused(r'gives interval=\'epoch\'.*"interval": "step"', Model("epoch"))
 
     class Plain(LightningModule):

@@ -268,6 +268,12 @@ def test_a_dataset_of_other_ranks_batches_or_labels_is_refused(url: str, tmp_pat
         train(dataset, per_device_train_batch_size=8)
     with fresh(accumulate=2) as dataset, pytest.raises(ValueError, match=r"accumulate=2.*accumulation_steps=3"):
         train(dataset, gradient_accumulation_steps=3)
+    growing = RemoteDataset(url, [(0, 2), (1024, 4)], resume="fresh", takeover=True)
+    with (
+        growing,
+        pytest.raises(ValueError, match=r"in the midst of a step of .*=3: give the RemoteDataset accumulate=3"),
+    ):
+        train(growing, gradient_accumulation_steps=3)
     with pytest.raises(ValueError, match=r"must be a tokenloom\.RemoteDataset; got a TensorDataset"):
         train(torch.utils.data.TensorDataset(torch.zeros(2)))
     with pytest.raises(ValueError, match="target_tokens must be at least 1"):

@@ -30,7 +30,8 @@ class TokenloomLoader:
     Make it behind the ``Accelerator``, which starts the process group, and before ``load_state``. What is saved is the
     state behind the last batch taken, so ``save_state`` belongs behind ``optimizer.step()`` and is refused between the
     batches of one optimiser step (``accumulate``), whose gradients no checkpoint has. A checkpoint may go on on another
-    number of processes. Raises ``ValueError`` where the dataset's is not the accelerator's.
+    number of processes. Raises ``ValueError`` where the dataset's is not the accelerator's, or its
+    ``accumulate`` another.
     """
 
     def __init__(self, accelerator: Accelerator, dataset: RemoteDataset) -> None:
@@ -39,6 +40,11 @@ class TokenloomLoader:
                 f"the dataset is rank {dataset.rank} of {dataset.world_size}, but Accelerate runs "
                 f"{accelerator.num_processes} processes: make the RemoteDataset behind the Accelerator, which starts "
                 "the process group, and without rank and world_size"
+            )
+        if dataset.accumulate not in (1, steps := accelerator.gradient_accumulation_steps):
+            raise ValueError(
+                f"the dataset has accumulate={dataset.accumulate}, but Accelerate has gradient_accumulation_steps="
+                f"{steps}, so global_label_tokens would be of other steps: make them equal, or leave accumulate out"
             )
         self._accelerator = accelerator
         self._dataset = dataset

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -114,7 +115,7 @@ class TokenloomDataModule(LightningDataModule):
         if self._state:
             dataset.load_state_dict(self._state)
         self._loader = _Loader(dataset)
-        self._follower = _Follower(self._loader)
+        self._follower = _Follower(type(self).__qualname__, self._loader)
         # Before all others, so that whatever saves a checkpoint finds this batch counted.
         self._callbacks.insert(0, self._follower)
 
@@ -212,6 +213,7 @@ class _Loader:
         self.ended = False
         self._begun: Place | None = None
         self._trained: Place | None = None
+        self._stepped: Place | None = None
         self._ahead: deque[_Fetched] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -240,6 +242,11 @@ class _Loader:
             raise RuntimeError("no batch was trained on yet")
         return Place(self.dataset.sample_index, self.dataset.total_tokens, self.dataset.digest)
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimiser has stepped on all that was trained on."""
+        return self._trained == self._stepped
+
     def begin(self, batch: object) -> None:
         """The training step of a batch begins."""
         index = batch.get("sample_index") if isinstance(batch, Mapping) else None
@@ -255,14 +262,23 @@ class _Loader:
             "on_before_batch_transfer or a collate changes it, and let training_step take a batch, not dataloader_iter"
         )
 
-    def end(self) -> None:
-        """The training step is done."""
+    def end(self, *, stepped: bool) -> None:
+        """The training step is done, and the optimiser's with it, or not."""
         self._trained = self._begun
+        if stepped:
+            self._stepped = self._begun
 
     def state_dict_of_data(self) -> dict[str, Any]:
         """The state behind the last batch that was trained on; before the first, where the dataset stood."""
-        if self._trained is not None:
-            return dict(self.dataset.state_dict(at=self._trained.sample_index))
+        return self._state_at(self._trained)
+
+    def state_dict_of_weights(self) -> dict[str, Any]:
+        """The state behind the last batch that the optimiser has stepped on."""
+        return self._state_at(self._stepped)
+
+    def _state_at(self, place: Place | None) -> dict[str, Any]:
+        if place is not None:
+            return dict(self.dataset.state_dict(at=place.sample_index))
         if self._ahead or self._begun is not None:
             return dict(self.dataset.state_dict(at=self.dataset.start_index))
         return dict(self.dataset.state_dict())
@@ -292,22 +308,53 @@ class _Evaluation:
 
 
 class _Follower(Callback):
-    """Tells a loader which batch is trained on, and ends the fit with the data."""
+    """Tells a loader which batch is trained on, ends the fit with the data, and sets checkpoints that Lightning makes
+    between the batches of an optimiser step back to the last one: it does not save gradients, and begins with such a
+    save behind each resume (the number of steps has not changed, but by its own account it has not saved there)."""
 
-    def __init__(self, loader: _Loader) -> None:
+    def __init__(self, key: str, loader: _Loader) -> None:
+        self._key = key
         self._loader = loader
+        self._global_step = 0
+        #: Lightning's counters of batches behind the last optimiser step.
+        self._progress: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        _check_accumulate(self._loader.dataset, trainer)
+        if self._loader.stepped:
+            self._global_step = trainer.global_step
+            counters = trainer.fit_loop.epoch_loop.state_dict()
+            for counted in counters["batch_progress"]["total"], counters["batch_progress"]["current"]:
+                counted["ready"] -= 1  # this one
+            self._progress = {name: deepcopy(counters[name]) for name in ("state_dict", "batch_progress")}
         self._loader.begin(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._loader.end()
+        stepped = trainer.global_step != self._global_step or not pl_module.automatic_optimization
+        self._loader.end(stepped=stepped)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._loader.stepped:
+            return
+        checkpoint[self._key] = self._loader.state_dict_of_weights()
+        for name, value in self._progress.items():
+            checkpoint["loops"]["fit_loop"][f"epoch_loop.{name}"] = deepcopy(value)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loader.ended:
             trainer.should_stop = True
+
+
+def _check_accumulate(dataset: RemoteDataset, trainer: Trainer) -> None:
+    """Refuses batches that count the labels of other steps than the Trainer makes."""
+    if dataset.accumulate not in (1, trainer.accumulate_grad_batches):
+        raise ValueError(
+            f"the data module has accumulate={dataset.accumulate}, but the Trainer steps each "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} batches, so global_label_tokens would be of "
+            "other steps: leave accumulate out, or give it 1"
+        )
 
 
 def _check_trainer(trainer: Trainer) -> None:
