@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenloom.dataset import RemoteDataset
+
+log = logging.getLogger("tokenloom")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +73,23 @@ class TokenBudget:
         """The budget of a dataset's run, from the server's plan: from the run's beginning to the end of its data,
         whatever is consumed already, so it is the same on every rank and after a resume.
 
-        ``shifts_inside`` is by the run's ``labels``. Raises what a request to the server raises, and ``ValueError``
-        where the dataset leaves its batch size to the run: such a run has rows in batches from buckets.
+        ``shifts_inside`` is by the run's ``labels``. Where phases have other sequence lengths, all samples are counted
+        at the last one's, and rank 0's log says so: tokens are as near as ever, steps are not. Raises what a
+        request to the server raises, and ``ValueError`` where the dataset leaves its batch size to the run: such a run
+        has rows in batches from buckets.
         """
         if dataset.batch_size is None:
             raise ValueError("batch_size: a budget needs it; give the RemoteDataset one")
         plan = dataset.plan()
         length = plan["sequence_length"]
+        samples = plan["until_sample_index"] - plan["from_sample_index"]
+        tokens = plan["until_tokens"] - plan["from_tokens"]
+        if not 0 <= tokens - samples * length < length and dataset.rank == 0:
+            log.warning(
+                "%s: phases have other sequence lengths (%d samples have %d tokens), and the budget counts all samples "
+                "at the last one's, %d: its steps are not those that the run will have",
+                plan["run"], samples, tokens, length,
+            )  # fmt: skip
         found = plan["until_tokens"] if plan["ends"] else _one_epoch(plan)
         return cls(
             context_length=length,

@@ -187,6 +187,11 @@ def test_the_state_is_plain_numbers_and_a_loaded_schedule_that_differs_is_logged
     }
     assert scheduler.target_tokens == 2000
     assert "target_tokens: the loaded 2000 replaces 1100" in caplog.text
+    assert "base_lrs" not in caplog.text
+
+    with caplog.at_level(logging.WARNING, "tokenloom"):
+        scheduler.load_state_dict(saved | {"base_lrs": [0.5]})
+    assert "base_lrs: the loaded [0.5] replaces [1.0]" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -80,13 +80,14 @@ def test_a_served_run_is_planned_from_where_it_is_committed(
 
 
 def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
-    corpus: Corpus, start_server: StartServer, sequence: list[Sample]
+    corpus: Corpus, start_server: StartServer, sequence: list[Sample], caplog: pytest.LogCaptureFixture
 ) -> None:
     endless = {"policy": "weighted", "children": [{"source": SPECS[0], "epochs": float("inf")}, {"source": SPECS[1]}]}
     server = start_server(
         corpus.mixture("budget"),
         corpus.mixture("shifted", labels="shifted"),
         corpus.mixture("endless", mixture=endless),
+        corpus.mixture("longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_step="pad"),
     )
     dataset = RemoteDataset(server.url("budget"), 4)
     before = TokenBudget.of(dataset)
@@ -110,6 +111,11 @@ def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
     # In this corpus's streams the second source stands for both of its epochs.
     epoch = len(corpus.streams[0]) + len(corpus.streams[1]) // 2
     assert forever.dataset_samples == pytest.approx(epoch / LENGTH, abs=2)
+
+    assert not caplog.records
+    longer = TokenBudget.of(RemoteDataset(server.url("longer"), 4))
+    assert (longer.context_length, longer.target_total_tokens) == (40, (longer.dataset_samples or 0) * 40)
+    assert "phases have other sequence lengths" in caplog.text
     assert not forever.ends
     with pytest.raises(NotFound, match="other"):
         RemoteDataset(server.url("other"), 4).plan()

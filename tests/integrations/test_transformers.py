@@ -300,3 +300,14 @@ def test_batches_that_grow_with_the_tokens_end_at_the_same_target(url: str, tmp_
         assert trainer.state.max_steps == 4
     assert [step["total_tokens"] for step in steps[0]] == [n * LENGTH for n in (4, 8, 16, 24)]
     assert steps[1] == steps[0]
+
+    # From sample 1 on, where no step of a run from the beginning ends: 4 samples, and 4 more.
+    with RemoteDataset(url, 1, resume="fresh", takeover=True) as dataset:
+        next(iter(dataset))
+        state = dataset.state_dict()
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    with RemoteDataset(url, sizes, accumulate=2, takeover=True) as dataset:
+        dataset.load_state_dict(state)
+        trainer = TokenloomTrainer(model(), args, train_dataset=dataset, target_tokens=9 * LENGTH)
+        trainer.train()
+        assert (trainer.state.max_steps, dataset.total_tokens) == (2, 9 * LENGTH)

@@ -298,19 +298,22 @@ class TokenloomMixin(_Trainer):
     def _steps_left(self, size: Any) -> int:
         """Optimiser steps from here to the target."""
         assert self._target_tokens is not None
-        dataset, accumulate = self._tokenloom_dataset, self.args.gradient_accumulation_steps
-        if isinstance(size, int):
-            step_tokens = size * dataset.sequence_length * dataset.world_size * accumulate
-            left: int = -(-max(0, self._target_tokens - dataset.total_tokens) // step_tokens)
-            return left
+        dataset, length = self._tokenloom_dataset, self._tokenloom_dataset.sequence_length
+        here = dataset.total_tokens
+        samples = -(-(self._target_tokens - here) // length)
+        if samples <= 0:
+            return 0
+        # Steps are counted from here, which may be in the middle of what would be a step on other ranks.
+        sizes = [(0, size)] if isinstance(size, int) else size
+        behind = [(tokens - here, own) for tokens, own in sizes if tokens > here]
         budget = TokenBudget(
-            context_length=dataset.sequence_length,
-            batch_size=size,
+            context_length=length,
+            batch_size=[(0, sizes[-1 - len(behind)][1]), *behind],
             world_size=dataset.world_size,
-            accumulate=accumulate,
-            dataset_samples=-(-self._target_tokens // dataset.sequence_length),
+            accumulate=self.args.gradient_accumulation_steps,
+            dataset_samples=samples,
         )
-        return max(0, budget.target_steps - budget.steps(dataset.sample_index)[0])
+        return budget.target_steps
 
     @property
     def _counts_as_server(self) -> bool:
