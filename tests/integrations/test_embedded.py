@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -350,6 +352,17 @@ def test_a_dataloaders_worker_has_the_run_where_it_reads(mixture: Path) -> None:
         with RemoteDataset(mixture, 4, local=local) as dataset:
             loader = DataLoader(dataset, batch_size=None, num_workers=1)
             assert [batch["sample_ids"].tolist() for batch, _ in zip(loader, range(3), strict=False)] == expected
+
+
+def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None:
+    """In the midst of reading ahead: that is what a process that ends does."""
+    script = (
+        "from tokenloom import RemoteDataset\n"
+        f"batches = iter(RemoteDataset({str(mixture)!r}, batch_size=4, local=True))\n"
+        "for _ in range(30): next(batches)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stderr == ""
 
 
 def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path) -> None:
