@@ -29,7 +29,7 @@ from tokenloom.mixture_file import require_server
 
 log = logging.getLogger("tokenloom")
 
-#: Beside the mixture file, with a folder for each host: the server's log, and where it listens.
+#: Beside the mixture file, with a folder for each host and mixture file: the server's log, and where it listens.
 FOLDER = ".tokenloom-server"
 #: How often it is looked whether the server is ready.
 POLL_S = 0.02
@@ -62,8 +62,10 @@ class ChildServer:
         self.log = self.folder / "server.log"
         self.users = 1
         self.run = ""
-        self._ready_file = self.folder / "ready.json"
-        self._grpc = f"{host}:{_port_before(self._ready_file, host)}"
+        # Two jobs of one file may start at once: only this process's own server is to answer it.
+        self._ready_file = self.folder / f"ready-{os.getpid()}.json"
+        self._address_file = self.folder / "ready.json"
+        self._grpc = f"{host}:{_port_before(self._address_file, host)}"
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._failed: TokenloomError | None = None
@@ -183,6 +185,7 @@ class ChildServer:
                     f"end of its log, {self.log}:\n{_tail(self.log, log_begin)}"
                 )
             time.sleep(POLL_S)
+        self._ready_file.replace(self._address_file)
         self._grpc, self.run = ready["grpc"], ready["runs"][0]
         log.info("%s is served at %s; its page is http://%s/", self.run, self._grpc, ready["rest"])
         return True
@@ -219,9 +222,11 @@ class ChildServers:
 
 def _folder(mixture: Path) -> Path:
     """Where the server's log goes: beside the mixture file, or where that cannot be, among temporary files. For each
-    host a folder, since several may train on one file system."""
-    beside = mixture.resolve().parent
-    folder = beside / FOLDER / socket.gethostname()
+    host a folder, since several may train on one file system, and in it one for each mixture file, since the jobs of
+    several may lie in one folder and start at once."""
+    found = mixture.resolve()
+    beside = found.parent
+    folder = beside / FOLDER / socket.gethostname() / found.name
     try:
         if beside.is_dir():  # else the server tells, which looks for the mixture file there
             folder.mkdir(parents=True, exist_ok=True)
@@ -232,9 +237,9 @@ def _folder(mixture: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="tokenloom-server-"))
 
 
-def _port_before(ready_file: Path, host: str) -> int:
-    """The port that a killed server of this folder had, where it can be had again; 0 for any."""
-    ready = _read(ready_file)
+def _port_before(address_file: Path, host: str) -> int:
+    """The port that the last server of this folder had, where it can be had again; 0 for any."""
+    ready = _read(address_file)
     before_host, _, port = str((ready or {}).get("grpc", "")).rpartition(":")
     if before_host != host or not port.isdigit():
         return 0

@@ -30,6 +30,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     RankStalled,
     ServerStopping,
+    SourceError,
     StorageError,
     TokenloomError,
 )
@@ -788,6 +789,15 @@ class Host:
             if live is self.live:
                 _log.error("%s: stopped: %s: %s", self.name, error.name, error)
                 self.error = error
+            self.wake_all()
+
+    def end_with_interpreter(self, live: Live) -> None:
+        """As ``fail``, where this process is ending, which is nobody's fault. Takes the lock."""
+        with self.lock:
+            if live is self.live:
+                self.error = SourceError(
+                    "this process ends with its main thread, so no more samples are read: join the thread that trains first"
+                )
             self.wake_all()
 
     def wake_all(self) -> None:

@@ -64,6 +64,12 @@ class Producer(threading.Thread):
         except Exception as error:
             if host.stopping:
                 return True  # the interpreter ends: it lets nothing more be read ahead
+            if isinstance(error, RuntimeError) and "cannot schedule new futures" in str(error):
+                # The same, of a process that has the run within it and did not close it. Only a thread of its own
+                # that trains on has to hear of it.
+                self._live = None
+                host.end_with_interpreter(live)
+                return True
             _log.exception("%s: producing failed", host.name)
             self._give_up(live, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
             return True

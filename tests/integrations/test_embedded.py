@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -85,7 +87,7 @@ def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, 
 
     wait_for_none(alone)
     wait_for_none(killed)
-    (log,) = (killed.parent / ".tokenloom-server").glob("*/server.log")
+    (log,) = (killed.parent / ".tokenloom-server").glob("*/mixture.yaml/server.log")
     text = log.read_text(encoding="utf-8")
     addresses = re.findall(r"is ready: gRPC on (\S+),", text)
     assert len(addresses) == 3
@@ -203,6 +205,23 @@ def test_a_second_job_of_the_same_file_is_told_who_has_it(mixture: Path, monkeyp
     finally:
         server.terminate()
     assert servers(mixture) == []
+
+
+def test_jobs_of_several_files_in_one_folder_may_start_at_once(mixture: Path) -> None:
+    """Each hears of its own server."""
+    files = {name: mixture.with_name(f"{name}.yaml") for name in ("one", "two")}
+    for name, path in files.items():
+        found = yaml.safe_load(mixture.read_text(encoding="utf-8"))
+        path.write_text(yaml.safe_dump(found | {"run": name}), encoding="utf-8")
+
+    with ThreadPoolExecutor(2) as pool:
+        started = pool.map(lambda path: child_server.ChildServer(path, "127.0.0.1", 60.0), files.values())
+        found = dict(zip(files, started, strict=True))
+    try:
+        assert {name: server.run for name, server in found.items()} == {"one": "one", "two": "two"}
+    finally:
+        for server in found.values():
+            server.close()
 
 
 # --- Several ranks, and what is told to all of them --------------------------------------------------------------
@@ -333,6 +352,17 @@ def test_a_dataloaders_worker_has_the_run_where_it_reads(mixture: Path) -> None:
         with RemoteDataset(mixture, 4, local=local) as dataset:
             loader = DataLoader(dataset, batch_size=None, num_workers=1)
             assert [batch["sample_ids"].tolist() for batch, _ in zip(loader, range(3), strict=False)] == expected
+
+
+def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None:
+    """In the midst of reading ahead: that is what a process that ends does."""
+    script = (
+        "from tokenloom import RemoteDataset\n"
+        f"batches = iter(RemoteDataset({str(mixture)!r}, batch_size=4, local=True))\n"
+        "for _ in range(30): next(batches)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stderr == ""
 
 
 def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path) -> None:
