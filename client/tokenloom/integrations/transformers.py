@@ -144,7 +144,7 @@ class TokenloomMixin(_Trainer):
                 "them equal, or leave accumulate out"
             )
         size: Any = dataset.batch_size  # or a schedule: pairs of total tokens and samples
-        if isinstance(size, tuple) and dataset._accumulate != accumulate:
+        if isinstance(size, tuple) and dataset.accumulate != accumulate:
             raise ValueError(
                 f"batch_size={list(size)} would change in the midst of a step of gradient_accumulation_steps="
                 f"{accumulate}: give the RemoteDataset accumulate={accumulate}, too"
