@@ -6,6 +6,7 @@ import logging
 import multiprocessing.context
 import os
 import sys
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -584,6 +585,11 @@ class RemoteDataset(IterableDataset[Batch]):
             served = Embedded(mixture, self._stream, self._topology, self._connect_timeout_s)
         self._served_here, self._address, self._credentials = served, served.address, served.credentials
         self._server_closer = weakref.finalize(self, served.close)
+        if local:
+            # At the exit pools of threads end before atexit's functions, finalizers' among them, are called, and a run
+            # in this process would log that as an error. What is registered here comes before the pools.
+            ending = weakref.WeakMethod(self.close)
+            threading._register_atexit(lambda: (close := ending()) and close())  # type: ignore[attr-defined]
 
     def _join(self) -> None:
         if self._closed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -293,6 +295,12 @@ def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pyt
     assert set(threading.enumerate()) <= threads
     assert list((mixture.parent / "temporary").iterdir()) == []
     assert not list(mixture.parent.glob("*.db"))
+
+
+def test_without_a_server_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None:
+    script = f"from tokenloom import RemoteDataset; i = iter(RemoteDataset({str(mixture)!r}, 4, local=True)); next(i)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_without_a_server_the_data_end_as_elsewhere(tmp_path: Path) -> None:
