@@ -314,6 +314,12 @@ def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pyt
     assert not list(mixture.parent.glob("*.db"))
 
 
+def test_without_a_server_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None:
+    script = f"from tokenloom import RemoteDataset; i = iter(RemoteDataset({str(mixture)!r}, 4, local=True)); next(i)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 def test_without_a_server_the_data_end_as_elsewhere(tmp_path: Path) -> None:
     source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": 1}
     mixture = sample(tmp_path / "short", mixture={"policy": "sequential", "children": [source]})
