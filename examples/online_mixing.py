@@ -32,7 +32,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tokenloom_server.amounts import parse_amount
@@ -44,13 +44,14 @@ AUTHOR = "examples/online_mixing.py"
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the bandit: its number, what it knows, and from where on its shares hold."""
+    """A turn of the bandit: of which run, its number, what it knows, and from where on its shares hold."""
 
     number: int
     rewards: dict[str, float]
     shares: dict[str, float]
     sample_index: int
     total_tokens: int
+    run_uid: str = ""
 
 
 def exploration(turn: int, sources: int) -> float:
@@ -96,7 +97,7 @@ def first_turn(remote: Remote, run: str) -> Turn:
     shares = {
         source.alias: source.target_share for source in stats.sources if source.alias in names and source.target_share
     }
-    return Turn(1, dict.fromkeys(shares, 0.0), shares, stats.sample_index, stats.total_tokens)
+    return Turn(1, dict.fromkeys(shares, 0.0), shares, stats.sample_index, stats.total_tokens, stats.run_uid)
 
 
 def next_turn(remote: Remote, run: str, turn: Turn, losses: Mapping[str, float], smoothing: float) -> Turn:
@@ -112,7 +113,14 @@ def next_turn(remote: Remote, run: str, turn: Turn, losses: Mapping[str, float],
             "set": [{"child": source, "weight": round(share, 6)} for source, share in shares.items()],
         },
     )
-    return Turn(turn.number + 1, rewards, shares, revision.sample_index, revision.total_tokens)
+    return replace(
+        turn,
+        number=turn.number + 1,
+        rewards=rewards,
+        shares=shares,
+        sample_index=revision.sample_index,
+        total_tokens=revision.total_tokens,
+    )
 
 
 def _children(mixture: MixtureInfo) -> set[str]:
@@ -132,6 +140,11 @@ def main(options: argparse.Namespace) -> None:
     remote = Remote(options.url, os.environ, control=True)
     if options.state.exists():
         turn = Turn(**json.loads(options.state.read_text(encoding="utf-8")))
+        if turn.run_uid != (uid := remote.stats(options.run)[0].run_uid):
+            raise SystemExit(
+                f"{options.state} is of the run with uid {turn.run_uid}, and {options.run!r} has {uid}: delete it, or "
+                "name another file with --state"
+            )
     else:
         turn = first_turn(remote, options.run)
     while turn.number < options.turns:

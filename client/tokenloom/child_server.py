@@ -7,12 +7,14 @@ address may take the lease over at once, so nobody waits for that to lapse.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import secrets
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -232,6 +234,17 @@ def _folder(mixture: Path) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 return folder
+    except OSError:
+        pass
+    # The same one at each launch: there is the address that the last one had.
+    own = Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
+    folder = own / f"server-{hashlib.sha256(os.fsencode(found)).hexdigest()[:16]}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        there = own.lstat()  # anybody may make such a folder, or a link, among temporary files
+        if there.st_uid == os.getuid() and stat.S_ISDIR(there.st_mode):
+            folder.mkdir(exist_ok=True)
+            return folder
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="tokenloom-server-"))

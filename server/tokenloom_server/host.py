@@ -796,8 +796,8 @@ class Host:
         with self.lock:
             if live is self.live:
                 self.error = SourceError(
-                    "this process ends with its main thread, so no more samples are read: join the thread that trains "
-                    "first"
+                    "this process ends with its main thread, so no more samples are read: let that wait for the one "
+                    "that trains"
                 )
             self.wake_all()
 

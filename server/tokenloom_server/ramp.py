@@ -47,7 +47,9 @@ class BatchSchedule:
             raise JoinRefused(f"the batch_size schedule has {len(self.sizes)} pairs; expected 1 to {MAX_SIZES}")
         for _, size in self.sizes:
             if not 1 <= size <= MAX_BATCH_SIZE:
-                raise JoinRefused(f"batch size is {size}; expected 1 to {MAX_BATCH_SIZE} samples per rank")
+                raise JoinRefused(
+                    f"batch size is {size}; expected 1 to {MAX_BATCH_SIZE} samples per rank: give batch_size"
+                )
         tokens = [tokens for tokens, _ in self.sizes]
         if tokens[0] != 0:
             raise JoinRefused(f"the batch_size schedule begins at {tokens[0]} total tokens; expected 0")
