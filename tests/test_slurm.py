@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (folder / name).chmod(0o755)
     return {
         **os.environ,
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "REQUEUED": str(tmp_path / "requeued"),
         "SLURM_JOB_ID": str(os.getpid()),  # the ports of two tests at a time follow from it
         "SLURM_JOB_NODELIST": "node-[1-2]",

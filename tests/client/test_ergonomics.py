@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import copy
+import signal
 import subprocess
 import sys
 import threading
@@ -176,7 +177,8 @@ def test_a_cell_that_is_run_again_takes_over_from_itself(server: ServerProcess) 
 
 
 def interrupted(seconds: float) -> threading.Timer:
-    """As Ctrl-C, after a while."""
+    """As Ctrl-C, after a while; also where it is ignored, as in what a shell has put into the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(seconds, _thread.interrupt_main)
     timer.start()
     return timer

@@ -50,7 +50,7 @@ def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_no
     ],
 )
 def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(url: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected sqlite:///relative\.db.*redis://"):
+    with pytest.raises(ConfigError, match=r"expected auto, sqlite:///relative\.db.*redis://"):
         open_ledger(url, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
