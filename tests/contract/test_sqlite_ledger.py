@@ -165,6 +165,7 @@ def test_servers_that_make_the_file_at_once_share_it(tmp_path: Path) -> None:
 #: Commits as fast as it can and prints each index that was acknowledged.
 _COMMITTER = """
 import sys
+import time
 from pathlib import Path
 from support.ledger_data import commit_at, opening_of
 from tokenloom_server.errors import NotLeader
@@ -181,6 +182,7 @@ try:
     while True:
         index = ledger.commit("uid", "train", epoch, generation, commit_at(index + 1), index % 7 == 0)
         print(index, flush=True)
+        time.sleep(0.001)  # no server commits without a pause, and SQLite has no queue for who else wants to write
 except NotLeader:
     print("not leader", flush=True)
 """
