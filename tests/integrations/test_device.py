@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -288,7 +289,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason() -> None:
 
 def test_ranks_and_workers_say_where_batches_can_be_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = RemoteDataset(url, 4, peek=True)
-    monkeypatch.setattr(dataset, "_device", torch.device("cuda"))
+    monkeypatch.setattr(dataset, "_asked", replace(dataset._asked, device=torch.device("cuda")))
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
         next(iter(loader))
