@@ -44,7 +44,8 @@ def main(options: argparse.Namespace) -> None:
         dataset.load_state_dict(state["dataset"])  # 3. goes on behind the last sample that the weights have seen
     replica = DistributedDataParallel(model)
 
-    for step, batch in enumerate(dataset, start=1):
+    batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
+    for step, batch in enumerate(batches, start=1):
         loss = replica(batch["input_ids"], batch["labels"])
         optimizer.zero_grad()
         loss.backward()

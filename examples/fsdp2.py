@@ -62,7 +62,8 @@ def main(options: argparse.Namespace) -> None:
     if saved:
         dcp.load(state, checkpoint_id=saved[-1])
 
-    for step, batch in enumerate(dataset, start=1):
+    batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
+    for step, batch in enumerate(batches, start=1):
         loss = model(batch["input_ids"], batch["labels"])
         optimizer.zero_grad()
         loss.backward()

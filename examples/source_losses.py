@@ -55,7 +55,8 @@ def main(options: argparse.Namespace) -> None:
         dataset.load_state_dict(state["dataset"])
     replica = DistributedDataParallel(model)
 
-    for step, batch in enumerate(dataset, start=1):
+    batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
+    for step, batch in enumerate(batches, start=1):
         logits = replica(batch["input_ids"])
         losses = token_losses(logits, batch["labels"], shifted=dataset.labels == "shifted")
         source_loss.add(losses, batch)  # 2. waits for nothing
