@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenloom_proto.credentials import Credentials
-from tokenloom_proto.resume import sources_of
 from torch.utils.data import IterableDataset
 
 from tokenloom import figures, loaders, ramp, topology
 from tokenloom.address import Address
 from tokenloom.batch import Batch
-from tokenloom.connection import Connection, Report, Request, Source, ask
+from tokenloom.connection import Connection, Report, Request, Source, ask, sources_at
 from tokenloom.device import resolve
 from tokenloom.embedded import Embedded
 from tokenloom.errors import EndOfData, ProtocolError
@@ -499,11 +498,10 @@ class RemoteDataset(IterableDataset[Batch]):
     def sources(self) -> list[Source]:
         """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds: a revision may add
         some while the run trains."""
-        known = {source.id: source for source in self._joined.opening.sources}
-        if self._history is not None:
-            found = sources_of(self._history.last.base.resume_state)
-            known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
-        return [known[number] for number in sorted(known)]
+        opened = self._joined.opening.sources
+        if self._history is None:
+            return sorted(opened, key=lambda source: source.id)
+        return sources_at(self._history.last.base, opened)
 
     @property
     def generation(self) -> int:

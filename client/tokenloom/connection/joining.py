@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -14,6 +14,7 @@ import torch
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.resume import sources_of
 
 from tokenloom import topology
 from tokenloom.address import Address
@@ -82,6 +83,14 @@ class Source:
     id: int
     spec: str
     alias: str
+
+
+def sources_at(base: Base, opened: Iterable[Source]) -> list[Source]:
+    """By id: those that the Join was answered with, and those that a boundary has; a revision may have brought some."""
+    known = {source.id: source for source in opened}
+    found = sources_of(base.resume_state)
+    known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
+    return [known[number] for number in sorted(known)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from tokenloom_proto.resume import sources_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tokenloom.batch import IGNORED, Batch
-from tokenloom.connection import Source
+from tokenloom.connection import Source, sources_at
 from tokenloom.dataset import RemoteDataset
 from tokenloom.errors import JoinRefused, named
 from tokenloom.ramp import Schedule
@@ -319,11 +318,9 @@ class GroupDataset(IterableDataset[Batch]):
     @property
     def sources(self) -> list[Source]:
         """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds."""
-        known = {number: Source(number, spec, alias) for number, spec, alias in self._known("sources")}
+        opened = [Source(*source) for source in self._known("sources")]
         assert self._history is not None
-        found = sources_of(self._history.last.base.resume_state)
-        known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
-        return [known[number] for number in sorted(known)]
+        return sources_at(self._history.last.base, opened)
 
     @property
     def generation(self) -> int:
