@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_server import config
-from tokenloom_server.extents import Extent
+from tokenloom_server.config import mixture_file as config
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
+from tokenloom_server.order.size_estimates import Extent
 
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, RANKS, SEQUENCE_LENGTH

@@ -23,9 +23,9 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 from tokenloom_server.tokenizer import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
 

@@ -9,17 +9,17 @@ import pytest
 import yaml
 from support.corpora import CODE, ROWS, flat, order_of, write_corpus
 from support.memory_service import run_report, run_stats, source_stats
-from tokenloom_server.accounts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.api.service import Runs
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.base import Opening
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.model_card import markdown
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.order import Order
-from tokenloom_server.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
-from tokenloom_server.run import Delivery
-from tokenloom_server.service import Runs
-from tokenloom_server.state import State
-from tokenloom_server.stats import SourceStats
+from tokenloom_server.order.record import Order
+from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.reports.model_card import markdown
+from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
+from tokenloom_server.reports.stats import SourceStats
+from tokenloom_server.run.generation import Delivery
+from tokenloom_server.run.join import JoinCall
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.

@@ -75,16 +75,16 @@ GOOD = {
         "import typer\nfrom tokenloom_server.cli import serve\napp = typer.Typer()\napp.add_typer(serve.app)"
     ),
     "server/tokenloom_server/cli/serve.py": (
-        "import typer\nfrom tokenloom_server.run import Run\nfrom tokenloom_server import grpc_service\n"
+        "import typer\nfrom tokenloom_server.run.generation import Run\nfrom tokenloom_server import grpc_service\n"
         "app = typer.Typer()\n@app.command()\ndef serve(): ..."
     ),
     "server/tokenloom_server/demo/__init__.py": "",
     "server/tokenloom_server/demo/__main__.py": "import torch\nimport tokenloom",
     "server/tokenloom_server/errors.py": "class TokenloomError(Exception): ...",
-    "server/tokenloom_server/grpc_service.py": "import grpc\nfrom tokenloom_proto import dataloader_pb2",
-    "server/tokenloom_server/pipeline.py": "from tokenloom_server.sources import base",
-    "server/tokenloom_server/run.py": (
-        "import re\nfrom tokenloom_server.pipeline import samples\nNAME = re.compile('a')\nTABLE = {'a': 1}\n"
+    "server/tokenloom_server/api/grpc.py": "import grpc\nfrom tokenloom_proto import dataloader_pb2",
+    "server/tokenloom_server/order/pipeline.py": "from tokenloom_server.sources import base",
+    "server/tokenloom_server/run/generation.py": (
+        "import re\nfrom tokenloom_server.order.pipeline import samples\nNAME = re.compile('a')\nTABLE = {'a': 1}\n"
         "def read():\n    local = {}\n    local['b'] = TABLE['a']\n    return local"
     ),
     "server/tokenloom_server/sources/__init__.py": "",
@@ -100,8 +100,8 @@ SERVER_FILE = "server/tokenloom_server/"
 BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (unplaced, SERVER_FILE + "helpers.py", "", "'helpers' has no place"),
     (unplaced, "client/tokenloom/helpers.py", "", "'helpers' has no place"),
-    (upward, SERVER_FILE + "errors.py", "from tokenloom_server.run import Run", "errors imports run"),
-    (upward, SERVER_FILE + "errors.py", "def f():\n    import tokenloom_server.run", "errors imports run"),
+    (upward, SERVER_FILE + "errors.py", "from tokenloom_server.run.generation import Run", "errors imports run"),
+    (upward, SERVER_FILE + "errors.py", "def f():\n    import tokenloom_server.run.generation", "errors imports run"),
     (upward, SERVER_FILE + "errors.py", "from . import run", "errors imports run"),
     (upward, SERVER_FILE + "errors.py", "from .run import Run", "errors imports run"),
     (upward, SERVER_FILE + "sources/base.py", "from ..run import Run", "sources imports run"),

@@ -12,12 +12,12 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, parsed, write_corpus, write_parquet
 from support.courses import revised
 from tokenloom_proto.seal import canonical
-from tokenloom_server.course import Course
-from tokenloom_server.differences import differences, refuse
+from tokenloom_server.config.differences import differences, refuse
+from tokenloom_server.core.state import PACKED_AGAIN, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
-from tokenloom_server.state import PACKED_AGAIN, State
+from tokenloom_server.order.pipeline import BatchPlan, Group, Pipeline
+from tokenloom_server.order.timeline import Course
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_server import config
-from tokenloom_server.grpc_service.messages import _varint, encode_delivery
-from tokenloom_server.host import Host, Terms
+from tokenloom_server.api.grpc.messages import _varint, encode_delivery
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.run import Delivery
-from tokenloom_server.state import digest_hex
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.run.coordinator import Host, Terms
+from tokenloom_server.run.generation import Delivery
 
 
 @pytest.mark.parametrize("labels", ["same", "shifted"])

@@ -25,12 +25,12 @@ from support.corpora import (
     write_txt,
 )
 from test_combinations import PACKINGS, SCHEMES, SHUFFLES, taken
-from tokenloom_server.course import Course
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.hashing import Purpose, draw
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.prepare.job import Job
 from tokenloom_server.sources.base import Content, Rows, Shard

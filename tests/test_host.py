@@ -19,6 +19,9 @@ import yaml
 from support.corpora import CODE, WIKI, flat, mixture, write_corpus
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import (
     AttemptUsed,
     BeyondHorizon,
@@ -38,16 +41,13 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     SourceError,
 )
-from tokenloom_server.host import Session, Terms, Waiting
 from tokenloom_server.ledger.base import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.opening import JoinCall, Joined
-from tokenloom_server.peeking import PeekCall
-from tokenloom_server.pipeline import BatchPlan, Pipeline
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.replay.peek import PeekCall
+from tokenloom_server.run.coordinator import Session, Terms, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import JoinCall, Joined
 
 RUN = "test"
 PATIENCE_S = 20.0
@@ -276,7 +276,7 @@ def made(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Place]]:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every few steps, as they are with real sample sizes."""
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
 
 
 def test_a_group_has_the_more_messages_the_more_its_state_costs(
@@ -287,10 +287,10 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
         host = place.serve().host
         message = host.message_steps(2)
         assert host.group_steps(2, 2) == message
-        monkeypatch.setattr("tokenloom_server.host.SOURCES_PER_MESSAGE", 2)
+        monkeypatch.setattr("tokenloom_server.run.coordinator.SOURCES_PER_MESSAGE", 2)
         assert host.group_steps(2, 2) == (1 + len(host.order.specs) // 2) * message
         # Many ranks: less than one message for each, but a step at least.
-        monkeypatch.setattr("tokenloom_server.host.GROUP_BYTES", 3 * 64 * 2 * host.order.sample_bytes)
+        monkeypatch.setattr("tokenloom_server.run.coordinator.GROUP_BYTES", 3 * 64 * 2 * host.order.sample_bytes)
         assert [host.group_steps(64, 2), host.group_steps(10_000, 2)] == [3, 1]
     finally:
         place.stop()
@@ -387,7 +387,7 @@ def test_a_waiting_rank_hears_that_the_server_stops(place: Place) -> None:
 
 
 def test_waiting_for_rank_0_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.opening.RANK_0_WAIT_S", 0.05)
+    monkeypatch.setattr("tokenloom_server.run.join.RANK_0_WAIT_S", 0.05)
     with pytest.raises(JoinRefused, match="rank 1 waited 0 s for rank 0 of attempt 'a'"):
         place.serve().opener.join(call_of(1))
 
@@ -841,7 +841,7 @@ def test_a_past_index_is_reached_from_the_nearest_journalled_state(
 
 
 def test_the_journal_is_bounded_and_loses_no_index(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.committer.JOURNAL_BYTES", 4000)
+    monkeypatch.setattr("tokenloom_server.run.committer.JOURNAL_BYTES", 4000)
     served = place.serve()
     trainer = Trainer(served)
     for _ in range(42):
@@ -1677,7 +1677,7 @@ def samples_of(served: ServedRun, count: int) -> list[tuple[int, bytes]]:
 @pytest.fixture
 def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every two steps, so that revisions hold soon."""
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 2)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 2)
 
 
 @pytest.mark.parametrize("batch_size", [2, ((0, 2), (160, 3), (256, 1))])

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
 from support.courses import revised
-from tokenloom_server.config import NodeConfig
-from tokenloom_server.course import Course
+from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
+from tokenloom_server.order.pipeline import BatchPlan, Group, Pipeline
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
-from tokenloom_server.spec import Spec
-from tokenloom_server.state import State
 
 #: Sources on disk, in three schemes; the last file of each appears when a run reads the others already.
 SOURCES = 60

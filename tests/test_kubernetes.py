@@ -20,7 +20,7 @@ import yaml
 from support.ports import free_port
 from support.redis_server import redis_binary
 from tokenloom import RemoteDataset
-from tokenloom_server import config
+from tokenloom_server.config import mixture_file as config
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "examples" / "kubernetes" / "tokenloom.yaml"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, mixture, write_corpus
+from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
-from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.peeking import Peek, PeekCall
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.replay.peek import Peek, PeekCall
+from tokenloom_server.run.coordinator import Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import JoinCall
 
 PATIENCE_S = 20.0
 
@@ -100,7 +100,7 @@ def shown(peek: Peek, count: int) -> list[bytes]:
 def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking.AHEAD_SAMPLES", 5)
+    monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 5)
     assert joined(served, "5").sample_index == 5
     with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
         joined(served, "11")
@@ -130,7 +130,7 @@ def test_a_peek_gives_what_the_credits_allow_and_no_more(served: ServedRun, ids:
 def test_a_peek_that_rests_lets_its_pipeline_go_and_goes_on_all_the_same(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking.REST_S", 0.0)
+    monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
     with served.peeks.open(served.host.uid, 0, 1) as peek:
         for at in range(0, len(ids), 10):
             peek.progress(at, 10)
@@ -144,7 +144,7 @@ def test_a_peek_that_rests_lets_its_pipeline_go_and_goes_on_all_the_same(
 def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._TURN_TOKENS", 8)  # one sample
+    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 8)  # one sample
     endless = {"policy": "weighted", "children": [{"source": CODE, "epochs": float("inf")}]}
     far = 20_000
     with (
@@ -163,7 +163,7 @@ def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
 
 
 def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._TURN_TOKENS", 8)
+    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 8)
     with served.peeks.open(served.host.uid, 60, 1) as peek:
         peek.progress(60, 1)
         heard = set()
@@ -192,7 +192,7 @@ def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
 
 
 def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._KNOWN_STATES", 3)
+    monkeypatch.setattr("tokenloom_server.replay.peek._KNOWN_STATES", 3)
     for at in (1, 2, 3, 1, 4):
         joined(served, str(at))
     assert sorted(served.peeks._known) == [(0, 1), (0, 3), (0, 4)]

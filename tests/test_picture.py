@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.memory_service import run_plan
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.picture import SHOWN_SOURCES, draw
-from tokenloom_server.plan import PlannedStretch, RunPlan
+from tokenloom_server.planning.picture import SHOWN_SOURCES, draw
+from tokenloom_server.planning.plan import PlannedStretch, RunPlan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tokenloom_server.errors import SourceError
+from tokenloom_server.order.readahead import Late, Pools, ReadAhead
 from tokenloom_server.packing.base import Block, Places
-from tokenloom_server.readahead import Late, Pools, ReadAhead
 
 
 class Slow:

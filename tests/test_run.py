@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
-from tokenloom_server.pipeline import BatchPlan, Group
-from tokenloom_server.ramp import BatchSchedule, Ramp
-from tokenloom_server.run import Delivery, EndOfData, Generation
-from tokenloom_server.state import digest_hex
+from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
+from tokenloom_server.order.pipeline import BatchPlan, Group
+from tokenloom_server.run.generation import Delivery, EndOfData, Generation
 
 
 @dataclass

@@ -13,16 +13,16 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, write_corpus, write_parquet
 from support.courses import revised
 from tokenloom_proto.seal import canonical
-from tokenloom_server import imported
-from tokenloom_server.checkpoint.content import _sources
-from tokenloom_server.checkpoint.difference import place
-from tokenloom_server.course import Course
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.figures import Figures
-from tokenloom_server.forking import _refuse_other_documents
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Course
+from tokenloom_server.run.figures import Figures
+from tokenloom_server.run.fork import _refuse_other_documents
+from tokenloom_server.tools.checkpoint.content import _sources
+from tokenloom_server.tools.checkpoint.difference import place
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +156,12 @@ def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields:
 
 def test_an_older_checkpoint_of_a_shuffled_source_is_refused(folder: Path) -> None:
     for spec, shard in ((CODE, "data/code-0.parquet"), (PROSE, "data/prose/0.txt")):
-        payload = imported.read(
+        payload = foreign_checkpoint.read(
             json.dumps({"resume_state": {"datasets": [{"spec": spec, "shard": shard, "row_offset": 3}]}})
         )
         assert payload is not None
         with pytest.raises(SnapshotInvalid, match="a place in file order, but the mixture file reads the source with"):
-            imported.resume_point(payload, Course(order_of(folder, shuffled())))
+            foreign_checkpoint.resume_point(payload, Course(order_of(folder, shuffled())))
 
 
 def test_files_are_appended_to_shuffled_files_and_not_to_shuffled_rows(tmp_path: Path) -> None:

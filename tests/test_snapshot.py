@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import CODE, flat, mixture, order_of, parsed, write_corpus
 from tokenloom_proto.seal import canonical, seal, unseal
-from tokenloom_server import snapshot
-from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.order import Order
-from tokenloom_server.snapshot import ResumePoint, Shape
-from tokenloom_server.state import (
+from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
     ChildState,
@@ -28,6 +23,11 @@ from tokenloom_server.state import (
     digest_hex,
     jumped_over,
 )
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.order import snapshot
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.snapshot import ResumePoint, Shape
 
 UID = "0123456789abcdef0123456789abcdef"
 BASE, INDEX = 60, 63

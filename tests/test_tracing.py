@@ -13,6 +13,9 @@ import pytest
 import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
+from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -23,16 +26,13 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
-from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.peeking import MAX_PEEKS, Peek
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
-from tokenloom_server.traced import TracedSample
-from tokenloom_server.tracing import _stretches
+from tokenloom_server.replay.peek import MAX_PEEKS, Peek
+from tokenloom_server.replay.trace import _stretches
+from tokenloom_server.reports.trace import TracedSample
+from tokenloom_server.run.coordinator import Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import JoinCall
 
 PATIENCE_S = 20.0
 END = 256
@@ -287,8 +287,8 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Pat
 def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking.AHEAD_SAMPLES", 3)
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 3)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
     with serving(folder, tmp_path, mixture(window_steps=4)) as served:
         first = Rank0(served, "a")
         for to in range(4, 72, 4):
@@ -317,13 +317,13 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
     with serving(folder, tmp_path, flat([PROSE], sequence_length=32)) as served:
         Rank0(served, "a", batch_size=4).train(10**6)
         assert len(served.traces.step(1, None, None, False).ranks[0].samples) == 4
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_DOCUMENTS", 3)
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_DOCUMENTS", 3)
         with pytest.raises(LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"):
             served.traces.step(1, None, None, False)
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_TEXT_TOKENS", 100)
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TEXT_TOKENS", 100)
         with pytest.raises(LimitExceeded, match="and one trace tells of 100 at most with their text: ask for one rank"):
             served.traces.step(1, None, None, True)
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_TOKENS", 63)
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TOKENS", 63)
         with pytest.raises(LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"):
             served.traces.step(1, None, None, False)
         assert len(served.traces.sample(4, None, False).documents) > 0
@@ -343,13 +343,13 @@ def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> No
 def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._TURN_TOKENS", 40)
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 1000)
+    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 40)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 1000)
     with serving(folder, tmp_path, mixture()) as served:
         rank = Rank0(served, "a").train(61)
         times = iter(range(10_000))
-        monkeypatch.setattr("tokenloom_server.tracing.time.monotonic", lambda: float(next(times)))
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_FORWARD_S", 1.5)
+        monkeypatch.setattr("tokenloom_server.replay.trace.time.monotonic", lambda: float(next(times)))
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_FORWARD_S", 1.5)
         asked = 0
         while True:
             asked += 1
@@ -385,7 +385,7 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
 
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a revision may hold soon."""
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
 
 
 def change(**fields: Any) -> MixtureChange:
@@ -471,7 +471,7 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
         for peek, at in ((near, 5), (far, 70), (resting, 70)):
             peek.progress(at, 1)
             seen.append(_taken(peek, 1))
-        monkeypatch.setattr("tokenloom_server.peeking.REST_S", 0.0)
+        monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
         assert isinstance(resting.next(0.01, lambda: False), Waiting)
         assert resting._way is None
         index = served.revising.revise(change(drop=[PROSE])).sample_index

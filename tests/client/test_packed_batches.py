@@ -14,9 +14,9 @@ import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
 from tokenloom.batch import IGNORED, Batch, Layout, Message
 from tokenloom.errors import ProtocolError
-from tokenloom_server.order import Order
+from tokenloom_server.order.pipeline import PADDING, BatchPlan
+from tokenloom_server.order.record import Order
 from tokenloom_server.packing.origins import Part
-from tokenloom_server.pipeline import PADDING, BatchPlan
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH = 3

@@ -22,10 +22,10 @@ from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
 from tokenloom import RemoteDataset
-from tokenloom_server import config
-from tokenloom_server.course import Course
-from tokenloom_server.order import Order
-from tokenloom_server.state import digest_hex
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import digest_hex
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Course
 
 LENGTH = 16
 RANKS, BATCH = 2, 1

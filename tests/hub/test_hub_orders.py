@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from support.corpora import flat, parsed, text_rows
 from support.hub import StandInHub, stand_in_hub
-from tokenloom_server import dataset_mix
-from tokenloom_server.course import Course
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Course
+from tokenloom_server.sources import short_form
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]
@@ -245,12 +245,12 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
 def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) -> None:
     for name in ("org/name", "org/v1.5"):
         hub.repo(name).commit({"train.parquet": parquet(ROWS[0]), "test.parquet": parquet(ROWS[1])})
-    found = dataset_mix.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, run="mix")
+    found = short_form.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, run="mix")
     assert found["mixture"]["children"] == [
         {"source": SPEC, "alias": "name", "weight": 0.9},
         {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
     ]
-    found = dataset_mix.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
+    found = short_form.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
     assert found["mixture"]["children"] == [
         {"source": "parquet:hf://datasets/org/name/tr*.parquet:text", "alias": "tr"}
     ]

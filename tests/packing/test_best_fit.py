@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, order_of
 from support.documents import EOT, Row, Sample, documents_of, samples_of, state_behind
+from tokenloom_server.core.hashing import Purpose, draw
+from tokenloom_server.core.state import Cursor, SourceState, Tally
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.fit import best_fit
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import Cursor, SourceState, Tally
 
 SOURCE_ID, SEED, PAD = 3, 11, 255
 _WINDOW = Window(8, 100)

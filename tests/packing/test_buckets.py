@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from support.courses import revised
 from support.features import LATENTS, MORE, SHAPES, document, latents, order_of, write_arrow, write_features
-from tokenloom_server.course import Course
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
-from tokenloom_server.order import Order
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.sources.buckets import BucketIndex
-from tokenloom_server.state import State, digest_hex
 
 SIZE = 4
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import numbers
 from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_behind
+from tokenloom_server.core.state import Cursor, SourceState, Tally
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.state import Cursor, SourceState, Tally
 from tokenloom_server.tokenizer import DocumentEncoder
 
 SOURCE_ID, PAD = 3, 255

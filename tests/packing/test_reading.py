@@ -14,12 +14,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing import window
 from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.state import Cursor
 from tokenloom_server.tokenizer import DocumentEncoder
 
 KINDS = ("none", "shards", "rows")

@@ -14,10 +14,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import EOT, Sample, documents_of, samples_of, state_behind
+from tokenloom_server.core.state import Cursor, SourceState, Tally
 from tokenloom_server.packing import unpacked
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
-from tokenloom_server.state import Cursor, SourceState, Tally
 
 SOURCE_ID, PAD = 5, 255
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support import corpora
-from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.config.mixture_file import NodeConfig, RunConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.extents import Extent, measure
-from tokenloom_server.picture import draw
-from tokenloom_server.pipeline import initial_state
-from tokenloom_server.plan import RunPlan
+from tokenloom_server.order.pipeline import initial_state
+from tokenloom_server.order.size_estimates import Extent, measure
 from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.picture import draw
+from tokenloom_server.planning.plan import RunPlan
+from tokenloom_server.planning.segments import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.shares import Soft, Span
-from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 
 LENGTH = 8
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from support import corpora
 from tokenloom_proto.seal import canonical
-from tokenloom_server.config import NodeConfig, RunConfig
-from tokenloom_server.course import Course
-from tokenloom_server.extents import measure
+from tokenloom_server.config.mixture_change import MixtureChange, Setting
+from tokenloom_server.config.mixture_file import NodeConfig, RunConfig
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange, Setting
-from tokenloom_server.order import Order
-from tokenloom_server.plan import RunPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
-from tokenloom_server.state import State
 
 LENGTH = 8
 SOURCES = 7

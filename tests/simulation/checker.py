@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.host import Session
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.run import EndOfData
+from tokenloom_server.run.coordinator import Session
+from tokenloom_server.run.generation import EndOfData
+from tokenloom_server.run.join import JoinCall
 
 from tests.simulation.corpus import Reference, reference
 from tests.simulation.scheduler import Violation

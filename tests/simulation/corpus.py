@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
-from tokenloom_server import config
-from tokenloom_server.config import RunConfig
-from tokenloom_server.course import Course
-from tokenloom_server.exclusions import Exclusions
-from tokenloom_server.extents import Extent
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 from tokenloom_server.ledger.base import Counters, StoredRevision
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline, Switch
+from tokenloom_server.order.exclusions import Exclusions
+from tokenloom_server.order.pipeline import BatchPlan, Group, Pipeline, Switch
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import Extent
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles
-from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 
 VOCAB, END_OF_TEXT = 60_000, 59_999
 #: Rows of one read.

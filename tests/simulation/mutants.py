@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tokenloom_server.course import Course
 from tokenloom_server.errors import NotFound
-from tokenloom_server.host import Host, Live
 from tokenloom_server.ledger.base import Commit, StoredRun
-from tokenloom_server.pipeline import Pipeline
-from tokenloom_server.run import Generation
-from tokenloom_server.slots import Slot
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.timeline import Course
+from tokenloom_server.run.coordinator import Host, Live
+from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.slots import Slot
 
 from tests.support.memory_ledger import MemoryLedger, Run, Store
 

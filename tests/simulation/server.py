@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tokenloom.snapshot import Base, Point
 from tokenloom_proto.seal import canonical
-from tokenloom_server.committer import Committer
+from tokenloom_server.api.service import ServedRun
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
-from tokenloom_server.host import Host, Live, Session, Waiting
-from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Opening, StoredRun
-from tokenloom_server.opening import RANK_0_WAIT_S, JoinCall, Joined
-from tokenloom_server.producer import Producer
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import ServedRun
-from tokenloom_server.state import digest_hex
-from tokenloom_server.streams import Streams
+from tokenloom_server.run.committer import Committer
+from tokenloom_server.run.coordinator import Host, Live, Session, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import RANK_0_WAIT_S, JoinCall, Joined
+from tokenloom_server.run.leadership import Leadership
+from tokenloom_server.run.producer import Producer
+from tokenloom_server.run.streams import Streams
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable

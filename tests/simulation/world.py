@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.mixture_file import RunConfig
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -18,9 +19,8 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TokenloomError,
 )
-from tokenloom_server.host import Terms
 from tokenloom_server.ledger.base import StoredSnapshot
-from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.run.coordinator import Terms
 
 from tests.simulation.checker import Checker
 from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference

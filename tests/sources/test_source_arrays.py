@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from tokenloom_server.sources import parquet_lists
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.tokenizer import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
 

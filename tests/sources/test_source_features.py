@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.features import write_arrow
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import features
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.features import FeatureSource, Values
 from tokenloom_server.sources.manifest import build
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 ROWS = 23
 

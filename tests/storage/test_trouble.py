@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, StorageError
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage import ahead, remote, traffic
-from tokenloom_server.storage.attempts import Fetch
+from tokenloom_server.storage import io_stats, prefetch, remote
 from tokenloom_server.storage.file import Range
+from tokenloom_server.storage.hedged_read import Fetch
+from tokenloom_server.storage.io_stats import Patience, Traffic
 from tokenloom_server.storage.open import open_file
-from tokenloom_server.storage.traffic import Patience, Traffic
 
 Read = tuple[str, int, int]
 #: Impatient enough for a test; errors come after seconds, not minutes.
@@ -207,13 +207,13 @@ def test_what_was_planned_is_read_ahead_in_few_reads_and_little_memory(
         (begin + (3 << 20), begin + (7 << 20)),
         (begin + (7 << 20), end),
     ]
-    assert shared.reserve(traffic.AHEAD_BYTES), "all that was taken was given back"
+    assert shared.reserve(io_stats.AHEAD_BYTES), "all that was taken was given back"
 
 
 def test_without_memory_for_it_nothing_is_read_ahead(storage: type[Troubled], tmp_path: Path) -> None:
     url = put("a/x.bin", DATA)
     shared = Traffic(HURRY)
-    assert shared.reserve(traffic.AHEAD_BYTES - ahead.FIRST_BLOCK_BYTES + 1)
+    assert shared.reserve(io_stats.AHEAD_BYTES - prefetch.FIRST_BLOCK_BYTES + 1)
     with open_file(url, tmp_path, traffic=shared) as file:
         file.plan([Range(0, len(DATA))])
         for at in range(0, 1_000_000, 100_000):

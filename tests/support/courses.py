@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tokenloom_proto.seal import canonical
-from tokenloom_server.course import Course
+from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.order.timeline import Course
 
 
 def revised(course: Course, sample_index: int, **change: Any) -> Course:

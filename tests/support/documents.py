@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from tokenloom_server.core.state import Cursor, SourceState, Tally
 from tokenloom_server.packing.base import Packer
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.state import Cursor, SourceState, Tally
 from tokenloom_server.tokenizer import DocumentEncoder
 
 EOT = 250

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import Tally, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
-from tokenloom_server.receipt import Receipt, RunReport, SourceReport, Tokenizer
-from tokenloom_server.state import Tally, digest_hex
-from tokenloom_server.stats import (
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
+from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
+from tokenloom_server.reports.stats import (
     LedgerStats,
     MixtureInfo,
     PlannedRevision,
@@ -27,7 +27,7 @@ from tokenloom_server.stats import (
     SourceLosses,
     SourceStats,
 )
-from tokenloom_server.traced import TracedDocument, TracedRank, TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedDocument, TracedRank, TracedSample, TracedStep
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from tokenloom_server.config import RunConfig
-from tokenloom_server.extents import Extent
+from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES
-from tokenloom_server.revision import carry
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.order.revision import carry
+from tokenloom_server.order.size_estimates import Extent
 
 #: Tokens of every row.
 ROW = 13

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.processes import POLL_S, Child, Processes, wait_until
-from tokenloom_server.stats import RunStats
+from tokenloom_server.reports.stats import RunStats
 
 #: Imports, the ledger, the files and the check of the tokeniser: seconds, on a machine that is busy otherwise.
 READY_TIMEOUT_S = 120.0

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config import Child, NodeConfig, RunConfig
+from tokenloom_server.config.mixture_file import Child, NodeConfig, RunConfig
+from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape, Policy
 from tokenloom_server.mixing.round_robin import RoundRobin
@@ -33,7 +34,6 @@ from tokenloom_server.mixing.varying import (
 )
 from tokenloom_server.mixing.weighted import Weighted
 from tokenloom_server.mixing.weights import integer_weights
-from tokenloom_server.state import MAX_COUNTER, ChildState
 
 #: Returned in place of a source id when a node has nothing more to give.
 NOTHING = -1

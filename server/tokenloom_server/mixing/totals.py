@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from tokenloom_server.state import MAX_COUNTER
+from tokenloom_server.core.state import MAX_COUNTER
 
 
 class Extent(Protocol):

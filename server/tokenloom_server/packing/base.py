@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.state import Cursor, Lane, SourceState, Tally
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.sources.features import item_bytes
-from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
 
 class Place(NamedTuple):

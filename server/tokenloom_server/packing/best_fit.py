@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenloom_server.core.hashing import Purpose, draw, draws
+from tokenloom_server.core.state import PACKED_AGAIN, Cursor, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draw, draws
 from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import BAD, FILTERED, Documents, Piece
 from tokenloom_server.packing.fit import best_fit
 from tokenloom_server.packing.origins import Part, part_of
 from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask, SampleFormat, hashed
-from tokenloom_server.state import PACKED_AGAIN, Cursor, SourceState
 
 
 class Window(NamedTuple):

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tokenloom_server.core.hashing import Purpose, draw, stream
+from tokenloom_server.core.state import SourceState, Tally
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draw, stream
 from tokenloom_server.packing.base import Batch, Block, Feature, Places
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.sources.buckets import BucketIndex
 from tokenloom_server.sources.features import BINARY, STORED_AS, STRING, Column, FeatureSource, Values
-from tokenloom_server.state import SourceState, Tally
 
 _Int64s = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]

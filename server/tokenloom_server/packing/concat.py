@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tokenloom_server.core.state import SourceState
 from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.packing.origins import Part, parts_behind
+from tokenloom_server.packing.row_counts import RowTallies
 from tokenloom_server.packing.samples import Ids, Int64s, SampleFormat, hashed, wire
-from tokenloom_server.packing.tallies import RowTallies
-from tokenloom_server.state import SourceState
 
 
 class ConcatPacker:

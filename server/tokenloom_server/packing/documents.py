@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
 from tokenloom_server.packing.window import Held, Reader, Tokens, stretches
 from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.state import Cursor
 from tokenloom_server.tokenizer import Documents as Encoded
 
 _log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.state import Lane, SourceState, Tally
 from tokenloom_server.packing.base import Block, DocumentPacker, Packer, Place, Places
 from tokenloom_server.packing.origins import Part
 from tokenloom_server.packing.real_tokens import Boundaries
-from tokenloom_server.state import Lane, SourceState, Tally
 
 #: Samples of a block: those of long blocks of the lanes wait meanwhile, as what they are.
 BLOCK_SAMPLES = 1024

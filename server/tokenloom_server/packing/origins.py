@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.packing import fim
 from tokenloom_server.packing.documents import Documents, Piece
-from tokenloom_server.state import Cursor
 
 
 class Part(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.block_index import row_counts

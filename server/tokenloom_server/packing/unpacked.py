@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenloom_server.core.state import SourceState
 from tokenloom_server.packing.base import Block, Places
 from tokenloom_server.packing.documents import Documents, Piece
 from tokenloom_server.packing.origins import Part, part_of
+from tokenloom_server.packing.row_counts import RowTallies
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat, hashed
-from tokenloom_server.packing.tallies import RowTallies
-from tokenloom_server.state import SourceState
 
 #: Samples of a piece are made in blocks of so many bytes: short rows in long samples would take some times as much.
 BLOCK_BYTES = 1 << 22

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tokenloom_server.planning.segments import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.shares import Floats, Span
-from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.tree import Branch, Leaf
 
 #: A plan that takes more steps than this is a fault of ours.

@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.config import RunConfig
-from tokenloom_server.course import Course
+from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.core.state import ChildState, Cursor, SourceState, State
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.extents import Extent
-from tokenloom_server.order import Order
-from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.revision import carry
+from tokenloom_server.order.size_estimates import Extent
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.planning.flow import Flowed, flow
-from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
+from tokenloom_server.planning.segments import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.tree import Leaf, grow
-from tokenloom_server.revision import carry
-from tokenloom_server.state import ChildState, Cursor, SourceState, State
 
 #: Measures a source of an order, by id.
 Measure = Callable[[Order, int], Extent]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tokenloom_server.course import Course
-from tokenloom_server.extents import Extent
-from tokenloom_server.order import Order
-from tokenloom_server.plan import RunPlan
+from tokenloom_server.core.state import State
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import Extent
+from tokenloom_server.order.timeline import Course
 from tokenloom_server.planning.forecast import forecast, parts_of
-from tokenloom_server.state import State
+from tokenloom_server.planning.plan import RunPlan
 
 
 class Planner:

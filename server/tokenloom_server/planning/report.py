@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from rich.table import Table
 
-from tokenloom_server.amounts import short
-from tokenloom_server.plan import PlannedSource, RunPlan
-from tokenloom_server.planning.stretches import Stretch, merged
+from tokenloom_server.core.amounts import short
+from tokenloom_server.planning.plan import PlannedSource, RunPlan
+from tokenloom_server.planning.segments import Stretch, merged
 
 #: Columns of the table of shares over time.
 SHOWN_STRETCHES = 6

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
-from tokenloom_server.extents import Extent
+from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.order.size_estimates import Extent
 from tokenloom_server.planning.shares import Floats, Span, shares_of
-from tokenloom_server.state import ChildState, SourceState, State
 
 
 class Leaf:

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom_server import dataset_mix
-from tokenloom_server.config import BYTES_TOKENIZER
+from tokenloom_server.config.mixture_file import BYTES_TOKENIZER
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.packing.documents import BAD, FILTERED, Piece
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
-from tokenloom_server.state import Cursor
+from tokenloom_server.sources import short_form
 from tokenloom_server.tokenizer import tokenizer_files
 
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
     folder = journal.folder
     tokenizer = _copy_tokenizer(job, base_dir, folder)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / MIXTURE, dataset_mix.as_yaml(_mixture(job, base_dir, tokenizer)))
+    write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, base_dir, tokenizer)))
     return Done(**totals, shards=len(job.tasks), found=found, mixture=folder / MIXTURE)
 
 

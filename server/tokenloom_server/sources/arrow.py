@@ -11,18 +11,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError, TokenloomError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows, Shard
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.io_stats import Traffic
 from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.traffic import Traffic
 
 _Out = TypeVar("_Out")
 

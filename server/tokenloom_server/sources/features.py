@@ -19,15 +19,15 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers, files
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.open import reader_of
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import Traffic
 from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.traffic import Traffic
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
 KEPT_BYTES = 256 * 2**20

@@ -22,15 +22,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrays, columns, files
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.columns import Column
 from tokenloom_server.sources.lines import Block, LinesSource, blocks_of, not_utf8, require_rows
 from tokenloom_server.sources.selection import Selection
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 #: How far a source is searched for its first value that is not null, to learn whether it is text or ids.
 PROBE_BYTES = 64 << 20

@@ -7,16 +7,16 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.files import in_threads, shard_at, shards_of
 from tokenloom_server.sources.hub import HubResolver, appended
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage import listing
+from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.io_stats import Traffic
 from tokenloom_server.storage.open import open_file
 from tokenloom_server.storage.remote import Entry, stat
-from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import is_remote, redacted
 
 #: How many names an error lists of what lies in a folder.

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, flat_ids
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

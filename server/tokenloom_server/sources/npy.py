@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.config.spec import IDS, RAW_TYPES, Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, line_index
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import IDS, RAW_TYPES, Spec
 from tokenloom_server.storage.file import File
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 _log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hub.splits import kind_of
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
@@ -16,8 +16,8 @@ from tokenloom_server.sources.megatron import MegatronSource
 from tokenloom_server.sources.npy import NpySource
 from tokenloom_server.sources.parquet import ParquetSource
 from tokenloom_server.sources.txt import open_txt
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.hub.splits import kind_of
+from tokenloom_server.storage.io_stats import Traffic
 
 
 def open_source(

@@ -14,18 +14,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.parquet_lists import ListReader
 from tokenloom_server.sources.parquet_pages import Chunks, Unusual
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 _log = logging.getLogger(__name__)
 

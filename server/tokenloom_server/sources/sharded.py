@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import Traffic
 from tokenloom_server.storage.remote import RemoteFile
-from tokenloom_server.storage.traffic import Traffic
 
 #: How long a remote file that was just opened counts as that, seconds.
 KEPT_S = 60.0

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tokenloom_server.rules import PLAIN, RowRules
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 
 def open_txt(

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard, Source
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import Traffic
 
 
 class Watched:

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from glob import has_magic
 from typing import Any
 
-from tokenloom_server.storage.attempts import Fetch
+from tokenloom_server.storage.hedged_read import Fetch
+from tokenloom_server.storage.io_stats import Traffic
 from tokenloom_server.storage.remote import Entry, entry_of, filesystem, stat
-from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import root
 
 #: Files that are asked for one by one, where a listing has names alone.

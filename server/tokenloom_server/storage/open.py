@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import Traffic
 from tokenloom_server.storage.local import LocalFile
 from tokenloom_server.storage.remote import RemoteFile, cached_copy
-from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import is_remote
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
-from tokenloom_server.hub.files import HubFiles, is_hub
-from tokenloom_server.storage.ahead import Ahead
-from tokenloom_server.storage.attempts import Fetch, is_final, refused
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.hedged_read import Fetch, is_final, refused
+from tokenloom_server.storage.hub.files import HubFiles, is_hub
+from tokenloom_server.storage.io_stats import Traffic
+from tokenloom_server.storage.prefetch import Ahead
 from tokenloom_server.storage.urls import protocol, redacted, root
 
 #: A read of less fetches so much: headers lie close together, and a round trip costs more than its bytes.
