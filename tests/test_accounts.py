@@ -94,15 +94,15 @@ def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: P
     runs = Runs(ledger)
     try:
         served = runs.add(path, None)
-        host = served.host
+        coordinator = served.coordinator
         call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
-        session = host.attach(host.uid, served.opener.join(call).opening.generation, 0, "n", 0, 0)
-        host.progress(session, 0, 1000)
-        found = host.next_for(session, 20.0, lambda: False)
+        session = coordinator.attach(coordinator.uid, served.join_handler.join(call).opening.generation, 0, "n", 0, 0)
+        coordinator.progress(session, 0, 1000)
+        found = coordinator.next_for(session, 20.0, lambda: False)
         while isinstance(found, Delivery):
-            host.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
-            found = host.next_for(session, 20.0, lambda: False)
-        host.finish(session, 20.0)
+            coordinator.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
+            found = coordinator.next_for(session, 20.0, lambda: False)
+        coordinator.finish(session, 20.0)
         report = runs.report("test")
     finally:
         runs.stop()

@@ -387,12 +387,12 @@ def test_a_stream_goes_on_where_it_broke_and_nowhere_else(folder: Path) -> None:
         served = runs.get("test")
         kept, count = served.evaluations.join(call, never)
         assert count == 40
-        whole = served.evaluations.open(served.host.uid, call, 0, digest_hex(0))
+        whole = served.evaluations.open(served.coordinator.uid, call, 0, digest_hex(0))
         whole.progress(0, 100)
         (first,) = steps_of(whole)
         assert (first.begin, first.ends[-1]) == (0, 40)
         digest = first.digests[1]
-        again = served.evaluations.open(served.host.uid, call, 12, digest)
+        again = served.evaluations.open(served.coordinator.uid, call, 12, digest)
         again.progress(12, 2)
         part = again.next(20.0, never)
         assert isinstance(part, Slice)
@@ -405,7 +405,7 @@ def test_a_stream_goes_on_where_it_broke_and_nowhere_else(folder: Path) -> None:
         assert isinstance(more, Slice)
         assert more.ends == [30]
         with pytest.raises(OrderMismatch, match="sample 12 of stream 'validation' has digest"):
-            served.evaluations.open(served.host.uid, call, 12, first.digests[0]).next(20.0, never)
+            served.evaluations.open(served.coordinator.uid, call, 12, first.digests[0]).next(20.0, never)
         assert kept.made() == count
 
 
@@ -413,7 +413,7 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
     call = EvaluationCall(stream="validation", rank=0, world_size=1, batch_size=1, samples=0)
     with serving(folder, held_out()) as (url, runs):
         served = runs.get("test")
-        size = served.host.order.sample_bytes
+        size = served.coordinator.order.sample_bytes
         monkeypatch.setattr("tokenloom_server.replay.evaluation.MAX_KEPT_BYTES", 30 * size)
         with pytest.raises(LimitExceeded, match="ask for fewer"):
             served.evaluations.join(call, never)

@@ -10,7 +10,7 @@ from support import corpora
 from tokenloom_server.core.state import Cursor
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.size_estimates import Extent
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.tokenizer import Documents as Encoded
@@ -36,7 +36,7 @@ def test_a_source_that_is_read_whole_is_counted_exactly(tmp_path: Path) -> None:
     order = corpora.order_of(corpora.write_corpus(tmp_path))
     for source_id in range(len(order.specs)):
         rows, tokens = counted(order, source_id)
-        assert size_estimates.measure(order, source_id) == Extent(rows, round(1000 * tokens / rows))
+        assert size_estimates.measure(order, source_id) == SizeEstimate(rows, round(1000 * tokens / rows))
 
 
 def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path:
     spec = "parquet:a.parquet:ids"
     for add_bos, add_eot, tokens in ((False, False, 5), (False, True, 7), (True, True, 9), (True, "auto", 8)):
         order = corpora.order_of(tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields))
-        assert size_estimates.measure(order, 0) == Extent(4, 250 * tokens)
+        assert size_estimates.measure(order, 0) == SizeEstimate(4, 250 * tokens)
         assert size_estimates.measure(order, 0).tokens == tokens
 
 
@@ -72,7 +72,7 @@ def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -
         corpora.write_txt(tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8)
     order = order_over(tmp_path, "txt:*.txt:text")
     rows, tokens = counted(order, 0)
-    assert size_estimates.measure(order, 0) == Extent(rows, round(1000 * tokens / rows))
+    assert size_estimates.measure(order, 0) == SizeEstimate(rows, round(1000 * tokens / rows))
 
 
 def test_the_rows_of_one_long_shard_are_taken_from_all_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
     found = size_estimates.measure(order, 0)
     assert encoded < 1.2 * 80_000 < tokens / 10
     # All lengths were looked at; only the ids that end a text are estimated.
-    assert found == Extent(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
+    assert found == SizeEstimate(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
 
 
 def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tokenloom_server.order import foreign_checkpoint
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 
 SPECS = [CODE, DOCS, PROSE, WIKI]
 SHARDS = {CODE: "data/code-1.parquet", DOCS: "data/docs.jsonl", PROSE: "data/prose/0.txt"}
@@ -50,13 +50,13 @@ def wiki(order: Order, **more: Any) -> dict[str, Any]:
 def import_into(order: Order, *entries: dict[str, Any]) -> ResumePoint:
     payload = foreign_checkpoint.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
     assert payload is not None
-    return foreign_checkpoint.resume_point(payload, Course(order))
+    return foreign_checkpoint.resume_point(payload, Timeline(order))
 
 
 def decoded(order: Order, state: State) -> State:
     """A state through its text."""
-    course = Course(order)
-    return course.decode(course.encode(state))
+    timeline = Timeline(order)
+    return timeline.decode(timeline.encode(state))
 
 
 def state_of(point: ResumePoint) -> State:
@@ -232,7 +232,7 @@ def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(order: Order,
         payload = foreign_checkpoint.read(json.dumps(document))
         if payload is None:
             return
-        point = foreign_checkpoint.resume_point(payload, Course(order))
+        point = foreign_checkpoint.resume_point(payload, Timeline(order))
     except SnapshotInvalid:
         return
     if point.base is not None:
@@ -249,7 +249,7 @@ def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: Order) ->
 def test_a_sample_index_alone_skips_so_many_samples(order: Order) -> None:
     payload = foreign_checkpoint.read('{"sample_index": 37}')
     assert payload is not None
-    point = foreign_checkpoint.resume_point(payload, Course(order))
+    point = foreign_checkpoint.resume_point(payload, Timeline(order))
     assert (point.sample_index, point.total_tokens, point.base, point.digest) == (37, 296, None, None)
     assert "sample_index=37" in point.notes[0]
     assert foreign_checkpoint.read('{"resume_state": {"sample_index": 37}}') == payload
@@ -301,7 +301,7 @@ def test_without_balances_a_new_source_just_begins(folder: Path) -> None:
 def test_what_the_mixture_lacks_is_written_back_as_it_was(order: Order) -> None:
     old = entry("hf:old/set@main:train:text", 9, 1000, shard="part-7", extra={"b": [1, None]})
     state = state_of(import_into(order, entry(CODE, 3, 80), old))
-    datasets = json.loads(Course(order).encode(state))["datasets"]
+    datasets = json.loads(Timeline(order).encode(state))["datasets"]
     assert datasets[-1] == {**old, "unknown": True}
     assert [found["spec"] for found in datasets[:-1]] == SPECS
 
@@ -401,7 +401,7 @@ def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_
     order = order_of(folder, mixture(phases=phases, last_step="pad"))
     state = state_of(import_into(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))
     assert state.sample_index == 30
-    pipeline = Course(order).pipeline(state)
+    pipeline = Timeline(order).pipeline(state)
     pipeline.advance(40)
     assert pipeline.state().total_tokens == 50 * 8 + 20 * 16
     with pytest.raises(SnapshotInvalid, match="phases change the sequence length"):

@@ -250,8 +250,8 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
         assert server[probe]["httpGet"]["port"] == "rest"
         url = f"http://{addresses['rest']}{server[probe]['httpGet']['path']}"
         try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(url, timeout=server[probe].get("timeoutSeconds", 1)) as answer:
+            join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with join_handler.open(url, timeout=server[probe].get("timeoutSeconds", 1)) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             with error:

@@ -48,8 +48,8 @@ def test_the_smallest_of_many_sources_are_one_layer() -> None:
     sources: list[Any] = [
         first.model_copy(update={"id": i, "alias": f"s{i}", "tokens": 1000 * (i + 1)}) for i in range(count)
     ]
-    stretches = [PlannedStretch(from_tokens=0, until_tokens=9, shares=[1 / count] * count)]
-    found = texts(run_plan(sources=sources, stretches=stretches))
+    segments = [PlannedStretch(from_tokens=0, until_tokens=9, shares=[1 / count] * count)]
+    found = texts(run_plan(sources=sources, segments=segments))
     assert "8 others" in found
     assert {f"s{i}" for i in range(count)} & set(found) == {f"s{i}" for i in range(8, count)}
 

@@ -18,7 +18,7 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.mixing.mixer import target_shares
-from tokenloom_server.order.pipeline import PADDING, BatchPlan, Group
+from tokenloom_server.order.pipeline import PADDING, BatchPlan, StepGroup
 from tokenloom_server.order.record import Order
 
 GOLDEN = Path(__file__).parent / "golden" / f"order_v{ORDER_VERSION}.json"
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 def groups(
     order: Order, state: State, world_size: int = 1, batch_size: int = 1, group_steps: int = 5, burst: int = 3
-) -> Iterator[Group]:
+) -> Iterator[StepGroup]:
     """The groups from a state to the end of data."""
     pipeline = order.pipeline(state)
     plan = BatchPlan(

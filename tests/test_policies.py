@@ -151,7 +151,7 @@ def test_extents_are_in_the_record_where_a_policy_needs_them_and_are_kept(folder
     assert len(record["extents"]) == 3
     record["extents"] = {key: [2 * rows, tokens] for key, (rows, tokens) in record["extents"].items()}
     again = Order.load(order.config, folder, None, json.dumps(record))
-    assert [extent.rows for extent in again.extents.values()] == [2 * rows for rows, _ in SIZES.values()]
+    assert [extent.rows for extent in again.size_estimates.values()] == [2 * rows for rows, _ in SIZES.values()]
     assert json.loads(again.record()) == record
     assert "extents" not in json.loads(order_of(folder, under("least_consumed")).record())
 

@@ -294,7 +294,7 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
         for piece in order.documents(0).read(Cursor()):
             begins = [0, *piece.ends.tolist()]
             for at, (begin, end) in enumerate(pairwise(begins)):
-                fate = 0 if piece.fates is None else int(piece.fates[at])
+                fate = 0 if piece.row_status is None else int(piece.row_status[at])
                 middle = 0 if piece.middles is None else int(piece.middles[at])
                 found[(piece.epoch, *piece.origin(at))] = (piece.ids[begin:end].tolist(), fate, middle)
                 assert (fate == BAD) == (piece.origin(at) in piece.reasons and not end - begin)

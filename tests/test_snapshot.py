@@ -17,9 +17,9 @@ from tokenloom_server.core.state import (
     MAX_COUNTER,
     ChildState,
     Cursor,
+    RowCounts,
     SourceState,
     State,
-    Tally,
     digest_hex,
     jumped_over,
 )
@@ -305,7 +305,7 @@ SWAPPED = [
 COUNTS = [
     *("sample_index", "total_tokens", "resume_state.sample_index", "resume_state.total_tokens"),
     *(f"{DATASET}.{key}" for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")),
-    *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens", *Tally._fields)),
+    *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens", *RowCounts._fields)),
     *(f"{DATASET}.{key}" for key in ("skipped_samples", "skipped_rows", "skipped_tokens")),
     *("resume_state.nodes.0.0.0", "resume_state.nodes.0.0.1", "resume_state.nodes.1.1.0"),
 ]

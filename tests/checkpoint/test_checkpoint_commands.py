@@ -24,7 +24,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import snapshot
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
 from tokenloom_server.tools.checkpoint.difference import difference
@@ -52,7 +52,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     found = []
     for boundary, more in ((60, 3), (30, 0)):
         pipeline.advance(boundary)
-        base = Course(order).encode(pipeline.state())
+        base = Timeline(order).encode(pipeline.state())
         pipeline.advance(more)
         state = pipeline.state()
         template = order.template(UID, "train", 2)

@@ -124,12 +124,12 @@ def test_attention_over_packed_documents_is_that_over_each_alone(folder: Path, n
             for part in own:
                 # What lies in the last id of a shifted sample is only a label.
                 document = torch.from_numpy(part.ids.astype(np.int64))[: length - at]
-                stretch = slice(at, at + len(document))
-                assert torch.equal(batch["input_ids"][i, stretch], document)
+                segment = slice(at, at + len(document))
+                assert torch.equal(batch["input_ids"][i, segment], document)
                 if len(document):
                     expected = alone(document)
-                    torch.testing.assert_close(packed[i, stretch], expected)
-                    torch.testing.assert_close(varlen.reshape(BATCH, length, -1)[i, stretch], expected)
+                    torch.testing.assert_close(packed[i, segment], expected)
+                    torch.testing.assert_close(varlen.reshape(BATCH, length, -1)[i, segment], expected)
                     seen += 1
                 at += len(part.ids)
     assert seen > 40

@@ -19,7 +19,7 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.open import open_source
 
@@ -191,13 +191,13 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
     repo = hub.repo("org/name")
     first = {"data/train-0.parquet": parquet(ROWS[0])}
     repo.commit({"README.md": b"---\nconfigs: [{config_name: default, data_files: 'data/*'}]\n---\n"} | first)
-    course = Course(create(tmp_path))
+    timeline = Timeline(create(tmp_path))
     change = MixtureChange(append_files=[SPEC], reason="more")
     with pytest.raises(ConfigError, match="has no file that the run does not read already"):
-        course.revise(change, 100)
+        timeline.revise(change, 100)
 
     repo.commit(repo.commits[repo.refs["main"]] | {"data/train-1.parquet": parquet(ROWS[1])})
-    content = course.revise(change, 100)
+    content = timeline.revise(change, 100)
     assert [shard[0].rpartition("/")[2] for shard in content["shards"][SPEC]] == [
         "train-0.parquet", "train-1.parquet",
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
     with pytest.raises(
         SourceChanged, match=r"1 of the 1 files that the run reads are gone or others at \w+ \(the first"
     ):
-        course.revise(change, 100)
+        timeline.revise(change, 100)
 
 
 # --- where data may lie ---------------------------------------------------------------------------------

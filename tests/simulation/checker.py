@@ -90,7 +90,7 @@ class Checker:
         index = run.committed.sample_index
         if (run.generation, index) == (self._generation, self._index):
             return
-        epoch = server.host.epoch if server.host is not None else None
+        epoch = server.coordinator.epoch if server.coordinator is not None else None
         if epoch != run.epoch:
             self.fail(f"{server.name} has epoch {epoch}, the ledger {run.epoch}, but its {call} moved the ledger")
         if run.generation != self._generation:
@@ -222,10 +222,10 @@ class Checker:
 
     def look_at_memory(self, server: Server) -> None:
         """G5: ids are held of a window and a group at most."""
-        live = server.host.live if server.host is not None else None
-        if live is None:
+        active = server.coordinator.active if server.coordinator is not None else None
+        if active is None:
             return
-        generation = live.generation
+        generation = active.generation
         held = sum(len(group.marks) for group in generation.groups if len(group.samples))
         most = generation.window_steps + max(plan.group_steps for plan in generation.ramp.plans)
         if held > most:

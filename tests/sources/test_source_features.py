@@ -17,7 +17,7 @@ from tokenloom_server.sources import features
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.features import FeatureSource, Values
 from tokenloom_server.sources.manifest import build
-from tokenloom_server.storage.io_stats import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 ROWS = 23
 
@@ -51,7 +51,7 @@ WRITERS: dict[str, Writer] = {"parquet": parquet, "arrow stream": stream, "compr
 def opened(folder: Path, spec: str, names: list[str] | None = None, **dtypes: str) -> FeatureSource:
     parsed = Spec.parse(spec)
     shards: tuple[Shard, ...] = build([parsed], folder).shards(spec)
-    return FeatureSource(parsed, shards, folder, Traffic(), names=names, dtypes=dtypes)
+    return FeatureSource(parsed, shards, folder, IoStats(), names=names, dtypes=dtypes)
 
 
 def rows_of(source: FeatureSource, rows: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.core.state import Tally, digest_hex
+from tokenloom_server.core.state import RowCounts, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
 from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
@@ -47,7 +47,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "exhausted": False,
             "dropped_tokens": 0,
             "excluded_rows": 0,
-            **Tally()._asdict(),
+            **RowCounts()._asdict(),
             "fill_rate": 1.0,
             "cut_rate": 0.0,
             "skipped_samples": 0,

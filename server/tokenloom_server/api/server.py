@@ -87,18 +87,18 @@ class Server:
     def _bring_up(self, options: ServeOptions) -> None:
         rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access, options.tls)
         from tokenloom_server.api.service import Runs
-        from tokenloom_server.run.coordinator import Terms
+        from tokenloom_server.run.coordinator import Timeouts
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         ledger.check()
-        terms = Terms(
+        timeouts = Timeouts(
             lease_s=options.lease_s,
             liveness_s=options.liveness_s,
             rank_timeout_s=options.rank_timeout_s,
             storage_timeout_s=options.storage_timeout_s,
         )
         holder = _holder(self.grpc_address)
-        runs = self._runs = Runs(ledger, holder, terms, standby=options.standby, data_roots=options.data_roots)
+        runs = self._runs = Runs(ledger, holder, timeouts, standby=options.standby, data_roots=options.data_roots)
         rest.start(runs, grpc_address=self.grpc_address)
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.

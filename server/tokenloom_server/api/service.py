@@ -19,22 +19,22 @@ from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.revision import as_file, differences_of_files, places
-from tokenloom_server.order.timeline import Course, Origin
+from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.peek import Peeks
-from tokenloom_server.replay.receipts import Accounts, revision_info
+from tokenloom_server.replay.receipts import Receipts, revision_info
 from tokenloom_server.replay.trace import Traces
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
 from tokenloom_server.reports.trace import TracedSample, TracedStep
 from tokenloom_server.run.committer import Committer
-from tokenloom_server.run.coordinator import Host, Terms
+from tokenloom_server.run.coordinator import RunCoordinator, Timeouts
 from tokenloom_server.run.figures import Figures
 from tokenloom_server.run.fork import Forking
 from tokenloom_server.run.history import History
-from tokenloom_server.run.join import Opener
+from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.producer import Producer
@@ -61,25 +61,25 @@ class ServedRun:
 
     def __init__(
         self,
-        host: Host,
+        coordinator: RunCoordinator,
         leadership: Leadership,
         streams: Streams,
         other: Callable[[str], History | None] = lambda run: None,
     ) -> None:
         """``other`` finds another run of the server, for forks."""
-        self.host = host
+        self.coordinator = coordinator
         self.leadership = leadership
-        self.history = History(host)
-        self.revising = Revising(host)
-        self.forking = Forking(host, self.history, other)
-        self.opener = Opener(host, self.history, self.revising, self.forking)
-        self.losses = Losses(host)
-        self.figures = Figures(host, self.losses)
-        self.peeks = Peeks(host, self.history)
-        self.evaluations = Evaluations(host, streams)
+        self.history = History(coordinator)
+        self.revising = Revising(coordinator)
+        self.forking = Forking(coordinator, self.history, other)
+        self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
+        self.losses = Losses(coordinator)
+        self.figures = Figures(coordinator, self.losses)
+        self.peeks = Peeks(coordinator, self.history)
+        self.evaluations = Evaluations(coordinator, streams)
         self.planner = Planner()
-        self.accounts = Accounts(host, self.history, self.peeks, self.figures)
-        self.traces = Traces(host, self.history, self.peeks, self.evaluations)
+        self.accounts = Receipts(coordinator, self.history, self.peeks, self.figures)
+        self.traces = Traces(coordinator, self.history, self.peeks, self.evaluations)
 
 
 class Runs:
@@ -89,7 +89,7 @@ class Runs:
         self,
         ledger: Ledger,
         holder: str | None = None,
-        terms: Terms | None = None,
+        timeouts: Timeouts | None = None,
         *,
         standby: bool = False,
         data_roots: DataRoots = _ANYWHERE,
@@ -100,7 +100,7 @@ class Runs:
         """
         self._ledger = ledger
         self._holder = holder or uuid.uuid4().hex
-        self._terms = terms or Terms()
+        self._timeouts = timeouts or Timeouts()
         self._standby = standby
         self._data_roots = data_roots
         self._runs: dict[str, ServedRun] = {}
@@ -139,13 +139,13 @@ class Runs:
         for warning in order.warnings():
             _log.warning("%s: %s", found.run, warning)
         streams = Streams.of(order, found, self._ledger)
-        host = Host(order, self._ledger, stored.uid, self._terms)
-        leadership = Leadership(host, self._holder)
+        coordinator = RunCoordinator(order, self._ledger, stored.uid, self._timeouts)
+        leadership = Leadership(coordinator, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
-        served = ServedRun(host, leadership, streams, self._history_of)
+        served = ServedRun(coordinator, leadership, streams, self._history_of)
         self._runs[found.run] = served
-        host.start(Producer(host), Committer(host))
+        coordinator.start(Producer(coordinator), Committer(coordinator))
         leadership.start()
         if change is not None:
             served.revising.revise(change)
@@ -168,8 +168,8 @@ class Runs:
         order = Order.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
         openings = self._ledger.openings(stored.uid, stored.stream)
         origin = Origin.from_json(openings[0].parent_run) if openings else None
-        course = Course(order, self._ledger.revisions(stored.uid, stored.stream), origin)
-        in_force = course.as_revised()
+        timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
+        in_force = timeline.as_revised()
         # A file that was brought up to date behind a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, found):
             return order, None
@@ -199,19 +199,19 @@ class Runs:
         """Commits what is acknowledged and ends every run's threads; bounded."""
         # All are told first, so that they end side by side: the bound is one for all of them.
         for served in self._runs.values():
-            served.host.stop(0.0)
+            served.coordinator.stop(0.0)
         deadline = time.monotonic() + STOP_S
         for served in self._runs.values():
             served.peeks.stop()
             served.evaluations.stop()
-            served.host.stop(max(0.0, deadline - time.monotonic()))
+            served.coordinator.stop(max(0.0, deadline - time.monotonic()))
         # Behind the last commits, and again side by side: a ledger that hangs is waited for once.
         for served in self._runs.values():
             served.leadership.end(0.0)
         deadline = time.monotonic() + LET_GO_S
         for served in self._runs.values():
             served.leadership.end(max(0.0, deadline - time.monotonic()))
-            served.host.order.close()
+            served.coordinator.order.close()
 
     # --- stats.RunService --------------------------------------------------------------------------
 
@@ -226,17 +226,17 @@ class Runs:
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         served = self.get(run)
-        with served.host.lock:
-            course, state = served.host.course, served.host.committed_state
-        return served.planner.plan(course, state, until_tokens)
+        with served.coordinator.lock:
+            timeline, state = served.coordinator.timeline, served.coordinator.committed_state
+        return served.planner.plan(timeline, state, until_tokens)
 
     def plan_from_start(self, run: str, until_tokens: int | None) -> RunPlan:
         """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at
         how far the run is, all ranks are told the same, and those of a later launch, too."""
         served = self.get(run)
-        with served.host.lock:
-            course = served.host.course
-        return served.planner.plan(course, course.initial(), until_tokens or MAX_COUNTER)
+        with served.coordinator.lock:
+            timeline = served.coordinator.timeline
+        return served.planner.plan(timeline, timeline.initial(), until_tokens or MAX_COUNTER)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         return self.get(run).accounts.receipt(sample_index)
@@ -246,9 +246,12 @@ class Runs:
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
         served = self.get(run)
-        host = served.host
-        host.require_lead()
-        if save and (saved := len(host.ledger.snapshots(host.uid, host.stream))) >= MAX_SAVED_SNAPSHOTS:
+        coordinator = served.coordinator
+        coordinator.require_lead()
+        if (
+            save
+            and (saved := len(coordinator.ledger.snapshots(coordinator.uid, coordinator.stream))) >= MAX_SAVED_SNAPSHOTS
+        ):
             raise LimitExceeded(
                 f"run {run!r} has {saved} saved snapshots, and the ledger keeps at most {MAX_SAVED_SNAPSHOTS}; take "
                 "this one without saving it (the Snapshot RPC), or out of a trainer's checkpoint"
@@ -257,23 +260,23 @@ class Runs:
         if not save:
             return text, None
         snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        host.ledger.save_snapshot(
-            host.uid,
-            host.stream,
+        coordinator.ledger.save_snapshot(
+            coordinator.uid,
+            coordinator.stream,
             StoredSnapshot(id=snapshot_id, sample_index=index, saved_at=time.time(), text=text),
         )
         return text, snapshot_id
 
     def snapshots(self, run: str) -> list[SnapshotInfo]:
-        host = self.get(run).host
+        coordinator = self.get(run).coordinator
         return [
             SnapshotInfo(id=entry.id, sample_index=entry.sample_index, saved_at=entry.saved_at)
-            for entry in host.ledger.snapshots(host.uid, host.stream)
+            for entry in coordinator.ledger.snapshots(coordinator.uid, coordinator.stream)
         ]
 
     def saved_snapshot(self, run: str, snapshot_id: str) -> str:
-        host = self.get(run).host
-        found = host.ledger.snapshot(host.uid, host.stream, snapshot_id)
+        coordinator = self.get(run).coordinator
+        found = coordinator.ledger.snapshot(coordinator.uid, coordinator.stream, snapshot_id)
         if found is None:
             raise NotFound(f"run {run!r} has no snapshot {snapshot_id!r}; GET /v1/runs/{run}/snapshots lists them")
         return found.text
@@ -301,15 +304,15 @@ class Runs:
         elif sample_index is not None:
             text, _ = served.history.snapshot(sample_index)
         assert text is not None
-        host = served.host
-        host.require_lead()
+        coordinator = served.coordinator
+        coordinator.require_lead()
         point = served.history.parse(text)
-        stored = host.ledger.read_run(run, host.stream)
+        stored = coordinator.ledger.read_run(run, coordinator.stream)
         if stored is not None:
             served.history.refuse_foreign(point, stored)
-        course, begin = host.course, point.sample_index
-        skip = skip_samples or course.index_at(course.tokens_at(begin) + skip_tokens) - begin
-        tokens = course.tokens_at(begin + skip) - course.tokens_at(begin)
+        timeline, begin = coordinator.timeline, point.sample_index
+        skip = skip_samples or timeline.index_at(timeline.tokens_at(begin) + skip_tokens) - begin
+        tokens = timeline.tokens_at(begin + skip) - timeline.tokens_at(begin)
         if tokens > MAX_SKIPPED_TOKENS:
             raise LimitExceeded(
                 f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
@@ -318,7 +321,7 @@ class Runs:
         pin = served.peeks.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run, note)
-        host.ledger.pin(host.uid, host.stream, host.epoch, pin)
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, pin)
         start = point.sample_index + skip
         _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
         digest = point.digest or served.history.pinned(pin).point.digest
@@ -343,24 +346,24 @@ class Runs:
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
     ) -> ResumePoint:
         served = self.get(run)
-        host = served.host
-        host.require_lead()
+        coordinator = served.coordinator
+        coordinator.require_lead()
         if (parent is None) == (text is None):
             raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
         if parent is not None:
-            self.get(parent).host.require_lead()
+            self.get(parent).coordinator.require_lead()
             text, _ = self.get(parent).history.snapshot(sample_index)
         elif sample_index is not None:
             raise ConfigError("a snapshot has its own sample index: leave sample_index out")
         assert text is not None
-        stored = host.ledger.read_run(run, host.stream)
+        stored = coordinator.ledger.read_run(run, coordinator.stream)
         if stored is not None and stored.opening is not None:
             raise ConfigError(
                 f"run {run!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give it "
                 "another name in its mixture file"
             )
         own = served.forking.fork(text)
-        host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(own, 0))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, served.peeks.pin(own, 0))
         point = served.history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
@@ -372,11 +375,11 @@ class Runs:
         )
 
     def mixture(self, run: str) -> MixtureInfo:
-        host = self.get(run).host
-        with host.lock:
-            course, least = host.course, host.first_revisable()
-            index = host.committed.sample_index if host.committed is not None else 0
-        config = course.at(index).config
+        coordinator = self.get(run).coordinator
+        with coordinator.lock:
+            timeline, least = coordinator.timeline, coordinator.first_revisable()
+            index = coordinator.committed.sample_index if coordinator.committed is not None else 0
+        config = timeline.at(index).config
         return MixtureInfo(
             run=run,
             sample_index=index,
@@ -390,38 +393,42 @@ class Runs:
             dropped=[source.name for source in config.sources if source.presence == "dropped"],
             phases=[
                 PhaseInfo(
-                    number=stretch.phase,
-                    sample_index=stretch.begin,
-                    total_tokens=stretch.tokens,
-                    sequence_length=stretch.order.config.sequence_length,
+                    number=segment.phase,
+                    sample_index=segment.begin,
+                    total_tokens=segment.tokens,
+                    sequence_length=segment.order.config.sequence_length,
                 )
-                for stretch in course.stretches
-                if stretch.phase is not None
+                for segment in timeline.segments
+                if segment.phase is not None
             ],
-            revisions=[revision_info(course, revision, index) for revision in course.revisions],
+            revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
             first_revisable=least,
         )
 
     def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
         served = self.get(run)
         revision = served.revising.revise(change)
-        host = served.host
-        return revision_info(host.course, revision, host.committed.sample_index if host.committed is not None else 0)
+        coordinator = served.coordinator
+        return revision_info(
+            coordinator.timeline,
+            revision,
+            coordinator.committed.sample_index if coordinator.committed is not None else 0,
+        )
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         served = self.get(run)
-        course = served.host.course
-        return [revision_info(course, revision, 0) for revision in served.revising.drop(number)]
+        timeline = served.coordinator.timeline
+        return [revision_info(timeline, revision, 0) for revision in served.revising.drop(number)]
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
-            if not served.host.leads():
-                return f"run {run}: stands by: {served.host.stands_by_for}"
-            dead = served.host.dead_worker()
+            if not served.coordinator.leads():
+                return f"run {run}: stands by: {served.coordinator.stands_by_for}"
+            dead = served.coordinator.dead_worker()
             if dead is not None:
                 return f"run {run}: its thread {dead} has ended; restart the server, and report its log"
             # An error that stopped a run does not count: the attempt that cures it has to reach this server, and so
             # have the other runs' ranks. Stats, metrics and log tell of it.
-            if served.host.ledger_error is not None:
-                return f"run {run}: the ledger is away: {served.host.ledger_error}"
+            if served.coordinator.ledger_error is not None:
+                return f"run {run}: the ledger is away: {served.coordinator.ledger_error}"
         return None if self._runs else "no run is served yet"

@@ -61,7 +61,7 @@ def plan(
     """
     from tokenloom_server.core.amounts import parse_amount
     from tokenloom_server.order.record import Order
-    from tokenloom_server.order.timeline import Course
+    from tokenloom_server.order.timeline import Timeline
     from tokenloom_server.planning.planner import Planner
 
     set_up_logging("warning")
@@ -73,9 +73,9 @@ def plan(
         found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
         with console(stderr=True).status("opening sources and tokeniser") as status:
             order = Order.create(found, base_dir, None, roots)
-            course = Course(order)
+            timeline = Timeline(order)
             planner = Planner(lambda name: status.update(f"measuring {name}"))
-            made = planner.plan(course, course.initial(), until)
+            made = planner.plan(timeline, timeline.initial(), until)
         if picture is not None and form is not None:
             from tokenloom_server.planning.picture import draw
 

@@ -269,7 +269,7 @@ def validate(
     for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
     for i, (source, shards, share) in enumerate(
-        zip(found.sources, order.shards, target_shares(found, order.extents), strict=True)
+        zip(found.sources, order.shards, target_shares(found, order.size_estimates), strict=True)
     ):
         size = sum(shard.size for shard in shards) / 1e6
         table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")

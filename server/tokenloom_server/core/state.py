@@ -50,7 +50,7 @@ class Cursor:
     offset: int = 0
 
 
-class Tally(NamedTuple):
+class RowCounts(NamedTuple):
     """What became of a source's rows and samples beside the tokens that were given, since the run began.
 
     ``bad_rows`` did not decode, ``filtered_rows`` did not pass the filter; both are part of the source's ``rows``.
@@ -65,7 +65,7 @@ class Tally(NamedTuple):
     lost_tokens: int = 0
 
 
-_NOTHING_TALLIED = Tally()
+_NOTHING_TALLIED = RowCounts()
 
 
 class Lane(NamedTuple):
@@ -74,7 +74,7 @@ class Lane(NamedTuple):
     cursor: Cursor = Cursor()
     samples: int = 0
     rows: int = 0
-    tally: Tally = _NOTHING_TALLIED
+    tally: RowCounts = _NOTHING_TALLIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SourceState:
     skipped_samples: int = 0
     skipped_rows: int = 0
     skipped_tokens: int = 0
-    tally: Tally = _NOTHING_TALLIED
+    tally: RowCounts = _NOTHING_TALLIED
     lanes: tuple[Lane, ...] = ()
 
 

@@ -43,10 +43,10 @@ class Service:
 
     def stats(self, run: str) -> RunStats:
         """The figures of a run, as anyone can read them."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
+        join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
         url = f"http://{self.rest}/v1/runs/{run}/stats"
         try:
-            with opener.open(url, timeout=REQUEST_TIMEOUT_S) as answer:
+            with join_handler.open(url, timeout=REQUEST_TIMEOUT_S) as answer:
                 return RunStats.model_validate_json(answer.read())
         except (URLError, OSError, ValidationError) as error:
             raise self.child.failure(f"GET {url}: {error}") from None

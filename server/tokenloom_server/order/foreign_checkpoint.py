@@ -24,7 +24,7 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing.balances import Carried, carry
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import MAX_BYTES, ResumePoint, Shape
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.open import reader_of
 
 #: Rows of earlier shards are counted as far as that costs no scan of more text than this, bytes.
@@ -93,7 +93,7 @@ def read(text: str | bytes) -> Payload | None:
     return Payload((), found)
 
 
-def resume_point(payload: Payload, course: Course) -> ResumePoint:
+def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     """Where a run goes on from an older checkpoint.
 
     Raises ``SnapshotInvalid`` naming spec, field, what was found and what was expected.
@@ -106,18 +106,18 @@ def resume_point(payload: Payload, course: Course) -> ResumePoint:
         return ResumePoint(
             sample_index=payload.sample_index,
             digest=None,
-            total_tokens=course.tokens_at(payload.sample_index),
+            total_tokens=timeline.tokens_at(payload.sample_index),
             base=None,
             run_uid=None,
             generation=0,
             notes=(note,),
         )
-    if course.first.config.batching is not None:
+    if timeline.first.config.batching is not None:
         raise SnapshotInvalid(
             "resume_state.datasets: an older data loader's checkpoint tells rows of files, but this run's order is "
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
-    state, notes = _state(payload.datasets, _order_in_force(payload.datasets, course))
+    state, notes = _state(payload.datasets, _order_in_force(payload.datasets, timeline))
     return ResumePoint(
         sample_index=state.sample_index,
         digest=digest_hex(state.digest),
@@ -129,13 +129,13 @@ def resume_point(payload: Payload, course: Course) -> ResumePoint:
     )
 
 
-def _order_in_force(entries: Sequence[_Entry], course: Course) -> Order:
+def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> Order:
     """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
-    for stretch, behind in zip(course.stretches, [*course.stretches[1:], None], strict=True):
-        order, length = stretch.order, stretch.order.config.sequence_length
+    for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
+        order, length = segment.order, segment.order.config.sequence_length
         samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec) in order.specs)
-        reached = stretch.begin <= samples and (behind is None or samples < behind.begin)
-        if reached and course.tokens_at(samples) == samples * length:
+        reached = segment.begin <= samples and (behind is None or samples < behind.begin)
+        if reached and timeline.tokens_at(samples) == samples * length:
             return order
     raise SnapshotInvalid(
         "resume_state.datasets: token_offset adds up to a place behind which the mixture file's phases change the "

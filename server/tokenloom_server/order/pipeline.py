@@ -27,9 +27,9 @@ from tokenloom_server.core.state import (
     State,
 )
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused, TokenloomError
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, Picks, Regime, initial_nodes
-from tokenloom_server.mixing.totals import Extent
-from tokenloom_server.packing.base import Batch, Packer, PackerFactory, Place, Places
+from tokenloom_server.mixing.mixer import NOTHING, Mixer, MixWeights, Picks, initial_nodes
+from tokenloom_server.mixing.totals import SizeEstimate
+from tokenloom_server.packing.base import Batch, Packer, PackerFactory, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
 
 #: What a padding sample's source is called.
@@ -61,7 +61,7 @@ class Switch(NamedTuple):
     #: Why batches end here, because those behind have another shape; None where they go on.
     ends: str | None
     #: Of the other config's ``measured_sources``, by id.
-    extents: Mapping[int, Extent] = MappingProxyType({})
+    size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({})
 
 
 class Segment(NamedTuple):
@@ -72,14 +72,14 @@ class Segment(NamedTuple):
     start: State
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """What a state behind a step has that cannot be counted from the samples before it: taken every step."""
 
     sample_index: int
     total_tokens: int
     digest: int
     segment: Segment
-    regime: Regime
+    mix_weights: MixWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class BatchPlan:
 
 
 @dataclass(slots=True)
-class Group:
+class StepGroup:
     """The steps between two state boundaries, filled one burst after the other.
 
     ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
@@ -141,9 +141,9 @@ class Group:
     real: RealTokens
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
-    places: list[list[Places]] = field(default_factory=list)
+    places: list[list[SampleOrigins]] = field(default_factory=list)
     dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[StepMark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
     #: Tokens and labels of each step, over all ranks; empty where every sample has as many (``real``).
     counts: list[tuple[int, int]] = field(default_factory=list)
@@ -253,7 +253,7 @@ class Group:
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
         places = [
-            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else Place.of(was)
+            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else SourcePosition.of(was)
             for i, (count, was) in enumerate(zip(counts, known, strict=True))
         ]
         return _state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
@@ -272,22 +272,24 @@ class Group:
         assert batch is not None, "only packers of rows are in a run with batching"
         return batch
 
-    def places_of(self, source: int) -> list[Places]:
+    def places_of(self, source: int) -> list[SampleOrigins]:
         """Those of a source's samples, to be added to."""
         while len(self.places) <= source:
             self.places.append([])
         return self.places[source]
 
-    def _places(self, source: int, sample: int) -> Places:
+    def _places(self, source: int, sample: int) -> SampleOrigins:
         # Behind a switch blocks are made anew, where those of before may have reached further.
         return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
 
 
-def _state_at(mark: Mark, samples: Sequence[int], places: Sequence[Place], dropped_tokens: Sequence[int]) -> State:
+def _state_at(
+    mark: StepMark, samples: Sequence[int], places: Sequence[SourcePosition], dropped_tokens: Sequence[int]
+) -> State:
     """The state at a mark. By source: ``samples`` since the run began, and where it stands."""
     config, mixer, start = mark.segment
     given = [now - was.samples for now, was in zip(samples, start.sources, strict=True)]
-    exhausted = mixer.exhausted(mark.regime)
+    exhausted = mixer.exhausted(mark.mix_weights)
     sources = [
         replace(
             was,
@@ -308,7 +310,7 @@ def _state_at(mark: Mark, samples: Sequence[int], places: Sequence[Place], dropp
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(sources),
-        nodes=mixer.states(mark.regime, given),
+        nodes=mixer.states(mark.mix_weights, given),
         preserved=start.preserved,
         imported=start.imported,
     )
@@ -320,7 +322,7 @@ class _Feed:
     def __init__(self, packer: Packer, state: SourceState) -> None:
         self._packer = packer
         self._blocks = packer.blocks()
-        self._held: deque[Places] = deque()
+        self._held: deque[SampleOrigins] = deque()
         self._loaded = state.samples
         self._error: TokenloomError | None = None
         self._taken = state.samples
@@ -330,7 +332,7 @@ class _Feed:
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
         # Behind the last sample that was taken.
-        self.place = Place.of(state)
+        self.place = SourcePosition.of(state)
         self.exhausted = state.exhausted
         self.dropped_tokens = state.dropped_tokens
 
@@ -372,7 +374,7 @@ class _Feed:
             place = next(held for held in reversed(self._held) if held.first_sample <= last).behind(last)
         return place.rows, place.cursor.offset
 
-    def take(self, count: int) -> tuple[list[memoryview], list[int], list[Places]]:
+    def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
         """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
         behind them."""
         ids, hashes = self._ids[:count], self._hashes[:count]
@@ -398,16 +400,16 @@ class Pipeline:
         *,
         sample_bytes: int,
         real: RealTokens,
-        extents: Mapping[int, Extent] | None = None,
+        size_estimates: Mapping[int, SizeEstimate] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``sample_bytes``: of a sample as it travels. ``real`` counts what of it is documents'. ``extents`` of the
-        ``RunConfig.measured_sources``, by id.
+        """``sample_bytes``: of a sample as it travels. ``real`` counts what of it is documents'. ``size_estimates`` of
+        the ``RunConfig.measured_sources``, by id.
         ``switches``, in order, lie behind the state."""
         self._padding = memoryview(bytes(sample_bytes))
         self._real = real
         self._switches = deque(switches)
-        self._begin(config, packers, state, extents or {})
+        self._begin(config, packers, state, size_estimates or {})
         self._index = state.sample_index
         self._tokens = state.total_tokens
         self._digest = state.digest
@@ -418,8 +420,10 @@ class Pipeline:
         #: Samples of an incomplete last step that were dropped.
         self.dropped_samples = 0
 
-    def _begin(self, config: RunConfig, packers: PackerFactory, state: State, extents: Mapping[int, Extent]) -> None:
-        self._segment = Segment(config, Mixer(config, state.nodes, extents), state)
+    def _begin(
+        self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
+    ) -> None:
+        self._segment = Segment(config, Mixer(config, state.nodes, size_estimates), state)
         self._feeds = [_Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
     @property
@@ -432,10 +436,10 @@ class Pipeline:
         assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
         self._switches = deque(switches)
 
-    def begin_group(self, plan: BatchPlan) -> Group:
+    def begin_group(self, plan: BatchPlan) -> StepGroup:
         """An empty group that begins here, at a state boundary of the plan."""
         shape = (plan.world_size, plan.group_steps, plan.batch_size)
-        return Group(
+        return StepGroup(
             plan=plan,
             base=self.state(),
             real=self._real,
@@ -443,7 +447,7 @@ class Pipeline:
             source_ids=np.full(shape, PADDING, np.int32),
         )
 
-    def fill(self, group: Group, steps: int) -> None:
+    def fill(self, group: StepGroup, steps: int) -> None:
         """Appends ``steps`` steps to the group (at most what it has room for); fewer where the data end.
 
         An incomplete last step is dropped or padded, as configured; then, or when nothing is left,
@@ -456,7 +460,7 @@ class Pipeline:
         rotations = [slice_rotation(config.seed, begin + at, plan.world_size) for at in range(0, wanted, size)]
         where = _places_of(plan, rotations, first)
         # From which sample on which segment and regime are in force.
-        changes: list[tuple[int, Segment, Regime]] = []
+        changes: list[tuple[int, Segment, MixWeights]] = []
         hashes: list[int] = []
         done = count = 0
         while done < wanted and self.ended is None:
@@ -464,7 +468,7 @@ class Pipeline:
             self._check_step(size)
             asked = min(wanted - done, self._until_switch())
             picks, changed = self._decide(asked)
-            changes += [(done + at, segment, regime) for at, regime in changed]
+            changes += [(done + at, segment, mix_weights) for at, mix_weights in changed]
             done += len(picks)
             count = done
             if len(picks) < asked and done % size and config.last_step == "drop":
@@ -475,7 +479,7 @@ class Pipeline:
             ends = self._cross()
             if ends is not None:
                 # In force behind the sample before it, so that the state at the switch is the other config's.
-                changes.append((done - 1, self._segment, self._segment.mixer.regime))
+                changes.append((done - 1, self._segment, self._segment.mixer.mix_weights))
                 self._note_tails(group)
                 self.ended = ends or None
         del hashes[count:]
@@ -491,7 +495,7 @@ class Pipeline:
             # A change found behind the step's last sample is the next decision's; but none follows a padded step.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
-            group.marks.append(Mark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
+            group.marks.append(StepMark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
             at = end
 
     def advance(self, samples: int) -> None:
@@ -513,7 +517,7 @@ class Pipeline:
         places = [feed.place for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
-        mark = Mark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.regime)
+        mark = StepMark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.mix_weights)
         return _state_at(mark, samples, places, dropped)
 
     def _check_step(self, size: int) -> None:
@@ -533,23 +537,23 @@ class Pipeline:
         if self._until_switch():
             return None
         switch = self._switches.popleft()
-        self._begin(switch.config, switch.packers, switch.carry(self.state()), switch.extents)
+        self._begin(switch.config, switch.packers, switch.carry(self.state()), switch.size_estimates)
         return switch.ends or ""
 
-    def _decide(self, count: int) -> tuple[Picks, list[tuple[int, Regime]]]:
+    def _decide(self, count: int) -> tuple[Picks, list[tuple[int, MixWeights]]]:
         """The sources of the next ``count`` samples, fewer where the data end; and from which of them on
         which regime is in force."""
         config, mixer, _ = self._segment
         pick = config.pick_samples
-        changes = [(0, mixer.regime)]
+        changes = [(0, mixer.mix_weights)]
         parts: list[Picks] = []
         left = count
         while left and self.ended is None:
             index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
             # What follows the counters is made anew from those at this index, and holds for the next samples only.
             some = min(left // pick, mixer.begin(index // pick, tokens, self._rows_picked))
-            if mixer.regime is not changes[-1][1]:
-                changes.append((count - left, mixer.regime))
+            if mixer.mix_weights is not changes[-1][1]:
+                changes.append((count - left, mixer.mix_weights))
             plan = mixer.plan(some)
             ready = self._ready(plan, pick)
             if ready:
@@ -559,7 +563,7 @@ class Pipeline:
                 left -= ready * pick
             if ready < len(plan):
                 source = mixer.pick(lambda source: self._feeds[source].has_sample())
-                changes.append((count - left, mixer.regime))
+                changes.append((count - left, mixer.mix_weights))
                 if source == NOTHING:
                     self.ended = mixer.why_over()
                     break
@@ -596,7 +600,7 @@ class Pipeline:
         for source, count in enumerate(np.bincount(picks).tolist()):
             self._feeds[source].picked += count
 
-    def _take(self, group: Group | None, picks: Picks, where: npt.NDArray[np.integer]) -> list[int]:
+    def _take(self, group: StepGroup | None, picks: Picks, where: npt.NDArray[np.integer]) -> list[int]:
         """Takes the picked samples, puts them where they belong in the group, and returns their hashes in order."""
         # Sorted by source, so that each source's samples are one range of it.
         order = np.argsort(picks, kind="stable")
@@ -620,7 +624,7 @@ class Pipeline:
         found: list[int] = in_order.tolist()
         return found
 
-    def _note_tails(self, group: Group) -> None:
+    def _note_tails(self, group: StepGroup) -> None:
         group.dropped_tokens[self._segment.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
 
 

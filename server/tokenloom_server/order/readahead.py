@@ -42,7 +42,7 @@ class ReadAhead:
         yield from _ahead(self._packer.blocks(), self._pool)
 
 
-class Late:
+class LazyPacker:
     """Implements ``Packer``: one whose source is opened once it is asked for, or before that by a thread that has
     nothing else to do, with its first block. To open a source behind a network takes round trips, and a mixture may
     have thousands: none waits for the others."""
@@ -80,7 +80,7 @@ class Pools(NamedTuple):
     blocks: ThreadPoolExecutor
 
 
-def _open(late: weakref.ref[Late]) -> tuple[Block | None, Iterator[Block]] | None:
+def _open(late: weakref.ref[LazyPacker]) -> tuple[Block | None, Iterator[Block]] | None:
     wanted = late()
     return wanted.open() if wanted is not None else None
 

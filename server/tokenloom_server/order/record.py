@@ -39,8 +39,8 @@ from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.order import readahead, snapshot
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.order.pipeline import Pipeline, Switch, initial_state
-from tokenloom_server.order.readahead import Late, Pools, ReadAhead
-from tokenloom_server.order.size_estimates import Extent, measure
+from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
+from tokenloom_server.order.size_estimates import SizeEstimate, measure
 from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window, windowed_samples
 from tokenloom_server.packing.buckets import BucketPacker, Epochs
@@ -48,7 +48,7 @@ from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents, Encoder
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
-from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
@@ -63,7 +63,7 @@ from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, a
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.paired import PairedSource
 from tokenloom_server.sources.watched import Watched
-from tokenloom_server.storage.io_stats import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer import (
     DocumentEncoder,
@@ -125,7 +125,7 @@ class Order:
         #: None where the mixture file names none: every source holds ids.
         self.tokenizer = definition
         #: What its readers wait for.
-        self.traffic: Traffic = first.traffic if first is not None else Traffic()
+        self.io_stats: IoStats = first.io_stats if first is not None else IoStats()
         self._engine_lock = threading.Lock()
         self._loaded: Engine | None = None
         self._suspects: Suspects | None = None
@@ -187,7 +187,7 @@ class Order:
         for source in config.sources:
             _check_fim(source, self.vocab_size)
         #: Of the sources from whose rest a policy makes weights, by id: measured once, and part of the record.
-        self.extents: Mapping[int, Extent] = {}
+        self.size_estimates: Mapping[int, SizeEstimate] = {}
 
     @classmethod
     def create(
@@ -281,7 +281,7 @@ class Order:
                 f"the vocabulary has {order.vocab_size} ids, the run began with {found['vocab_size']}; "
                 "put the tokeniser or vocab_size back, or begin a new run"
             )
-        order.extents = {int(source): Extent(*one) for source, one in found.get("extents", {}).items()}
+        order.size_estimates = {int(source): SizeEstimate(*one) for source, one in found.get("extents", {}).items()}
         if engine is not None:
             order._load_engine()
         elif order._tokenizer_record() != recorded:
@@ -296,10 +296,10 @@ class Order:
         config: RunConfig,
         manifest: Manifest,
         excluded: Exclusions,
-        extents: Mapping[int, Extent] = MappingProxyType({}),
+        size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({}),
     ) -> Order:
-        """The order under another config of the same run, with files and rows of its own. ``extents`` that are not
-        given are those of before, or measured."""
+        """The order under another config of the same run, with files and rows of its own. ``size_estimates`` that are
+        not given are those of before, or measured."""
         _refuse_moved_parts(self.config, config)
         known_files = {source.spec: set(source.shards) for source in self.manifest.sources}
         new = Manifest(
@@ -346,8 +346,10 @@ class Order:
                 )
         if config.batching is not None:
             self._hand_on_buckets(order)
-        known = {i: extent for i, extent in self.extents.items() if order.shards[i] == self.shards[i]} | dict(extents)
-        order.extents = {i: known[i] if i in known else order.measure(i) for i in config.measured_sources}
+        known = {i: extent for i, extent in self.size_estimates.items() if order.shards[i] == self.shards[i]} | dict(
+            size_estimates
+        )
+        order.size_estimates = {i: known[i] if i in known else order.measure(i) for i in config.measured_sources}
         return order
 
     def aside(self, config: RunConfig, manifest: Manifest | None = None, name: str = "") -> Order:
@@ -379,7 +381,7 @@ class Order:
                     f"streams.{name}: {source.source!r} holds text, but run {self.name!r} trains on ids alone, so no "
                     "tokeniser was chosen for it: prepare the source's ids"
                 )
-        order.extents = {i: order.measure(i) for i in config.measured_sources}
+        order.size_estimates = {i: order.measure(i) for i in config.measured_sources}
         return order
 
     def check_stream(self, name: str, mixture: NodeConfig) -> Manifest:
@@ -401,15 +403,15 @@ class Order:
         if self.config.batching is not None:
             for i in range(len(self.config.sources)):
                 self.epochs_of(i)
-        self.extents = {source: self.measure(source) for source in self.config.measured_sources}
+        self.size_estimates = {source: self.measure(source) for source in self.config.measured_sources}
         return self
 
-    def measure(self, source_id: int) -> Extent:
-        """One epoch of a source. Raises what ``extents.measure`` does."""
+    def measure(self, source_id: int) -> SizeEstimate:
+        """One epoch of a source. Raises what ``size_estimates.measure`` does."""
         if self.config.batching is None:
             return measure(self, source_id)
         epochs = self.epochs_of(source_id)
-        return Extent(epochs.batches * epochs.size, 1000)
+        return SizeEstimate(epochs.batches * epochs.size, 1000)
 
     def check_named(self, config: RunConfig, *paths: str) -> None:
         """That what a changed config names, and these files, lies below a data root, before anything of it is looked
@@ -436,8 +438,8 @@ class Order:
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
         }
-        if self.extents:
-            record["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in self.extents.items()}
+        if self.size_estimates:
+            record["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in self.size_estimates.items()}
         return canonical(record)
 
     def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
@@ -465,7 +467,7 @@ class Order:
         return initial_state(self.config)
 
     def encode(self, state: State) -> str:
-        """``resume_state``: the canonical JSON of a state of a run without revisions (see ``Course``)."""
+        """``resume_state``: the canonical JSON of a state of a run without revisions (see ``Timeline``)."""
         return snapshot.encode_state(state, self.shape)
 
     def decode(self, resume_state: str) -> State:
@@ -487,7 +489,7 @@ class Order:
                 of_rows=self.config.batching is not None,
             ),
             switches=switches,
-            extents=self.extents,
+            size_estimates=self.size_estimates,
         )
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
@@ -506,7 +508,7 @@ class Order:
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
             if remote[source_id]:
-                return Late(partial(opened, source_id, source_state), pools)
+                return LazyPacker(partial(opened, source_id, source_state), pools)
             reader = self.open(source_id)
             packed = self._packer(source_id, source_state, reader, engine)
             # Ids of local files are read so fast that a second thread would only cost memory.
@@ -535,7 +537,7 @@ class Order:
                 splits = config.long_rows == "split"
                 return config.sequence_length * unpacked_samples(lengths, self.form, splits=splits)
 
-    def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[Part]]:
+    def parts(self, source_id: int, state: SourceState, count: int) -> Iterator[list[DocumentSpan]]:
         """What each of a source's next ``count`` samples behind a state is made of, by reading their rows again."""
         return self._packer(source_id, state, self.open(source_id), self._load_engine()).parts(count)
 
@@ -603,7 +605,7 @@ class Order:
             source.spec,
             self.shards[source_id],
             self.base_dir,
-            self.traffic,
+            self.io_stats,
             names=batching.columns,
             dtypes=batching.dtypes,
         )
@@ -662,10 +664,10 @@ class Order:
         self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
-        watched: Source = Watched(reader, self.traffic, source.spec)
+        watched: Source = Watched(reader, self.io_stats, source.spec)
         encoder: Encoder = self._encoder(source_id, reader, engine)
         if source.loss_mask is not None:
-            mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.traffic, source.spec)
+            mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.io_stats, source.spec)
             watched = PairedSource(watched, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
         return Documents(
@@ -771,7 +773,7 @@ class Order:
             layout = self._layouts.get(source_id)
             if layout is None:
                 spec = self.config.sources[source_id].spec
-                with self.traffic.waiting(f"the index of source {str(spec)!r}", at_once=True):
+                with self.io_stats.waiting(f"the index of source {str(spec)!r}", at_once=True):
                     layout = Layout.of(blocks(reader, spec, self.base_dir, self.index_dir))
                 with self._layout_lock:
                     self._layouts[source_id] = layout
@@ -835,7 +837,7 @@ class Order:
             self.base_dir,
             self.shards[source_id],
             self.index_dir,
-            self.traffic,
+            self.io_stats,
             rules=_rules(self.config, source),
             end_of_text_id=self.end_of_text_id,
         )
@@ -853,7 +855,7 @@ class Order:
             self.base_dir,
             self.shards[source_id],
             self.index_dir,
-            self.traffic,
+            self.io_stats,
             rules=RowRules(skip_bad=self.config.skips_bad_rows(self.config.sources[source_id])),
         )
         for what, source in ((spec.column, reader), (column, found)):

@@ -35,7 +35,7 @@ COUNTED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class SizeEstimate:
     """One epoch of a source: its ``rows``, and the tokens of 1,000 of them as samples count them: with begin- and
     end-of-text ids and the padding that the packing makes, without what it cuts off.
 
@@ -121,7 +121,7 @@ def _given(order: Readable, tokens: Fraction, lengths: list[npt.NDArray[np.int64
     return tokens if order.rows_alone or not total else tokens * Fraction(order.given(every), total)
 
 
-def measure(order: Readable, source_id: int) -> Extent:
+def measure(order: Readable, source_id: int) -> SizeEstimate:
     """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
 
     Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
@@ -143,10 +143,10 @@ def measure(order: Readable, source_id: int) -> Extent:
         tokens += found.all_tokens(order) * stratum.rows / found.rows
         lengths.append(found.lengths)
     stood_for = sum(stratum.rows for stratum in strata)
-    return Extent(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
+    return SizeEstimate(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
 
 
-def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> Extent:
+def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
     rows = size = 0
     tokens, lengths = Fraction(0), []
@@ -163,7 +163,9 @@ def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: 
         lengths.append(found.lengths)
         size += reader.head_bytes(shard, found.rows)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
-    return Extent(max(1, round(Fraction(total * rows, size))), round(1000 * _given(order, tokens, lengths) / rows))
+    return SizeEstimate(
+        max(1, round(Fraction(total * rows, size))), round(1000 * _given(order, tokens, lengths) / rows)
+    )
 
 
 def _strata(chosen: list[int], counts: list[int]) -> Iterator[_Stratum]:

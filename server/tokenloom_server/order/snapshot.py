@@ -24,9 +24,9 @@ from tokenloom_server.core.state import (
     Cursor,
     Imported,
     Lane,
+    RowCounts,
     SourceState,
     State,
-    Tally,
     digest_hex,
 )
 from tokenloom_server.errors import SnapshotInvalid
@@ -65,8 +65,8 @@ _AnyChild = Annotated[
 
 
 def _is_lane(entry: list[int]) -> list[int]:
-    if len(entry) not in (6, 6 + len(Tally._fields)):
-        raise ValueError(f"a lane has 6 numbers, or {6 + len(Tally._fields)} with what is tallied")
+    if len(entry) not in (6, 6 + len(RowCounts._fields)):
+        raise ValueError(f"a lane has 6 numbers, or {6 + len(RowCounts._fields)} with what is tallied")
     return entry
 
 
@@ -637,7 +637,7 @@ def _source(dataset: _Known) -> SourceState:
         skipped_samples=dataset.skipped_samples,
         skipped_rows=dataset.skipped_rows,
         skipped_tokens=dataset.skipped_tokens,
-        tally=Tally(*(getattr(dataset, name) for name in Tally._fields)),
+        tally=RowCounts(*(getattr(dataset, name) for name in RowCounts._fields)),
         lanes=tuple(_lane(entry) for entry in dataset.lanes),
     )
 
@@ -663,7 +663,7 @@ def _check_lanes(i: int, dataset: _Known, shape: Shape) -> None:
 
 
 def _lane(entry: Sequence[int]) -> Lane:
-    return Lane(Cursor(*entry[:4]), entry[4], entry[5], Tally(*entry[6:]))
+    return Lane(Cursor(*entry[:4]), entry[4], entry[5], RowCounts(*entry[6:]))
 
 
 def _check_skipped(i: int, dataset: _Dataset) -> None:

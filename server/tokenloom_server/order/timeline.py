@@ -22,14 +22,14 @@ from tokenloom_server.order.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.revision import carry, changed, content_of, differences, merged, with_content, without
-from tokenloom_server.order.size_estimates import Extent
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TimelineSegment:
     """The order from a sample index on, up to the next stretch's."""
 
     begin: int
@@ -70,7 +70,7 @@ class Origin:
         return cls(**json.loads(text)) if text else None
 
 
-class _Told(NamedTuple):
+class _Recorded(NamedTuple):
     """A revision as states tell it."""
 
     begin: int
@@ -78,7 +78,7 @@ class _Told(NamedTuple):
     what: str
 
 
-class Course:
+class Timeline:
     """Immutable. A run without phases and revisions has one stretch."""
 
     def __init__(self, first: Order, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None) -> None:
@@ -88,28 +88,28 @@ class Course:
         self.revisions = tuple(revisions)
         self.origin = origin
         self.name = first.name
-        self._stretches = tuple(self._lay())
-        self._begins = [stretch.begin for stretch in self._stretches]
-        lengths = {stretch.order.config.sequence_length for stretch in self._stretches}
+        self._segments = tuple(self._lay())
+        self._begins = [segment.begin for segment in self._segments]
+        lengths = {segment.order.config.sequence_length for segment in self._segments}
         self._one_length = len(lengths) == 1 and origin is None
 
     @property
     def sample_bytes(self) -> int:
         """Bytes of the longest sample of the run, as it travels."""
-        return max(stretch.order.sample_bytes for stretch in self._stretches)
+        return max(segment.order.sample_bytes for segment in self._segments)
 
     @property
-    def stretches(self) -> Sequence[Stretch]:
+    def segments(self) -> Sequence[TimelineSegment]:
         """In order; the first begins at sample 0."""
-        return self._stretches
+        return self._segments
 
-    def with_revisions(self, revisions: Sequence[StoredRevision]) -> Course:
+    def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
         """The course under other revisions."""
-        return self if tuple(revisions) == self.revisions else Course(self.first, revisions, self.origin)
+        return self if tuple(revisions) == self.revisions else Timeline(self.first, revisions, self.origin)
 
-    def with_origin(self, origin: Origin | None) -> Course:
+    def with_origin(self, origin: Origin | None) -> Timeline:
         """The course of a run that was forked, or was not."""
-        return self if origin == self.origin else Course(self.first, self.revisions, origin)
+        return self if origin == self.origin else Timeline(self.first, self.revisions, origin)
 
     def at(self, sample_index: int) -> Order:
         """The order that decides the sample at an index."""
@@ -117,20 +117,20 @@ class Course:
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens before the sample at an index."""
-        stretch = self._stretch(sample_index)
-        return stretch.tokens + (sample_index - stretch.begin) * stretch.order.config.sequence_length
+        segment = self._stretch(sample_index)
+        return segment.tokens + (sample_index - segment.begin) * segment.order.config.sequence_length
 
     def epochs_until(self, sample_index: int) -> Sequence[float]:
         """The most epochs that each source had in any stretch that began at a sample index or before it, by id."""
-        had = [stretch.order.config.epochs for stretch in self._stretches if stretch.begin <= sample_index]
+        had = [segment.order.config.epochs for segment in self._segments if segment.begin <= sample_index]
         return [max(found) for found in zip_longest(*had, fillvalue=0.0)]
 
     def index_at(self, total_tokens: int) -> int:
         """The first sample index at which the run has had so many tokens; with ``batching`` behind a whole batch."""
-        for stretch, behind in zip(self._stretches, [*self._stretches[1:], None], strict=True):
-            config = stretch.order.config
+        for segment, behind in zip(self._segments, [*self._segments[1:], None], strict=True):
+            config = segment.order.config
             index = (
-                stretch.begin + max(0, -((stretch.tokens - total_tokens) // config.pick_tokens)) * config.pick_samples
+                segment.begin + max(0, -((segment.tokens - total_tokens) // config.pick_tokens)) * config.pick_samples
             )
             if behind is None or index < behind.begin:
                 return index
@@ -161,18 +161,20 @@ class Course:
         """Those behind a sample index."""
         found = []
         before = self._stretch(sample_index).order
-        for stretch in self._stretches[bisect_right(self._begins, sample_index) :]:
-            order = stretch.order
+        for segment in self._segments[bisect_right(self._begins, sample_index) :]:
+            order = segment.order
             longer = order.config.sequence_length != before.config.sequence_length
             ends = None
             if longer:
                 ends = (
-                    f"sample {stretch.begin} begins phase {stretch.phase}, with a sequence length of "
+                    f"sample {segment.begin} begins phase {segment.phase}, with a sequence length of "
                     f"{order.config.sequence_length} instead of {before.config.sequence_length}: join again from the "
                     "state here to go on"
                 )
-            carried = partial(carry, old=before.config, new=order.config, grown=stretch.grown)
-            found.append(Switch(stretch.begin, order.config, _Lazily(order, ahead), carried, ends, order.extents))
+            carried = partial(carry, old=before.config, new=order.config, grown=segment.grown)
+            found.append(
+                Switch(segment.begin, order.config, _Lazily(order, ahead), carried, ends, order.size_estimates)
+            )
             before = order
         return found
 
@@ -204,20 +206,20 @@ class Course:
         return snapshot.decode_state(resume_state, self.shape_at)
 
     @cached_property
-    def _told(self) -> Sequence[_Told]:
+    def _told(self) -> Sequence[_Recorded]:
         """The revisions as states tell them: for who has none of those before, so with all files that the run did not
         begin with."""
         found = []
-        for stretch in self._stretches:
-            if stretch.revision is not None:
-                content: dict[str, Any] = json.loads(stretch.revision.content)
+        for segment in self._segments:
+            if segment.revision is not None:
+                content: dict[str, Any] = json.loads(segment.revision.content)
                 more = _listed(
                     (source.spec, source.shards)
-                    for source in stretch.order.manifest.sources
+                    for source in segment.order.manifest.sources
                     if source.shards != _known_shards(self.first, source.spec)
                 )
                 content |= {"shards": more} if more else {}
-                found.append(_Told(stretch.begin, content, snapshot.what_of(content)))
+                found.append(_Recorded(segment.begin, content, snapshot.what_of(content)))
         return found
 
     def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
@@ -227,7 +229,7 @@ class Course:
 
     # --- revisions -----------------------------------------------------------------------------------
 
-    def lineage(self, generation: int) -> Course:
+    def lineage(self, generation: int) -> Timeline:
         """The course as a generation had it: what was revised later is left out."""
         return self.with_revisions(
             [revision for revision in self.revisions if json.loads(revision.content)["generation"] <= generation]
@@ -278,15 +280,17 @@ class Course:
         if not lines:
             raise ConfigError("this changes nothing: the mixture in force there is the same")
         lines += self._ended_by_a_phase(sample_index)
-        if revised.extents:
-            content["extents"] = {str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.extents.items()}
+        if revised.size_estimates:
+            content["extents"] = {
+                str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.size_estimates.items()
+            }
         return {**content, "changes": lines, "generation": generation}
 
     def as_revised(self) -> RunConfig:
         """What the newest revision made of the mixture, as a file has it: phases that begin behind it, and the end of
         the last one, stand there by themselves."""
-        revised = [stretch for stretch in self._stretches if stretch.revision is not None]
-        config = (revised[-1] if revised else self._stretches[0]).order.config
+        revised = [segment for segment in self._segments if segment.revision is not None]
+        config = (revised[-1] if revised else self._segments[0]).order.config
         phases, left = config.phases, self.origin.left_tokens if self.origin is not None else 0
         ends = phases[-1].until_tokens if phases else None
         found = config.mixture.max_tokens
@@ -300,16 +304,16 @@ class Course:
     def _ended_by_a_phase(self, sample_index: int) -> Iterator[str]:
         """That a change holds only until a phase brings a mixture of its own; what was dropped stays so."""
         phases = self.first.config.phases
-        for stretch in self._stretches:
-            brings = stretch.phase is not None and stretch.phase < len(phases) and phases[stretch.phase].mixture
-            if brings and stretch.begin > sample_index:
-                yield f"until sample {stretch.begin}, where phase {stretch.phase} begins with a mixture of its own"
+        for segment in self._segments:
+            brings = segment.phase is not None and segment.phase < len(phases) and phases[segment.phase].mixture
+            if brings and segment.begin > sample_index:
+                yield f"until sample {segment.begin}, where phase {segment.phase} begins with a mixture of its own"
                 return
 
     def _in_last_phase(self, sample_index: int) -> bool:
         """Whether a sample lies in a last phase that ends the run."""
         phases = self.first.config.phases
-        begins = (stretch.begin for stretch in self._stretches if (stretch.phase or 0) >= len(phases) - 1)
+        begins = (segment.begin for segment in self._segments if (segment.phase or 0) >= len(phases) - 1)
         return bool(phases) and phases[-1].until_tokens is not None and sample_index >= min(begins)
 
     def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
@@ -339,10 +343,10 @@ class Course:
 
     # -------------------------------------------------------------------------------------------------
 
-    def _stretch(self, sample_index: int) -> Stretch:
-        return self._stretches[max(0, bisect_right(self._begins, sample_index) - 1)]
+    def _stretch(self, sample_index: int) -> TimelineSegment:
+        return self._segments[max(0, bisect_right(self._begins, sample_index) - 1)]
 
-    def _lay(self) -> Iterator[Stretch]:
+    def _lay(self) -> Iterator[TimelineSegment]:
         phases, order, origin = self.first.config.phases, self.first, self.origin
         begin, tokens = (0, 0) if origin is None else (origin.sample_index, origin.total_tokens)
         # A run that was forked begins in the phase that its tokens lie in.
@@ -351,43 +355,43 @@ class Course:
         left = origin.left_tokens if origin is not None else 0
         for i in range(min(present + 1, len(phases))):
             order = _in_phase(order, i, left, tokens, ())
-        stretch = Stretch(begin, tokens, order, phase=present if phases else None)
+        segment = TimelineSegment(begin, tokens, order, phase=present if phases else None)
         waiting = list(self.revisions)
         # What revisions dropped: a phase that has it in its mixture does not bring it back.
         gone: set[int] = set()
         ends = phases[present:-1] if present < len(phases) else []
         for number, phase in enumerate([*ends, None], present):
             # The sequence length is one within a phase, so its end is known before any revision is.
-            length = stretch.order.config.sequence_length
+            length = segment.order.config.sequence_length
             end = None
             if phase is not None and phase.until_tokens is not None:
-                pick = stretch.order.config.pick_samples
-                end = stretch.begin - ((stretch.tokens - phase.until_tokens) // (length * pick)) * pick
+                pick = segment.order.config.pick_samples
+                end = segment.begin - ((segment.tokens - phase.until_tokens) // (length * pick)) * pick
             while waiting and (end is None or waiting[0].sample_index < end):
                 revision = waiting.pop(0)
                 content = json.loads(revision.content)
-                tokens = stretch.tokens + (revision.sample_index - stretch.begin) * length
-                order = _revised(stretch.order, content)
-                gone = _gone(gone, stretch.order.config, order.config)
-                more, phase_here = _grown(stretch.order, order), None
-                if revision.sample_index > stretch.begin:
-                    yield stretch
+                tokens = segment.tokens + (revision.sample_index - segment.begin) * length
+                order = _revised(segment.order, content)
+                gone = _gone(gone, segment.order.config, order.config)
+                more, phase_here = _grown(segment.order, order), None
+                if revision.sample_index > segment.begin:
+                    yield segment
                 else:
                     # Nothing was given between: what began here before begins together with it.
-                    more, phase_here = tuple(sorted({*more, *stretch.grown})), stretch.phase
-                stretch = Stretch(revision.sample_index, tokens, order, more, phase_here, revision)
+                    more, phase_here = tuple(sorted({*more, *segment.grown})), segment.phase
+                segment = TimelineSegment(revision.sample_index, tokens, order, more, phase_here, revision)
             if end is None:
-                yield stretch
+                yield segment
                 return
             grown: tuple[int, ...] = ()
-            if end > stretch.begin:
-                yield stretch
+            if end > segment.begin:
+                yield segment
             else:
                 # A phase of less than a sample: nothing is given in it.
-                grown = stretch.grown
-            tokens = stretch.tokens + (end - stretch.begin) * length
-            stretch = Stretch(
-                end, tokens, _in_phase(stretch.order, number + 1, left, tokens, gone), grown, phase=number + 1
+                grown = segment.grown
+            tokens = segment.tokens + (end - segment.begin) * length
+            segment = TimelineSegment(
+                end, tokens, _in_phase(segment.order, number + 1, left, tokens, gone), grown, phase=number + 1
             )
 
 
@@ -500,8 +504,8 @@ def _revised(order: Order, content: Mapping[str, Any]) -> Order:
     elif len(listed) > len(known):
         # Those before are known, by the names that sources had then.
         excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], order.base_dir, named))
-    extents = {int(source): Extent(*one) for source, one in content.get("extents", {}).items()}
-    return order.under(config, manifest, excluded, extents)
+    size_estimates = {int(source): SizeEstimate(*one) for source, one in content.get("extents", {}).items()}
+    return order.under(config, manifest, excluded, size_estimates)
 
 
 def _grown(before: Order, now: Order) -> tuple[int, ...]:

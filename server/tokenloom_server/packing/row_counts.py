@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.state import Tally
-from tokenloom_server.packing.documents import BAD, FILTERED, Piece
+from tokenloom_server.core.state import RowCounts
+from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -17,18 +17,18 @@ class RowTallies:
     """Counts such rows of one source by their numbers since the run began, so that each sample's tally follows from the
     rows counter behind it."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: RowCounts) -> None:
         """``tally``: where the source stands."""
         self._base = np.array([tally], np.int64)
         # By column of the tally, the numbers of rows, ascending.
         self._rows: list[_Int64s] = [np.empty(0, np.int64)] * 2
 
-    def add(self, piece: Piece, first: int) -> None:
+    def add(self, piece: TokenizedRows, first: int) -> None:
         """The rows of a piece, the first of which has the number ``first``."""
-        if piece.fates is None:
+        if piece.row_status is None:
             return
         for column, fate in enumerate((BAD, FILTERED)):
-            found = np.flatnonzero(piece.fates == fate)
+            found = np.flatnonzero(piece.row_status == fate)
             if len(found):
                 self._rows[column] = np.append(self._rows[column], found + first)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenloom_server.planning.segments import MAX_STRETCHES, Stretch, merged
+from tokenloom_server.planning.segments import MAX_STRETCHES, PlanSegment, merged
 from tokenloom_server.planning.shares import Floats, Span
 from tokenloom_server.planning.tree import Branch, Leaf
 
@@ -37,7 +37,7 @@ class Flowed:
     """How it went, up to a total of the run's tokens."""
 
     reached: float
-    stretches: list[Stretch] = field(default_factory=list)
+    segments: list[PlanSegment] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     #: Nothing ends any more: what is left is read for ever.
     endless: bool = False
@@ -66,9 +66,9 @@ def flow(root: Branch, leaves: Sequence[Leaf], flowed: Flowed, until: float, sam
                 if isinstance(child, Leaf):
                     shares[child.config.id] = its
         end = min(flowed.reached + length, until)
-        flowed.stretches.append(Stretch(flowed.reached, end, np.array(list(shares.values()))))
-        if len(flowed.stretches) > 2 * MAX_STRETCHES:
-            flowed.stretches = merged(flowed.stretches, MAX_STRETCHES)
+        flowed.segments.append(PlanSegment(flowed.reached, end, np.array(list(shares.values()))))
+        if len(flowed.segments) > 2 * MAX_STRETCHES:
+            flowed.segments = merged(flowed.segments, MAX_STRETCHES)
         flowed.reached = end
         _close(branches, flowed, nothing)
     raise AssertionError(f"a plan took more than {_MAX_STEPS} steps")

@@ -38,7 +38,7 @@ def draw(plan: RunPlan, form: Format) -> bytes:
     # Of its own, and not of the process: several may be drawn at once.
     figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     axes = figure.add_subplot()
-    edges = [plan.from_tokens, *(stretch.until_tokens for stretch in plan.stretches)]
+    edges = [plan.from_tokens, *(segment.until_tokens for segment in plan.segments)]
     below = [0.0] * len(edges)
     colours = matplotlib.colormaps[_FEW_COLOURS if len(plan.sources) <= 10 else _MANY_COLOURS]
     for i, (name, shares) in enumerate(_layers(plan)):
@@ -72,13 +72,13 @@ def _layers(plan: RunPlan) -> list[tuple[str, list[float]]]:
     by_size = sorted(plan.sources, key=lambda source: -source.tokens)
     shown = {source.id for source in by_size[:SHOWN_SOURCES]}
     found = [
-        (source.alias, [stretch.shares[source.id] for stretch in plan.stretches])
+        (source.alias, [segment.shares[source.id] for segment in plan.segments])
         for source in plan.sources
         if source.id in shown
     ]
     if len(plan.sources) > SHOWN_SOURCES:
         rest = [source.id for source in plan.sources if source.id not in shown]
-        found.append((_rest_name(plan), [sum(stretch.shares[i] for i in rest) for stretch in plan.stretches]))
+        found.append((_rest_name(plan), [sum(segment.shares[i] for i in rest) for segment in plan.segments]))
     return found
 
 

@@ -79,5 +79,5 @@ class RunPlan(_Future):
     sources: list[PlannedSource]
     endings: list[PlannedEnding]
     """In time."""
-    stretches: list[PlannedStretch]
+    segments: list[PlannedStretch]
     """In time, without gaps. Where shares change all the time, in as many stretches as show it."""

@@ -15,7 +15,7 @@ MAX_STRETCHES = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PlanSegment:
     """From ``begin`` to ``end``, in the run's total tokens: each source's mean share of them, by source id."""
 
     begin: float
@@ -23,12 +23,12 @@ class Stretch:
     shares: Floats
 
 
-def merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
+def merged(segments: Sequence[PlanSegment], most: int) -> list[PlanSegment]:
     """At most so many stretches, neighbours that differ least joined; nothing is lost of what each source gets."""
-    ends = np.array([stretch.end for stretch in stretches])
-    lengths = ends - np.array([stretch.begin for stretch in stretches])
-    shares = np.array([stretch.shares for stretch in stretches])
-    begin = stretches[0].begin if stretches else 0.0
+    ends = np.array([segment.end for segment in segments])
+    lengths = ends - np.array([segment.begin for segment in segments])
+    shares = np.array([segment.shares for segment in segments])
+    begin = segments[0].begin if segments else 0.0
     while len(ends) > max(1, most):
         # What joining two would move, in tokens: twice the product of their lengths by their sum, times the difference.
         moved = np.abs(shares[1:] - shares[:-1]).sum(axis=1) * lengths[1:] * lengths[:-1] / (lengths[1:] + lengths[:-1])
@@ -48,4 +48,4 @@ def merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
         keep = np.setdiff1d(np.arange(len(ends)), first + 1)
         ends, lengths, shares = ends[keep], lengths[keep], shares[keep]
     begins = [begin, *ends[:-1].tolist()]
-    return [Stretch(b, e, s) for b, e, s in zip(begins, ends.tolist(), shares, strict=False)]
+    return [PlanSegment(b, e, s) for b, e, s in zip(begins, ends.tolist(), shares, strict=False)]

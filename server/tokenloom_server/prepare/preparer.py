@@ -18,7 +18,7 @@ import numpy as np
 from tokenloom_server.config.mixture_file import BYTES_TOKENIZER
 from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.packing.documents import BAD, FILTERED, Piece
+from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
@@ -96,8 +96,8 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
                         return
                     writer.add(piece.ids, piece.ends)
                     left -= len(piece.ends)
-                    if piece.fates is not None:
-                        filtered += int(np.count_nonzero(piece.fates == FILTERED))
+                    if piece.row_status is not None:
+                        filtered += int(np.count_nonzero(piece.row_status == FILTERED))
                         bad += _bad_rows(job, task, piece, bad)
                     tell(len(piece.ends), len(piece.ids), task.bytes * len(piece.ends) // task.rows)
         if left:
@@ -105,9 +105,9 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
         finish(writer.rows, writer.tokens, bad=bad, filtered=filtered)
 
 
-def _bad_rows(job: Job, task: Task, piece: Piece, before: int) -> int:
+def _bad_rows(job: Job, task: Task, piece: TokenizedRows, before: int) -> int:
     """How many a piece has; told of the first of a shard. Raises ``SourceError`` where these are too many already."""
-    found = np.flatnonzero(piece.fates == BAD)
+    found = np.flatnonzero(piece.row_status == BAD)
     if not len(found):
         return 0
     reason = piece.reasons[piece.origin(int(found[0]))]

@@ -33,7 +33,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
 from tokenloom_server.order.record import Order
-from tokenloom_server.run.coordinator import Host, Waiting
+from tokenloom_server.run.coordinator import RunCoordinator, Waiting
 from tokenloom_server.run.generation import EndOfData
 from tokenloom_server.run.streams import Streams
 
@@ -270,12 +270,12 @@ class Kept:
 class Evaluations:
     """All evaluations of one run. Thread-safe."""
 
-    def __init__(self, host: Host, streams: Streams) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator, streams: Streams) -> None:
+        self._coordinator = coordinator
         self.streams = streams
         self._lock = threading.Lock()
         # One thread, which starts with the first evaluation: all of them together take one core from training at most.
-        self._pool = ThreadPoolExecutor(1, f"{host.name}-evaluations")
+        self._pool = ThreadPoolExecutor(1, f"{coordinator.name}-evaluations")
         self._kept: dict[str, Kept] = {}
         self._bytes = 0
         self._stopping = False
@@ -297,7 +297,8 @@ class Evaluations:
         found = kept.available(call.samples)
         if not found:
             raise NotFound(
-                f"stream {call.stream!r} of run {self._host.name!r} has no sample: all of its documents together fill "
+                f"stream {call.stream!r} of run {self._coordinator.name!r} has no sample: all of its documents "
+                f"together fill "
                 f"none of {kept.order.config.sequence_length} tokens; hold more out, or give the stream a mixture"
             )
         return kept, found
@@ -307,14 +308,15 @@ class Evaluations:
 
         Raises what ``join`` raises.
         """
-        if uid != self._host.uid:
+        if uid != self._coordinator.uid:
             raise NotFound(
-                f"run {self._host.name!r} has uid {self._host.uid}, but this evaluation began with {uid}: its ledger "
+                f"run {self._coordinator.name!r} has uid {self._coordinator.uid}, but this evaluation began with "
+                f"{uid}: its ledger "
                 "is another one now; evaluate again"
             )
         if index < 0:
             raise JoinRefused(f"an evaluation goes on at sample {index}; expected one from 0 on")
-        return Evaluation(self._host, self._find(call), call, index, digest, self._most)
+        return Evaluation(self._coordinator, self._find(call), call, index, digest, self._most)
 
     def kept(self, stream: str) -> Kept | None:
         """What there is of a stream; None where nobody evaluated on it yet."""
@@ -332,7 +334,7 @@ class Evaluations:
             each.order.close()
 
     def _find(self, call: EvaluationCall) -> Kept:
-        self._host.require_lead()
+        self._coordinator.require_lead()
         if not 0 <= call.rank < call.world_size:
             raise JoinRefused(f"rank {call.rank} is not below world_size {call.world_size}: ranks count from 0")
         if call.samples < 0:
@@ -364,7 +366,8 @@ class Evaluations:
             if self._bytes + size <= MAX_KEPT_BYTES:
                 return
         raise LimitExceeded(
-            f"the samples that run {self._host.name!r} is evaluated on would have more than {MAX_KEPT_BYTES} bytes, "
+            f"the samples that run {self._coordinator.name!r} is evaluated on would have more than {MAX_KEPT_BYTES} "
+            f"bytes, "
             "and the server keeps them in memory: ask for fewer (samples=)"
         )
 
@@ -387,16 +390,22 @@ class Evaluation:
     """
 
     def __init__(
-        self, host: Host, kept: Kept, call: EvaluationCall, index: int, digest: str, most: Callable[[Kept], int]
+        self,
+        coordinator: RunCoordinator,
+        kept: Kept,
+        call: EvaluationCall,
+        index: int,
+        digest: str,
+        most: Callable[[Kept], int],
     ) -> None:
         self.rank = call.rank
-        self.name = f"{host.name}-{call.stream}-rank-{call.rank}"
+        self.name = f"{coordinator.name}-{call.stream}-rank-{call.rank}"
         self._kept = kept
         self._call = call
         self._index = index
         self._digest = digest
         self._wanted = call.samples or most(kept)
-        self._message_steps = host.message_steps(call.batch_size)
+        self._message_steps = coordinator.message_steps(call.batch_size)
         self._credit = 0
         self._over = False
         self._news = threading.Condition()

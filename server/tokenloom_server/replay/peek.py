@@ -32,8 +32,8 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.order.timeline import Course
-from tokenloom_server.run.coordinator import Host, Waiting
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.coordinator import RunCoordinator, Waiting
 from tokenloom_server.run.generation import Delivery, EndOfData
 from tokenloom_server.run.history import LATEST, History, Known
 
@@ -84,17 +84,17 @@ class PeekStart:
 class Peeks:
     """All peeks of one run. Thread-safe."""
 
-    def __init__(self, host: Host, history: History) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator, history: History) -> None:
+        self._coordinator = coordinator
         self._history = history
         self._lock = threading.Lock()
         # One thread: its queue is what makes the peeks take turns. It starts with the first.
-        self._pool = ThreadPoolExecutor(1, f"{host.name}-peeks")
+        self._pool = ThreadPoolExecutor(1, f"{coordinator.name}-peeks")
         self._places = 0
         self._streams: set[Peek] = set()
         # By the generation in whose line they lie, and sample index; of the course that is in force.
         self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
-        self._course = host.course
+        self._timeline = coordinator.timeline
         self.stopping = False
 
     def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> PeekStart:
@@ -104,35 +104,37 @@ class Peeks:
         ledger's errors.
         """
         self._check(call)
-        self._host.require_lead()
-        course = self._host.course
+        self._coordinator.require_lead()
+        timeline = self._coordinator.timeline
         with self.place():
             if call.resume.isdecimal() and len(call.resume) <= _INDEX_DIGITS:
                 index = int(call.resume)
                 # Of a run of batches the one that has the sample comes as a whole.
-                index -= index % course.at(index).config.pick_samples
+                index -= index % timeline.at(index).config.pick_samples
                 found = self.nearest(index)
-                generation, state = found.generation, self.advance(found.state, index, interrupted, course)
+                generation, state = found.generation, self.advance(found.state, index, interrupted, timeline)
                 if state.sample_index < index:
                     raise _beyond_the_end(index, state)
             else:
                 point = self._point(call)
-                state = self._history.forward(point, lambda base, index: self.advance(base, index, interrupted, course))
+                state = self._history.forward(
+                    point, lambda base, index: self.advance(base, index, interrupted, timeline)
+                )
                 generation = point.generation or self._history.nearest(state.sample_index).generation
-            self.remember(generation, state, course)
-            return PeekStart(uid=self._host.uid, generation=generation, state=state)
+            self.remember(generation, state, timeline)
+            return PeekStart(uid=self._coordinator.uid, generation=generation, state=state)
 
     def state_at(self, index: int) -> State:
         """The state at a sample index, remembered: who searches for one asks near by again. Raises what ``join``
         does."""
-        self._host.require_lead()
-        course = self._host.course
+        self._coordinator.require_lead()
+        timeline = self._coordinator.timeline
         with self.place():
             found = self.nearest(index)
-            state = self.advance(found.state, index, lambda: self.stopping, course)
+            state = self.advance(found.state, index, lambda: self.stopping, timeline)
             if state.sample_index < index:
                 raise _beyond_the_end(index, state)
-            self.remember(found.generation, state, course)
+            self.remember(found.generation, state, timeline)
             return state
 
     @contextmanager
@@ -144,16 +146,17 @@ class Peeks:
         self._check_batch_size(batch_size)
         if index < 0:
             raise JoinRefused(f"a peek begins at sample {index}; expected one from 0 on")
-        self._host.require_lead()
-        if uid != self._host.uid:
+        self._coordinator.require_lead()
+        if uid != self._coordinator.uid:
             raise NotFound(
-                f"run {self._host.name!r} has uid {self._host.uid}, but this peek began with {uid}: its ledger is "
+                f"run {self._coordinator.name!r} has uid {self._coordinator.uid}, but this peek began with {uid}: "
+                f"its ledger is "
                 "another one now; peek again"
             )
-        batch_size = self._host.order.config.global_batch_size or batch_size
+        batch_size = self._coordinator.order.config.global_batch_size or batch_size
         with self.place():
             found = self.nearest(index)
-            peek = Peek(self._host, self, found, index, batch_size, digest)
+            peek = Peek(self._coordinator, self, found, index, batch_size, digest)
             with self._lock:
                 self._streams.add(peek)
             try:
@@ -169,10 +172,10 @@ class Peeks:
             self._refuse_when_stopping()
             return self._pool.submit(work)
 
-    def remember(self, generation: int, state: State, course: Course) -> None:
+    def remember(self, generation: int, state: State, timeline: Timeline) -> None:
         """Keeps a state of a generation's line to go forward from, as long as no revision changes its course."""
         with self._lock:
-            if course is not self._in_force():
+            if timeline is not self._in_force():
                 return
             self._known[generation, state.sample_index] = state
             self._known.move_to_end((generation, state.sample_index))
@@ -188,12 +191,12 @@ class Peeks:
         for peek in streams:
             peek.wake()
 
-    def _in_force(self) -> Course:
+    def _in_force(self) -> Timeline:
         """The course (the caller holds the lock); what is known of another is forgotten."""
-        if self._course is not self._host.course:
-            self._course = self._host.course
+        if self._timeline is not self._coordinator.timeline:
+            self._timeline = self._coordinator.timeline
             self._known.clear()
-        return self._course
+        return self._timeline
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -202,7 +205,8 @@ class Peeks:
             self._refuse_when_stopping()
             if self._places >= MAX_PEEKS:
                 raise TooManyPeeks(
-                    f"{MAX_PEEKS} peeks at run {self._host.name!r} are open already, and a server makes no more at "
+                    f"{MAX_PEEKS} peeks at run {self._coordinator.name!r} are open already, and a server makes no "
+                    f"more at "
                     "once, so that training is not slowed: close one, or try again"
                 )
             self._places += 1
@@ -226,9 +230,9 @@ class Peeks:
         self._check_batch_size(call.batch_size)
 
     def _check_batch_size(self, batch_size: int) -> None:
-        if self._host.order.config.global_batch_size is not None:
+        if self._coordinator.order.config.global_batch_size is not None:
             return  # whole batches come, whatever is asked for
-        step_bytes = batch_size * self._host.course.sample_bytes
+        step_bytes = batch_size * self._coordinator.timeline.sample_bytes
         if batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
                 f"a peek's step of {batch_size} samples has {step_bytes} bytes; expected 1 sample to {MAX_STEP_BYTES} "
@@ -236,23 +240,26 @@ class Peeks:
             )
 
     def _point(self, call: PeekCall) -> ResumePoint:
-        history, host = self._history, self._host
-        stored = host.ledger.read_run(host.name, host.stream)
+        history, coordinator = self._history, self._coordinator
+        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
         if stored is None:
-            raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
+            raise LedgerError(
+                f"run {coordinator.name!r} is gone from {coordinator.ledger.description}; restart the server"
+            )
         point = history.asked_for(stored, call.state, call.resume or LATEST)
         assert point is not None
         if point.notes and point.base is not None and not history.began_from(point):
             raise JoinRefused(
-                f"an older data loader's checkpoint begins an order of its own, and run {host.name!r} has not begun "
+                f"an older data loader's checkpoint begins an order of its own, and run {coordinator.name!r} has not "
+                f"begun "
                 "from it: train from it first (load_state_dict, or a restore), then peek"
             )
         return point
 
     def pin(self, text: str, skip: int) -> str:
         """``History.pin``, in turns with the peeks."""
-        course = self._host.course
-        return self._history.pin(text, skip, lambda base, index: self.advance(base, index, lambda: False, course))
+        timeline = self._coordinator.timeline
+        return self._history.pin(text, skip, lambda base, index: self.advance(base, index, lambda: False, timeline))
 
     def nearest(self, index: int, generation: int | None = None) -> Known:
         """The nearest state known at or before a sample index, as a generation had it (None: the present one).
@@ -264,18 +271,19 @@ class Peeks:
         with self._lock:
             line = found.generation
             before = [at for of, at in self._known if of == line and state.sample_index < at <= index]
-            if found.course is self._in_force() and before:
+            if found.timeline is self._in_force() and before:
                 state = self._known[line, max(before)]
         if index > found.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
-                f"before it that is known of run {self._host.name!r}; a peek goes {AHEAD_SAMPLES} further at most "
+                f"before it that is known of run {self._coordinator.name!r}; a peek goes {AHEAD_SAMPLES} further at "
+                f"most "
                 f"(committed: {found.reach})"
             )
         return found._replace(state=state)
 
     def advance(
-        self, state: State, index: int, interrupted: Callable[[], bool], course: Course, line: int | None = None
+        self, state: State, index: int, interrupted: Callable[[], bool], timeline: Timeline, line: int | None = None
     ) -> State:
         """Goes forward, in turns with the other peeks; not all the way where the data end.
 
@@ -283,11 +291,11 @@ class Peeks:
         """
         if state.sample_index == index:
             return state
-        way = _Way(course, state)
+        way = _Way(timeline, state)
         while way.index < index and not way.over:
             if interrupted():
                 if line is not None:
-                    self.remember(line, way.pipeline.state(), course)
+                    self.remember(line, way.pipeline.state(), timeline)
                 raise ServerStopping(
                     f"nobody waits any more for this peek at sample {index}, which came to {way.index}; ask again"
                 )
@@ -306,22 +314,22 @@ class Peeks:
 class _Way:
     """A pipeline on its way to a sample index."""
 
-    def __init__(self, course: Course, state: State) -> None:
-        self.course = course
-        self.pipeline: Pipeline = course.pipeline(state)
+    def __init__(self, timeline: Timeline, state: State) -> None:
+        self.timeline = timeline
+        self.pipeline: Pipeline = timeline.pipeline(state)
         self.index = state.sample_index
-        order = course.at(state.sample_index)
+        order = timeline.at(state.sample_index)
         self._turn_samples = max(1, _TURN_TOKENS // order.config.sequence_length)
         if order.config.batching is not None:
             pick = order.config.pick_samples
             self._turn_samples = max(1, _TURN_BYTES // (pick * order.sample_bytes)) * pick
 
-    def take(self, course: Course) -> None:
+    def take(self, timeline: Timeline) -> None:
         """Goes on under what is in force now. Raises ``OrderMismatch`` where it is behind a revision that came or went
         since."""
-        if course is self.course:
+        if timeline is self.timeline:
             return
-        for before, now in zip_longest(self.course.revisions, course.revisions):
+        for before, now in zip_longest(self.timeline.revisions, timeline.revisions):
             if before != now:
                 changed = min(revision.sample_index for revision in (before, now) if revision is not None)
                 if changed < self.index:
@@ -330,8 +338,8 @@ class _Way:
                         "it saw behind that is not the run's order any more; peek again"
                     )
                 break
-        self.course = course
-        self.pipeline.switch(course.switches(self.index))
+        self.timeline = timeline
+        self.pipeline.switch(timeline.switches(self.index))
 
     @property
     def over(self) -> bool:
@@ -353,15 +361,17 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(self, host: Host, peeks: Peeks, known: Known, index: int, batch_size: int, digest: str) -> None:
+    def __init__(
+        self, coordinator: RunCoordinator, peeks: Peeks, known: Known, index: int, batch_size: int, digest: str
+    ) -> None:
         """Samples from ``index`` on; ``known`` is a state at or before it."""
-        self._host = host
+        self._coordinator = coordinator
         self._peeks = peeks
         self._batch_size = batch_size
-        self._message_steps = host.message_steps(batch_size)
-        self.name = f"{host.name}-peek"
+        self._message_steps = coordinator.message_steps(batch_size)
+        self.name = f"{coordinator.name}-peek"
         # Where the pipeline begins while there is none, and the sample that is next.
-        self._state, self._course = known.state, known.course
+        self._state, self._timeline = known.state, known.timeline
         self._line = known.generation
         self._index = index
         self._digest = digest
@@ -442,14 +452,14 @@ class Peek:
 
     def _rest(self) -> None:
         if self._work is None and self._way is not None and time.monotonic() - self._worked_at > REST_S:
-            self._state, self._course, self._way = self._way.pipeline.state(), self._way.course, None
+            self._state, self._timeline, self._way = self._way.pipeline.state(), self._way.timeline, None
 
     # On the thread of all peeks, while ``next`` waits for it:
 
     def _make(self, steps: int) -> Made:
         """A message of so many steps, or the end of the data; None for nothing yet."""
-        way = self._way = self._way or _Way(self._course, self._state)
-        way.take(self._host.course)
+        way = self._way = self._way or _Way(self._timeline, self._state)
+        way.take(self._coordinator.timeline)
         if way.index < self._index:
             way.turn(self._index)
             if way.over and way.index < self._index:
@@ -460,14 +470,14 @@ class Peek:
         plan = BatchPlan(start_index=self._index, world_size=1, batch_size=self._batch_size, group_steps=steps)
         group = pipeline.begin_group(plan)
         self._check_digest(group.base)
-        self._peeks.remember(self._line, group.base, way.course)
+        self._peeks.remember(self._line, group.base, way.timeline)
         try:
             pipeline.fill(group, steps)
         except (SourceError, TokenizerError):
             if steps == 1:
                 raise
             # What is good before the fault goes out first, step by step.
-            self._state, self._course, self._way, self._careful = group.base, way.course, None, True
+            self._state, self._timeline, self._way, self._careful = group.base, way.timeline, None, True
             return None
         if group.marks:
             self._index = way.index = group.end

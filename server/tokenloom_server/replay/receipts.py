@@ -18,7 +18,7 @@ from tokenloom_server.core.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.ledger.base import Opening, StoredRevision
 from tokenloom_server.order.revision import as_file
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.reports.receipt import (
     BatchSizeFrom,
@@ -33,7 +33,7 @@ from tokenloom_server.reports.receipt import (
     Tokenizer,
 )
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.figures import Figures
 from tokenloom_server.run.history import History
 from tokenloom_server.sources.manifest import commits_of
@@ -49,11 +49,11 @@ class Unique(NamedTuple):
     exact: bool
 
 
-class Accounts:
+class Receipts:
     """What one run has to show for its data. Thread-safe."""
 
-    def __init__(self, host: Host, history: History, peeks: Peeks, figures: Figures) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, figures: Figures) -> None:
+        self._coordinator = coordinator
         self._history = history
         self._peeks = peeks
         self._figures = figures
@@ -61,25 +61,26 @@ class Accounts:
     def receipt(self, sample_index: int | None) -> Receipt:
         """At a sample index, None for the committed one. Raises ``BeyondHorizon`` for what is not committed, or lies
         before what this run's ledger has, and what going forward raises."""
-        host = self._host
-        with host.lock:
-            course, at_hand = host.course, host.committed_state
-            committed = host.committed or host.commit_of(course.initial(), "")
+        coordinator = self._coordinator
+        with coordinator.lock:
+            timeline, at_hand = coordinator.timeline, coordinator.committed_state
+            committed = coordinator.committed or coordinator.commit_of(timeline.initial(), "")
         lineage = lineage_of(self._history.openings())
         oldest = lineage[0].start_index if lineage else 0
         index = committed.sample_index if sample_index is None else sample_index
         if not oldest <= index <= committed.sample_index:
             raise BeyondHorizon(
-                f"sample {index} is outside of what run {host.name!r} can prove: its ledger has samples {oldest} to "
+                f"sample {index} is outside of what run {coordinator.name!r} can prove: its ledger has samples "
+                f"{oldest} to "
                 f"{committed.sample_index} (committed)"
             )
         state = at_hand if at_hand.sample_index == index else self._peeks.state_at(index)
-        specs = course.at(index).specs
-        same = host.order.template(host.uid, host.stream, 0)
+        specs = timeline.at(index).specs
+        same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
         return Receipt(
-            run=host.name,
-            stream=host.stream,
-            run_uid=host.uid,
+            run=coordinator.name,
+            stream=coordinator.stream,
+            run_uid=coordinator.uid,
             sample_index=index,
             digest=digest_hex(state.digest),
             total_tokens=state.total_tokens,
@@ -89,14 +90,14 @@ class Accounts:
                 RevisionMark(
                     sample_index=revision.sample_index, digest=hashlib.sha256(revision.content.encode()).hexdigest()
                 )
-                for revision in course.revisions
+                for revision in timeline.revisions
                 if revision.sample_index < index
             ],
             oldest_index=oldest,
             committed_index=committed.sample_index,
             seed=same["seed"],
             order_version=ORDER_VERSION,
-            sequence_length=host.order.config.sequence_length,
+            sequence_length=coordinator.order.config.sequence_length,
             config_digest=same["config_digest"],
             manifest_digest=same["manifest_digest"],
             tokenizer=Tokenizer(**same["tokenizer"]),
@@ -104,12 +105,12 @@ class Accounts:
 
     def report(self) -> RunReport:
         """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
-        host = self._host
+        coordinator = self._coordinator
         openings = self._history.openings()
-        with host.lock:
-            course, state = host.course, host.committed_state
-            committed = host.committed or host.commit_of(course.initial(), "")
-            generation = host.live.generation if host.live is not None else None
+        with coordinator.lock:
+            timeline, state = coordinator.timeline, coordinator.committed_state
+            committed = coordinator.committed or coordinator.commit_of(timeline.initial(), "")
+            generation = coordinator.active.generation if coordinator.active is not None else None
             # The end is known as soon as it is produced; here it counts once it is reached.
             over = generation is not None and generation.committed == generation.produced
             ended = generation.end.reason if generation is not None and generation.end is not None and over else None
@@ -117,18 +118,18 @@ class Accounts:
         if state.sample_index != index:
             # The server was restarted, and has the boundary before it.
             state = self._peeks.state_at(index)
-        order = course.at(index)
+        order = timeline.at(index)
         figures = self._figures.sources(committed, state)
         sources = [
-            _source(course, index, figure, source) for figure, source in zip(figures, state.sources, strict=True)
+            _source(timeline, index, figure, source) for figure, source in zip(figures, state.sources, strict=True)
         ]
-        same = host.order.template(host.uid, host.stream, 0)
+        same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
         lineage = lineage_of(openings)
         return RunReport(
-            run=host.name,
-            stream=host.stream,
-            run_uid=host.uid,
-            made_at=host.wall_clock(),
+            run=coordinator.name,
+            stream=coordinator.stream,
+            run_uid=coordinator.uid,
+            made_at=coordinator.wall_clock(),
             sample_index=index,
             total_tokens=committed.total_tokens,
             consumed_tokens=sum(source.tokens for source in sources),
@@ -147,21 +148,23 @@ class Accounts:
             manifest_digest=order.manifest.digest,
             mixture=as_file(order.config),
             sources=sources,
-            generations=_generations(host, openings, lineage, index),
-            parent_run=asdict(replace(course.origin, state="")) if course.origin is not None else None,
+            generations=_generations(coordinator, openings, lineage, index),
+            parent_run=asdict(replace(timeline.origin, state="")) if timeline.origin is not None else None,
             skipped=skipped_before(lineage, index),
             revisions=[
-                revision_info(course, revision, index) for revision in course.revisions if revision.sample_index < index
+                revision_info(timeline, revision, index)
+                for revision in timeline.revisions
+                if revision.sample_index < index
             ],
             exclusions=[ExclusionReport(**file._asdict()) for file in order.excluded.files],
             software={"python": platform.python_version(), **_versions()},
         )
 
 
-def _source(course: Course, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
-    order = course.at(index)
+def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
+    order = timeline.at(index)
     shards = order.shards[figure.id]
-    found = unique_tokens(figure, state, steady=_is_steady(course, index, figure.id))
+    found = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
     listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
     return SourceReport(
         id=figure.id,
@@ -186,15 +189,15 @@ def _source(course: Course, index: int, figure: SourceStats, state: SourceState)
     )
 
 
-def _is_steady(course: Course, index: int, source: int) -> bool:
+def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
-    orders = [stretch.order for stretch in course.stretches if stretch.begin <= index]
+    orders = [segment.order for segment in timeline.segments if segment.begin <= index]
     found = [
         (order.shards[source], order.config.epochs[source], order.excluded.count(order.specs[source]))
         for order in orders
         if source < len(order.specs)
     ]
-    return all(each == found[0] for each in found) and course.at(index).config.sources[source].max_tokens is None
+    return all(each == found[0] for each in found) and timeline.at(index).config.sources[source].max_tokens is None
 
 
 def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = True) -> Unique:
@@ -244,12 +247,12 @@ def _branched_at(opening: Opening) -> int:
     return opening.start_index - opening.skipped
 
 
-def revision_info(course: Course, revision: StoredRevision, committed: int) -> RevisionInfo:
+def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
     """A revision for people; ``committed`` is how far the run has come."""
     return RevisionInfo(
         number=revision.number,
         sample_index=revision.sample_index,
-        total_tokens=course.tokens_at(revision.sample_index),
+        total_tokens=timeline.tokens_at(revision.sample_index),
         made_at=revision.made_at,
         author=revision.author,
         reason=revision.reason,
@@ -259,12 +262,12 @@ def revision_info(course: Course, revision: StoredRevision, committed: int) -> R
 
 
 def _generations(
-    host: Host, openings: Sequence[Opening], lineage: Sequence[Opening], end: int
+    coordinator: RunCoordinator, openings: Sequence[Opening], lineage: Sequence[Opening], end: int
 ) -> list[GenerationReport]:
     kept = {before.generation: (before.start_index, _branched_at(behind)) for before, behind in pairwise(lineage)}
     if lineage:
         kept[lineage[-1].generation] = (lineage[-1].start_index, end)
-    ramps = {opening.generation: host.ramp(opening) for opening in openings}
+    ramps = {opening.generation: coordinator.ramp(opening) for opening in openings}
     return [
         GenerationReport(
             generation=opening.generation,

@@ -27,14 +27,14 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
 from tokenloom_server.ledger.base import Opening
-from tokenloom_server.order.pipeline import BatchPlan, Group
+from tokenloom_server.order.pipeline import BatchPlan, StepGroup
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.buckets import described
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.reports.trace import Status, TracedDocument, TracedRank, TracedSample, TracedStep
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History, covering
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -47,7 +47,7 @@ MAX_TEXT_TOKENS = 2**18
 MAX_DOCUMENTS = 2**14
 
 
-class _Stretch(NamedTuple):
+class _Segment(NamedTuple):
     """Consecutive samples of one source: the state before them, and which steps of their group they are."""
 
     source: int
@@ -58,9 +58,9 @@ class _Stretch(NamedTuple):
 class Traces:
     """Traces of one run. Thread-safe."""
 
-    def __init__(self, host: Host, history: History, peeks: Peeks, evaluations: Evaluations) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
-        self._host = host
+        self._coordinator = coordinator
         self._history = history
         self._peeks = peeks
         self._decoder_lock = threading.Lock()
@@ -87,13 +87,14 @@ class Traces:
         Raises ``NotFound`` for a stream that there is not, ``BeyondHorizon`` for a sample of it that nobody asked for
         yet, and what ``sample`` does.
         """
-        self._host.require_lead()
+        self._coordinator.require_lead()
         self._evaluations.streams.check(stream)
         kept = self._evaluations.kept(stream)
         if kept is None or index >= kept.made():
             made = kept.made() if kept is not None else 0
             raise BeyondHorizon(
-                f"sample {index} of stream {stream!r} of run {self._host.name!r} was not evaluated on since this "
+                f"sample {index} of stream {stream!r} of run {self._coordinator.name!r} was not evaluated on since "
+                f"this "
                 f"server started, which made {made} of its samples: evaluate on it, then trace"
             )
         with self._peeks.place():
@@ -103,8 +104,8 @@ class Traces:
         pipeline = order.pipeline(state)
         pipeline.advance(index - state.sample_index)
         group, _ = self._samples(order, pipeline.state(), 1)
-        (stretch,) = _stretches(group)
-        (sample,) = self._explained(order, group, stretch, text)
+        (segment,) = _segments(group)
+        (sample,) = self._explained(order, group, segment, text)
         return sample.model_copy(update={"status": "evaluated"})
 
     def step(self, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
@@ -113,20 +114,20 @@ class Traces:
         Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
         """
         openings, opening = self._generation(generation)
-        plan = self._host.ramp(opening).at_step(step)
+        plan = self._coordinator.ramp(opening).at_step(step)
         world, size = plan.world_size, plan.batch_size
         if rank is not None and rank >= world:
             raise ConfigError(f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}")
         begin = plan.index_of(step)
         if opening is openings[-1]:
             self._check_produced(f"step {step}", begin, opening)
-        rotation = slice_rotation(self._host.order.config.seed, begin, world)
+        rotation = slice_rotation(self._coordinator.order.config.seed, begin, world)
         begins = {
             each: begin + (each + rotation) % world * size for each in (range(world) if rank is None else (rank,))
         }
         first, count = (begin, plan.step_samples) if rank is None else (begins[rank], size)
         found, end = self._read(first, count, generation, text)
-        if end <= begin or (end < first + count and self._host.order.config.last_step == "drop"):
+        if end <= begin or (end < first + count and self._coordinator.order.config.last_step == "drop"):
             raise BeyondHorizon(
                 f"step {step} of generation {opening.generation} does not exist: it would begin at sample {begin} and "
                 f"have {plan.step_samples}, and the data end at sample {end}"
@@ -149,25 +150,25 @@ class Traces:
 
     def _generation(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
         """All generations, and the one that is asked for."""
-        self._host.require_lead()
+        self._coordinator.require_lead()
         openings = self._history.openings()
         if not openings:
-            raise BeyondHorizon(f"run {self._host.name!r} has delivered nothing yet: no trainer has joined it")
+            raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
         asked = covering(openings, MAX_COUNTER, generation)
         assert asked is not None, "no generation begins beyond the last index"
         return openings, asked
 
     def _check_produced(self, what: str, index: int, opening: Opening) -> None:
         """That the present generation came so far."""
-        host = self._host
-        with host.lock:
-            live, committed = host.live, host.committed
+        coordinator = self._coordinator
+        with coordinator.lock:
+            active, committed = coordinator.active, coordinator.committed
             at = committed.sample_index if committed is not None else 0
-            if live is not None and live.generation.number == opening.generation:
-                at = max(at, live.generation.index_of(live.generation.produced))
+            if active is not None and active.generation.number == opening.generation:
+                at = max(at, active.generation.index_of(active.generation.produced))
         if index >= at:
             raise BeyondHorizon(
-                f"{what} of run {host.name!r} was not delivered: it begins at sample {index}, and generation "
+                f"{what} of run {coordinator.name!r} was not delivered: it begins at sample {index}, and generation "
                 f"{opening.generation}, which began at sample {opening.start_index}, has produced those before {at}; "
                 "`tokenloom peek` shows what comes"
             )
@@ -177,10 +178,10 @@ class Traces:
         status = self._status(sample.sample, opening, openings)
         if opening is None:
             return sample.model_copy(update={"status": status})
-        plan = self._host.ramp(opening).at_index(sample.sample)
+        plan = self._coordinator.ramp(opening).at_index(sample.sample)
         steps, at = divmod(sample.sample - plan.start_index, plan.step_samples)
         piece, place = divmod(at, plan.batch_size)
-        rotation = slice_rotation(self._host.order.config.seed, sample.sample - at, plan.world_size)
+        rotation = slice_rotation(self._coordinator.order.config.seed, sample.sample - at, plan.world_size)
         rank = (piece - rotation) % plan.world_size
         update = {
             "generation": opening.generation,
@@ -201,7 +202,7 @@ class Traces:
             each = by_number.get(each.parent)
         if each is not opening:
             return "rewound"
-        committed = self._host.committed
+        committed = self._coordinator.committed
         return "committed" if committed is not None and index < committed.sample_index else "produced"
 
     # --- making samples again ------------------------------------------------------------------------
@@ -212,8 +213,8 @@ class Traces:
         peeks, deadline = self._peeks, time.monotonic() + MAX_FORWARD_S
         with peeks.place():
             nearest = peeks.nearest(first, generation)
-            course = nearest.course
-            length = course.at(first).config.sequence_length
+            timeline = nearest.timeline
+            length = timeline.at(first).config.sequence_length
             most = MAX_TEXT_TOKENS if text else MAX_TOKENS
             if count > 1 and count * length > most:
                 raise LimitExceeded(
@@ -221,23 +222,23 @@ class Traces:
                     f"{' with their text' if text else ''}: ask for one rank of the step, or for a sample"
                 )
             line = nearest.generation
-            pick = course.at(first).config.pick_samples
+            pick = timeline.at(first).config.pick_samples
             lead = first % pick
-            state = peeks.advance(nearest.state, first - lead, lambda: time.monotonic() > deadline, course, line)
+            state = peeks.advance(nearest.state, first - lead, lambda: time.monotonic() > deadline, timeline, line)
             found: dict[int, TracedSample] = {}
             if state.sample_index == first - lead:
-                peeks.remember(line, state, course)
+                peeks.remember(line, state, timeline)
             documents = 0
             # A revision, or a phase, makes what comes behind it from other rows.
-            for begin, end in _parts(course, first - lead, first + count):
+            for begin, end in _parts(timeline, first - lead, first + count):
                 if state.sample_index < begin:
                     break
-                group, state = peeks.turn(partial(self._samples, course, state, end - begin, pick))
-                order = course.at(begin)
+                group, state = peeks.turn(partial(self._samples, timeline, state, end - begin, pick))
+                order = timeline.at(begin)
                 explained = self._explained if order.config.batching is None else self._explained_rows
-                for stretch in _stretches(group):
+                for segment in _segments(group):
                     # Reading the rows of one source again takes no longer than making the samples.
-                    for sample in peeks.turn(partial(explained, order, group, stretch, text)):
+                    for sample in peeks.turn(partial(explained, order, group, segment, text)):
                         found[sample.sample] = sample
                         documents += len(sample.documents)
                     if count > 1 and documents > MAX_DOCUMENTS:
@@ -250,28 +251,28 @@ class Traces:
 
     # On the thread of all peeks:
 
-    def _samples(self, course: Course | Order, state: State, count: int, pick: int = 1) -> tuple[Group, State]:
+    def _samples(self, timeline: Timeline | Order, state: State, count: int, pick: int = 1) -> tuple[StepGroup, State]:
         """The next samples, as many as there are, each pick a step of a world of one; and the state behind them."""
-        pipeline, steps = course.pipeline(state), -(-count // pick)
+        pipeline, steps = timeline.pipeline(state), -(-count // pick)
         plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=pick, group_steps=steps)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, steps)
         return group, pipeline.state()
 
-    def _explained_rows(self, order: Order, group: Group, stretch: _Stretch, text: bool) -> list[TracedSample]:
+    def _explained_rows(self, order: Order, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
         """The samples of one source that are rows, by the batches that they came in."""
-        config, epochs = order.config.sources[stretch.source], order.epochs_of(stretch.source)
-        paths, size = order.shard_paths[stretch.source], epochs.size
-        epoch, number = stretch.state.cursor.epoch, stretch.state.cursor.row // size
+        config, epochs = order.config.sources[segment.source], order.epochs_of(segment.source)
+        paths, size = order.shard_paths[segment.source], epochs.size
+        epoch, number = segment.state.cursor.epoch, segment.state.cursor.row // size
         samples: list[TracedSample] = []
-        for at, step in enumerate(stretch.steps):
+        for at, step in enumerate(segment.steps):
             while number == epochs.count(epoch):
                 epoch, number = epoch + 1, 0
             shards, rows = epochs.rows_of(epoch, number)
             batch = group.batch_of(step)
             digest = group.marks[step - 1].digest if step else group.base.digest
             for place, sample in enumerate(group.ids(0, step, step + 1)):
-                hashed = xxhash.xxh3_128_intdigest(sample, stretch.source)
+                hashed = xxhash.xxh3_128_intdigest(sample, segment.source)
                 digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
                 shard = int(shards[place])
                 told = {"bucket": batch.bucket, **described(batch, sample)} if text else None
@@ -283,10 +284,10 @@ class Traces:
                         step=None,
                         rank=None,
                         place=None,
-                        source_id=stretch.source,
+                        source_id=segment.source,
                         source=config.name,
                         spec=config.source,
-                        source_sample=stretch.state.samples + at * size + place,
+                        source_sample=segment.state.samples + at * size + place,
                         tokens=1,
                         hash=f"{hashed:032x}",
                         digest=digest_hex(digest),
@@ -308,15 +309,15 @@ class Traces:
             number += 1
         return samples
 
-    def _explained(self, order: Order, group: Group, stretch: _Stretch, text: bool) -> list[TracedSample]:
+    def _explained(self, order: Order, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
         """The samples of one source, by reading their rows once more. Raises ``OrderMismatch`` where these have other
         tokens than the samples."""
-        config, length = order.config.sources[stretch.source], order.config.sequence_length
+        config, length = order.config.sources[segment.source], order.config.sequence_length
         decode = self._decode() if text else None
-        paths = order.shard_paths[stretch.source]
+        paths = order.shard_paths[segment.source]
         samples = []
-        parts = order.parts(stretch.source, stretch.state, len(stretch.steps))
-        for number, step in enumerate(stretch.steps):
+        parts = order.parts(segment.source, segment.state, len(segment.steps))
+        for number, step in enumerate(segment.steps):
             own = next(parts, [])
             sample = group.ids(0, step, step + 1)[0]
             ids = order.form.ids(sample)
@@ -324,7 +325,8 @@ class Traces:
             index = group.begin + step
             if not np.array_equal(ids, again):
                 raise OrderMismatch(
-                    f"sample {index} of run {self._host.name!r} has other tokens than its rows of {config.source!r} "
+                    f"sample {index} of run {self._coordinator.name!r} has other tokens than its rows of "
+                    f"{config.source!r} "
                     "when they are read again: the data or the tokeniser changed just now"
                 )
             documents, position = [], order.form.begin(len(ids))
@@ -352,12 +354,12 @@ class Traces:
                     step=None,
                     rank=None,
                     place=None,
-                    source_id=stretch.source,
+                    source_id=segment.source,
                     source=config.name,
                     spec=config.source,
-                    source_sample=stretch.state.samples + number,
+                    source_sample=segment.state.samples + number,
                     tokens=length,
-                    hash=f"{xxhash.xxh3_128_intdigest(sample, stretch.source):032x}",
+                    hash=f"{xxhash.xxh3_128_intdigest(sample, segment.source):032x}",
                     digest=digest_hex(group.marks[step].digest),
                     documents=documents,
                     ids=ids.tolist() if text else None,
@@ -367,7 +369,7 @@ class Traces:
 
     def _decode(self) -> Decode | None:
         """Ids to text; None where the run has no tokeniser. Loaded once: a large vocabulary takes a second."""
-        definition = self._host.order.tokenizer
+        definition = self._coordinator.order.tokenizer
         if definition is None:
             return None
         with self._decoder_lock:
@@ -376,23 +378,23 @@ class Traces:
             return self._decoder
 
 
-def _stretches(group: Group) -> list[_Stretch]:
+def _segments(group: StepGroup) -> list[_Segment]:
     """The samples of a group, of one rank and one sample a step, by source."""
     picks = group.source_ids[0, : len(group.marks), 0]
     return [
-        _Stretch(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
+        _Segment(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
         for source in np.unique(picks).tolist()
     ]
 
 
-def _parts(course: Course, begin: int, end: int) -> list[tuple[int, int]]:
+def _parts(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     """A range of samples, cut where another stretch of the course begins, and ended where the length changes."""
     found = []
-    for stretch in course.stretches:
-        if begin < stretch.begin < end:
-            found.append((begin, stretch.begin))
-            longer = stretch.order.config.sequence_length != course.at(begin).config.sequence_length
-            begin = stretch.begin
+    for segment in timeline.segments:
+        if begin < segment.begin < end:
+            found.append((begin, segment.begin))
+            longer = segment.order.config.sequence_length != timeline.at(begin).config.sequence_length
+            begin = segment.begin
             if longer:
                 return found
     return [*found, (begin, end)]

@@ -36,9 +36,9 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
 from tokenloom_server.order.batch_schedule import Ramp
-from tokenloom_server.order.pipeline import BatchPlan, Group
+from tokenloom_server.order.pipeline import BatchPlan, StepGroup
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.generation import Delivery, EndOfData, Generation
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ RECENT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Timeouts:
     """How long what lasts, seconds."""
 
     #: A server that could not renew its lease for so long has lost it.
@@ -93,7 +93,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass(slots=True)
-class Live:
+class ActiveGeneration:
     """The present generation with what belongs to it."""
 
     generation: Generation
@@ -109,7 +109,7 @@ class Live:
     process: str = ""
 
 
-class Host:
+class RunCoordinator:
     """Owns one run of this server. Thread-safe."""
 
     def __init__(
@@ -117,38 +117,38 @@ class Host:
         order: Order,
         ledger: Ledger,
         uid: str,
-        terms: Terms,
+        timeouts: Timeouts,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         #: The order that the run's record gives, and that under its phases and revisions.
         self.order = order
-        order.traffic.wait_at_most(terms.storage_timeout_s)
-        self.course = Course(order)
+        order.io_stats.wait_at_most(timeouts.storage_timeout_s)
+        self.timeline = Timeline(order)
         #: Production waits before this sample index: a revision from there on is being written.
         self.revising_at: int | None = None
         self.ledger = ledger
         self.uid = uid
-        self.terms = terms
+        self.timeouts = timeouts
         self.stream = "train"
         #: The newest server epoch that this server had; whether it has it still; and until when by its own clock.
         self.epoch = 0
         self.epoch_held = False
         self.leads_until = -math.inf
-        #: Whether the lease is only to be taken anew, because an opening may have been written (``doubt``).
-        self.in_doubt = False
-        self.doubts = 0
+        #: Whether the lease is only to be taken anew, because an opening may have been written (``await_ledger``).
+        self.awaits_ledger = False
+        self.ledger_waits = 0
         #: Who leads where this server does not, or why it may not go on; for people.
         self.stands_by_for = "another server"
         #: Openings and revisions: one at a time, since each builds on what the one before made.
         self.one_change = threading.Lock()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.live: Live | None = None
+        self.active: ActiveGeneration | None = None
         self.committed: Commit | None = None
         self.committed_at: float | None = None
         #: The state at the committed index (after a restart: at the boundary before it), for the figures.
-        self.committed_state: State = self.course.initial()
+        self.committed_state: State = self.timeline.initial()
         self.error: TokenloomError | None = None
         #: What the ledger lost last: generation and sample index that it is behind, and when that was found, Unix time.
         self.lost: tuple[int, float, float] = (0, 0, 0.0)
@@ -183,7 +183,7 @@ class Host:
         with self.lock:
             self.stopping = True
             self.wake_all()
-        self.order.traffic.stop()
+        self.order.io_stats.stop()
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -196,15 +196,15 @@ class Host:
 
     # --- the lease (``leadership`` keeps it) ---------------------------------------------------------
 
-    def lead(self, epoch: int, stored: StoredRun, course: Course, since: float, until: float) -> None:
+    def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
         with self.lock:
-            self.course, self.revising_at = course, None
-            self.epoch, self.epoch_held, self.leads_until, self.in_doubt = epoch, True, until, False
+            self.timeline, self.revising_at = timeline, None
+            self.epoch, self.epoch_held, self.leads_until, self.awaits_ledger = epoch, True, until, False
             self.uid = stored.uid
             self.wake_all()
-            self.live = self.committed = self.committed_at = self.ledger_error = None
-            self.committed_state = course.initial()
+            self.active = self.committed = self.committed_at = self.ledger_error = None
+            self.committed_state = timeline.initial()
             # What was lost is told to whoever still trains, until a trainer's state makes the ledger right again,
             # perhaps by another server.
             lost = None if self._made_right(stored) else self.error
@@ -235,30 +235,30 @@ class Host:
                 self.name, reason,
             )  # fmt: skip
 
-    def lose(self, error: TokenloomError) -> None:
+    def on_lease_lost(self, error: TokenloomError) -> None:
         """Another server leads, or the ledger lost the run: this one writes and sends nothing more."""
         _log.error("%s: leads no longer: %s: %s", self.name, error.name, error)
         with self.lock:
-            self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, False
+            self.epoch_held, self.leads_until, self.awaits_ledger = False, -math.inf, False
             self.stands_by_for = str(error)
             if isinstance(error, LedgerRolledBack):
                 self.error = error
                 index = self.committed.sample_index if self.committed is not None else 0
                 self._note_loss(index)
             self.wake_all()
-            self.live = None
+            self.active = None
 
-    def doubt(self, what: str, error: TokenloomError) -> None:
+    def await_ledger(self, what: str, error: TokenloomError) -> None:
         """Nobody knows whether an opening or a revision was written, or will be yet (the caller holds the lock).
         Nothing is sent until the lease is taken anew: that shuts out a write that is still on its way, and shows one
         that was done."""
         _log.warning("%s: nothing is sent until the ledger tells whether %s: %s", self.name, what, error)
-        self.epoch_held, self.leads_until, self.in_doubt = False, -math.inf, True
-        self.doubts += 1
+        self.epoch_held, self.leads_until, self.awaits_ledger = False, -math.inf, True
+        self.ledger_waits += 1
         self.lease_wakes.notify_all()
         self.stands_by_for = f"the ledger did not say whether {what}: {error}"
         self.wake_all()
-        self.live = None
+        self.active = None
 
     def stand_by(self, reason: str) -> None:
         """Another server leads; ``reason`` names it."""
@@ -268,11 +268,11 @@ class Host:
     def standing(self) -> tuple[int, int, float | None]:
         """(generation, what is committed in it, Unix time at which all of its ranks had been heard)."""
         with self.lock:
-            if self.live is None or self.committed is None:
+            if self.active is None or self.committed is None:
                 return 0, 0, None
-            heard = self.live.generation.slots.heard_at()
+            heard = self.active.generation.slots.heard_at()
             heard_at = None if heard is None else self.wall_clock() - (self.clock() - heard)
-            return self.live.generation.number, self.committed.sample_index, heard_at
+            return self.active.generation.number, self.committed.sample_index, heard_at
 
     def leads(self) -> bool:
         """Whether the lease is this server's by its own clock."""
@@ -290,24 +290,24 @@ class Host:
         ``NotFound`` before the first generation, ``LedgerRolledBack``."""
         self.require_lead()
         with self.lock:
-            self._live_of(uid, generation, attempt, 0)
+            self._active_of(uid, generation, attempt, 0)
 
     def busy(self, process: str) -> str | None:
         """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
         None where nobody does."""
         with self.lock:
-            live = self.live
-            if live is None or self.error is not None or (process and live.process == process):
+            active = self.active
+            if active is None or self.error is not None or (process and active.process == process):
                 return None
-            generation = live.generation
+            generation = active.generation
             heard = generation.slots.heard_at()
             over = generation.end is not None and generation.committed == generation.produced
-            if heard is None or over or self.clock() - heard >= self.terms.liveness_s:
+            if heard is None or over or self.clock() - heard >= self.timeouts.liveness_s:
                 return None
-            process = f", rank 0 in process {live.process}" if live.process else ""
+            process = f", rank 0 in process {active.process}" if active.process else ""
             return (
                 f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
-                f"{process}) trains on it since {date_of(live.opened_at)}, and each rank of it was heard "
+                f"{process}) trains on it since {date_of(active.opened_at)}, and each rank of it was heard "
                 f"{self.clock() - heard:.1f} s ago or later"
             )
 
@@ -325,32 +325,32 @@ class Host:
 
     def message_steps(self, batch_size: int) -> int:
         """Steps of a full message to a rank."""
-        return max(1, min(MESSAGE_BYTES // (batch_size * self.course.sample_bytes), MESSAGE_STEPS))
+        return max(1, min(MESSAGE_BYTES // (batch_size * self.timeline.sample_bytes), MESSAGE_STEPS))
 
     def group_steps(self, world_size: int, batch_size: int) -> int:
         """Steps between two state boundaries: full messages for each rank, or less than one where many ranks
         would make that too large."""
         message = self.message_steps(batch_size)
-        most = GROUP_BYTES // (batch_size * self.course.sample_bytes * world_size)
-        messages = min(1 + len(self.course.stretches[-1].order.specs) // SOURCES_PER_MESSAGE, most // message)
+        most = GROUP_BYTES // (batch_size * self.timeline.sample_bytes * world_size)
+        messages = min(1 + len(self.timeline.segments[-1].order.specs) // SOURCES_PER_MESSAGE, most // message)
         return messages * message if messages else max(1, most)
 
     def window_steps(self, plan: BatchPlan) -> int:
         """Steps that are produced ahead of the committed one where the mixture file says nothing."""
         fewest, most = WINDOW_GROUPS
-        groups = WINDOW_BYTES // (plan.group_samples * self.course.sample_bytes)
+        groups = WINDOW_BYTES // (plan.group_samples * self.timeline.sample_bytes)
         return min(max(groups, fewest), most) * plan.group_steps
 
     def recover(self, stored: StoredRun) -> None:
         """Takes up the generation that the ledger has (the caller holds the lock)."""
         if stored.opening is None or stored.committed is None:
             return
-        base = self.course.decode(stored.committed.state)
+        base = self.timeline.decode(stored.committed.state)
         self.committed_state, self.committed_at = base, stored.committed_at
         self.install(stored.opening, base, stored.committed, resumed=True)
-        if stored.lease is not None and stored.lease.heard_at is not None and self.live is not None:
+        if stored.lease is not None and stored.lease.heard_at is not None and self.active is not None:
             heard = self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at)
-            for slot in self.live.generation.slots:
+            for slot in self.active.generation.slots:
                 slot.last_heard = heard
 
     def install(self, opening: Opening, base: State, committed: Commit, *, resumed: bool, process: str = "") -> None:
@@ -372,7 +372,7 @@ class Host:
             committed=steps + bool(rest),
         )
         self.wake_all()
-        self.live = Live(
+        self.active = ActiveGeneration(
             generation,
             base,
             slots=[threading.Condition(self.lock) for _ in range(ramp.world_size)],
@@ -411,25 +411,25 @@ class Host:
             self._ask_who_leads(rank, epoch)
         with self.lock:
             self.require_lead()
-            live = self._live_of(uid, generation, attempt, committed_through)
-            known = rank < len(live.slots) and live.generation.slots[rank].nonce is not None
-        if not known and rank < len(live.slots):
+            active = self._active_of(uid, generation, attempt, committed_through)
+            known = rank < len(active.slots) and active.generation.slots[rank].nonce is not None
+        if not known and rank < len(active.slots):
             # After a restart of the server only the ledger knows whose slot it is.
-            self.ledger.claim_slot(self.uid, self.stream, live.epoch, generation, rank, nonce)
+            self.ledger.claim_slot(self.uid, self.stream, active.epoch, generation, rank, nonce)
         with self.lock:
-            live = self._live_of(uid, generation, attempt, committed_through)
+            active = self._active_of(uid, generation, attempt, committed_through)
             try:
-                number = live.generation.attach(
+                number = active.generation.attach(
                     rank, nonce, received_through, committed_through, self.clock(), received_digest
                 )
             except (LedgerRolledBack, OrderMismatch) as error:
                 self._alarm(error)
                 raise
             if rank == 0 and process:
-                live.process = process  # which a restarted server did not know
-            live.slots[rank].notify_all()
+                active.process = process  # which a restarted server did not know
+            active.slots[rank].notify_all()
             self._wake_producer()
-            return Session(live.generation, rank, number)
+            return Session(active.generation, rank, number)
 
     def _ask_who_leads(self, rank: int, epoch: int) -> None:
         """A client met a newer server epoch: no need to wait for the next renewal to tell that another server leads.
@@ -446,7 +446,7 @@ class Host:
         if found > own:
             self._wait_for_renewal(own, rank, epoch)
         else:
-            # Only for this client, as in ``_live_of``.
+            # Only for this client, as in ``_active_of``.
             raise LedgerRolledBack(
                 f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {found}: it "
                 f"lost data. {LedgerRolledBack.remedy}"
@@ -472,22 +472,22 @@ class Host:
     def heard(self, generation: int, rank: int) -> None:
         """A rank joined."""
         with self.lock:
-            if self.live is not None and self.live.generation.number == generation:
-                slot = self.live.generation.slots[rank]
+            if self.active is not None and self.active.generation.number == generation:
+                slot = self.active.generation.slots[rank]
                 slot.last_heard, slot.left = self.clock(), False
 
     def progress(self, session: Session, consumed_through: int, credit_steps: int, digest: str = "") -> None:
         """Raises ``Fenced`` where the session's generation, or stream, is over."""
         with self.lock:
-            live = self._live_for(session)
-            generation = live.generation
+            active = self._live_for(session)
+            generation = active.generation
             try:
                 generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock(), digest)
             except OrderMismatch as error:
                 self._alarm(error)
                 raise
             self._wake_committer()
-            self._wake_stream(live, session.rank)
+            self._wake_stream(active, session.rank)
             self._wake_producer()
 
     def next_for(
@@ -506,32 +506,32 @@ class Host:
                 if isinstance(self.error, LedgerError):
                     raise self.error
                 self.require_lead()
-                live = self._live_for(session)
+                active = self._live_for(session)
                 # Behind an error nothing more is produced: what is there goes out as it is, then the error.
-                found = live.generation.next_for(session.rank, session.number, flush=self.error is not None)
+                found = active.generation.next_for(session.rank, session.number, flush=self.error is not None)
                 if found is not None:
                     self._wake_producer()
                     if self._up_since is not None:
                         self._log_first_batch()
                     return found
                 # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
-                if self.error is not None and live.generation.consumed_all(session.rank):
+                if self.error is not None and active.generation.consumed_all(session.rank):
                     raise self.error
                 left = deadline - self.clock()
                 if left <= 0 or interrupted():
-                    self._watch(live, session)
-                    return Waiting(self.waiting_for() or self._slow_work(live))
-                live.slots[session.rank].wait(left)
+                    self._watch(active, session)
+                    return Waiting(self.waiting_for() or self._slow_work(active))
+                active.slots[session.rank].wait(left)
 
-    def _slow_work(self, live: Live) -> str:
+    def _slow_work(self, active: ActiveGeneration) -> str:
         """What is at work where nobody waits for anything; for people."""
-        if not live.generation.steps_wanted():
+        if not active.generation.steps_wanted():
             return ""
-        traffic = self.order.traffic
+        io_stats = self.order.io_stats
         # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
-        if self.error is None and traffic.waits_too_long():
-            self._stop_for_all(StorageError(traffic.given_up()))
-        return traffic.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
+        if self.error is None and io_stats.waits_too_long():
+            self._stop_for_all(StorageError(io_stats.given_up()))
+        return io_stats.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
 
     def _stop_for_all(self, error: TokenloomError) -> None:
         _log.error("%s: stopped: %s: %s", self.name, error.name, error)
@@ -541,8 +541,8 @@ class Host:
     def wake(self, session: Session) -> None:
         """Makes a waiting ``next_for`` of the session look at what interrupts it."""
         with self.lock:
-            if self.live is not None and self.live.generation is session.generation:
-                self.live.slots[session.rank].notify_all()
+            if self.active is not None and self.active.generation is session.generation:
+                self.active.slots[session.rank].notify_all()
 
     def finish(self, session: Session, timeout_s: float) -> None:
         """Waits, bounded, until all that every rank acknowledged is committed."""
@@ -553,25 +553,25 @@ class Host:
                     generation.all_committed()
                     or isinstance(self.error, LedgerError)
                     or self.stopping
-                    or self.live is None
-                    or self.live.generation is not generation
+                    or self.active is None
+                    or self.active.generation is not generation
                 ),
                 timeout_s,
             )
 
-    def resume_state(self, group: Group) -> str:
+    def resume_state(self, group: StepGroup) -> str:
         """``resume_state`` at a group's begin; made once per group (twice at worst, and equal)."""
         if group.resume_state is None:
-            group.resume_state = self.course.encode(group.base)
+            group.resume_state = self.timeline.encode(group.base)
         return group.resume_state
 
     def waiting_for(self) -> str:
         """What production or delivery waits for (the caller holds the lock)."""
         if not self.leads():
             return f"the lease: {self.stands_by_for}"
-        if self.live is None:
+        if self.active is None:
             return "a trainer"
-        generation = self.live.generation
+        generation = self.active.generation
         if self.ledger_error is not None:
             return f"the ledger: {self.ledger_error}"
         if generation.end is not None or generation.steps_wanted():
@@ -583,14 +583,14 @@ class Host:
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
 
-    def _watch(self, live: Live, session: Session) -> None:
+    def _watch(self, active: ActiveGeneration, session: Session) -> None:
         """Names the ranks that hold the others back: in the log, and after ``rank_timeout_s`` as an error for all."""
         now = self.clock()
-        waited_s = live.generation.stalled(session.rank, session.number, now)
-        if waited_s < min(RANK_WARNING_S, self.terms.rank_timeout_s) or self.error is not None:
+        waited_s = active.generation.stalled(session.rank, session.number, now)
+        if waited_s < min(RANK_WARNING_S, self.timeouts.rank_timeout_s) or self.error is not None:
             return
-        named = live.generation.describe_laggards(now)
-        if waited_s >= self.terms.rank_timeout_s:
+        named = active.generation.describe_laggards(now)
+        if waited_s >= self.timeouts.rank_timeout_s:
             error = RankStalled(
                 f"the other ranks waited {waited_s:.0f} s for {named}; look at its log and its machine, and restart "
                 "the training job from its last checkpoint (--rank-timeout sets how long they wait)"
@@ -609,9 +609,9 @@ class Host:
 
     def steps_wanted(self) -> int:
         """How many steps to produce now; 0 to wait."""
-        if self.live is None or self.error is not None:
+        if self.active is None or self.error is not None:
             return 0
-        generation = self.live.generation
+        generation = self.active.generation
         steps = generation.steps_wanted()
         if steps and self.revising_at is not None:
             # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
@@ -623,41 +623,43 @@ class Host:
     def first_revisable(self) -> int:
         """The first sample index from which on a revision may hold: the first state boundary behind all that may have
         been produced, and not before the newest revision (the caller holds the lock)."""
-        revisions = self.course.revisions
+        revisions = self.timeline.revisions
         newest = revisions[-1].sample_index if revisions else 0
         return max(newest, self.first_unproduced())
 
     def first_unproduced(self) -> int:
         """The first state boundary behind all that may have been produced (the caller holds the lock)."""
-        if self.live is None or self.committed is None:
+        if self.active is None or self.committed is None:
             return 0
-        generation = self.live.generation
+        generation = self.active.generation
         # Ranks may hold more than this server has produced again, and than its own window allows, behind a restart.
         sent = max(slot.sent for slot in generation.slots)
         return generation.ramp.boundary_behind(generation.index_of(max(generation.produced, sent, generation.horizon)))
 
-    def revise(self, epoch: int, course: Course | None = None) -> None:
+    def revise(self, epoch: int, timeline: Timeline | None = None) -> None:
         """What the ledger has is in force, and production goes on; None: nothing was changed."""
         with self.lock:
             if self.epoch != epoch:
                 return  # the run was taken up anew since, with what the ledger has
             self.revising_at = None
-            if course is not None:
-                self.course = course
-                if self.live is None:
-                    self.committed_state = course.initial()
+            if timeline is not None:
+                self.timeline = timeline
+                if self.active is None:
+                    self.committed_state = timeline.initial()
             self.wake_all()
 
-    def publish(self, live: Live, group: Group, fresh: bool, ended: str | None, dropped: int) -> None:
+    def publish(self, active: ActiveGeneration, group: StepGroup, fresh: bool, ended: str | None, dropped: int) -> None:
         """The group got steps, or the data ended; ``fresh``: they are its first."""
-        generation = live.generation
+        generation = active.generation
         if fresh:
             generation.add_group(group)
         generation.filled(ended, dropped)
         try:
-            if live.expected_digest is not None and (generation.produced >= generation.committed or ended is not None):
-                generation.check_digest(live.expected_digest)
-                live.expected_digest = None
+            if active.expected_digest is not None and (
+                generation.produced >= generation.committed or ended is not None
+            ):
+                generation.check_digest(active.expected_digest)
+                active.expected_digest = None
             if generation.claims:
                 generation.check_claims()
         except OrderMismatch as error:
@@ -665,15 +667,15 @@ class Host:
             return
         if ended is not None:
             _log.info("%s: end of data at sample %d: %s", self.name, group.end, ended)
-        for rank in range(len(live.slots)):
-            self._wake_stream(live, rank)
+        for rank in range(len(active.slots)):
+            self._wake_stream(active, rank)
         self._wake_committer()
 
     # A thread is only woken where it would act: waking it costs more than what most events bring it.
 
-    def _wake_stream(self, live: Live, rank: int) -> None:
-        if live.generation.has_for(rank) or self.error is not None:
-            live.slots[rank].notify_all()
+    def _wake_stream(self, active: ActiveGeneration, rank: int) -> None:
+        if active.generation.has_for(rank) or self.error is not None:
+            active.slots[rank].notify_all()
 
     def _wake_producer(self) -> None:
         if self.steps_wanted():
@@ -686,9 +688,9 @@ class Host:
     def backlog(self) -> bool:
         """Whether the steps to commit are so many that the window may fill up behind them."""
         due = self.commit_due_steps()
-        if not due or self.live is None:
+        if not due or self.active is None:
             return False
-        generation = self.live.generation
+        generation = self.active.generation
         return 4 * (due - generation.committed) >= generation.window_steps
 
     def commit_of(self, state: State, resume_state: str) -> Commit:
@@ -705,20 +707,20 @@ class Host:
                     rows=source.rows - source.skipped_rows,
                     tokens=source.tokens - source.skipped_tokens,
                 )
-                for spec, source in zip(self.course.at(state.sample_index).specs, state.sources, strict=True)
+                for spec, source in zip(self.timeline.at(state.sample_index).specs, state.sources, strict=True)
             },
         )
 
     def commit_due_steps(self) -> int:
         """How many steps to commit; 0 for nothing new (the caller holds the lock)."""
         # What the ranks acknowledge behind a bad row is still committed; behind a ledger's refusal nothing is.
-        if self.live is None or isinstance(self.error, LedgerError) or self.live.expected_digest is not None:
+        if self.active is None or isinstance(self.error, LedgerError) or self.active.expected_digest is not None:
             return 0
-        return self.live.generation.commit_due() or 0
+        return self.active.generation.commit_due() or 0
 
-    def set_committed(self, live: Live, steps: int, commit: Commit, state: State) -> None:
+    def set_committed(self, active: ActiveGeneration, steps: int, commit: Commit, state: State) -> None:
         """The ledger holds the generation's first ``steps`` steps."""
-        live.generation.set_committed(steps)
+        active.generation.set_committed(steps)
         self.committed, self.committed_state, self.committed_at = commit, state, self.wall_clock()
         now = self.clock()
         if now - self.recent[-1][0] >= RECENT_EVERY_S:
@@ -728,12 +730,12 @@ class Host:
 
     # -----------------------------------------------------------------------------------------------
 
-    def _live_of(self, uid: str, generation: int, attempt: str, committed_through: int) -> Live:
+    def _active_of(self, uid: str, generation: int, attempt: str, committed_through: int) -> ActiveGeneration:
         """The present generation, for a client that says which it is of and which commit it has seen."""
-        live = self.live
+        active = self.active
         if isinstance(self.error, LedgerRolledBack):
             raise self.error
-        number = live.generation.number if live is not None else 0
+        number = active.generation.number if active is not None else 0
         if generation > number or (uid != self.uid and committed_through > 0):
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
@@ -741,25 +743,26 @@ class Host:
                 f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. "
                 f"{LedgerRolledBack.remedy}"
             )
-        if live is None:
+        if active is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")
-        if uid != self.uid or generation != number or attempt not in ("", live.generation.attempt):
+        if uid != self.uid or generation != number or attempt not in ("", active.generation.attempt):
             raise Fenced(
                 f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: generation {number} "
-                f"(attempt {live.generation.attempt!r}) has taken its place"
+                f"(attempt {active.generation.attempt!r}) has taken its place"
             )
-        return live
+        return active
 
-    def _live_for(self, session: Session) -> Live:
+    def _live_for(self, session: Session) -> ActiveGeneration:
         """The present generation, for a stream of it."""
-        live = self.live
-        if live is not None and live.generation is session.generation:
-            return live
-        if live is None or live.generation.number == session.generation.number:
+        active = self.active
+        if active is not None and active.generation is session.generation:
+            return active
+        if active is None or active.generation.number == session.generation.number:
             raise NotLeader(f"run {self.name!r} was taken up anew, here or by another server; the stream begins again")
         raise Fenced(
-            f"generation {session.generation.number} of run {self.name!r} is over: generation {live.generation.number} "
-            f"(attempt {live.generation.attempt!r}) has taken its place"
+            f"generation {session.generation.number} of run {self.name!r} is over: generation "
+            f"{active.generation.number} "
+            f"(attempt {active.generation.attempt!r}) has taken its place"
         )
 
     def _alarm(self, error: TokenloomError) -> None:
@@ -770,7 +773,7 @@ class Host:
 
     def _note_loss(self, known_index: float) -> None:
         """The ledger is behind a commit (the caller holds the lock)."""
-        generation = self.live.generation.number if self.live is not None else self.lost[0]
+        generation = self.active.generation.number if self.active is not None else self.lost[0]
         self.lost = generation, known_index, self.wall_clock()
 
     def _made_right(self, stored: StoredRun) -> bool:
@@ -783,18 +786,18 @@ class Host:
         back = (stored.opening.generation, stored.committed.sample_index) >= (generation, index)
         return back or stored.opening.opened_at > found_at
 
-    def fail(self, live: Live, error: TokenloomError) -> None:
+    def fail(self, active: ActiveGeneration, error: TokenloomError) -> None:
         """Stops the run with an error, if the generation is still the present one. Takes the lock."""
         with self.lock:
-            if live is self.live:
+            if active is self.active:
                 _log.error("%s: stopped: %s: %s", self.name, error.name, error)
                 self.error = error
             self.wake_all()
 
-    def end_with_interpreter(self, live: Live) -> None:
+    def end_with_interpreter(self, active: ActiveGeneration) -> None:
         """As ``fail``, where this process is ending, which is nobody's fault. Takes the lock."""
         with self.lock:
-            if live is self.live:
+            if active is self.active:
                 self.error = SourceError(
                     "this process ends with its main thread, so no more samples are read: let that wait for the one "
                     "that trains"
@@ -805,6 +808,6 @@ class Host:
         self.producer_wakes.notify_all()
         self.committer_wakes.notify_all()
         self.changed.notify_all()
-        if self.live is not None:
-            for slot in self.live.slots:
+        if self.active is not None:
+            for slot in self.active.slots:
                 slot.notify_all()

@@ -10,9 +10,9 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.base import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.sources.open import reader_of
 
@@ -32,25 +32,27 @@ def _consumed(commit: Commit) -> int:
 class Figures:
     """Reads one run's figures. Thread-safe."""
 
-    def __init__(self, host: Host, losses: Losses) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator, losses: Losses) -> None:
+        self._coordinator = coordinator
         self._losses = losses
         # Row counts of shards that were asked for, by (source, shard); None where unknown.
         self._rows: dict[tuple[int, int], int | None] = {}
         self._rows_lock = threading.Lock()
 
     def read(self) -> RunStats:
-        host = self._host
-        with host.lock:
-            now = host.clock()
-            live, state = host.live, host.committed_state
+        coordinator = self._coordinator
+        with coordinator.lock:
+            now = coordinator.clock()
+            active, state = coordinator.active, coordinator.committed_state
             # Before the first generation: nothing, of every source.
-            committed = host.committed or host.commit_of(host.course.initial(), "")
-            error, ledger_error = host.error, host.ledger_error
-            leads, epoch = host.leads(), host.epoch
-            committed_at, waiting_for = host.committed_at, host.waiting_for()
-            recent = [entry for entry in host.recent if now - entry[0] <= LOOK_BACK_S] or list(host.recent)[-1:]
-            generation = live.generation if live is not None else None
+            committed = coordinator.committed or coordinator.commit_of(coordinator.timeline.initial(), "")
+            error, ledger_error = coordinator.error, coordinator.ledger_error
+            leads, epoch = coordinator.leads(), coordinator.epoch
+            committed_at, waiting_for = coordinator.committed_at, coordinator.waiting_for()
+            recent = [entry for entry in coordinator.recent if now - entry[0] <= LOOK_BACK_S] or list(
+                coordinator.recent
+            )[-1:]
+            generation = active.generation if active is not None else None
             ranks, produced, held, window, ended, over = [], 0, 0, 1, None, False
             if generation is not None:
                 produced = generation.index_of(generation.produced)
@@ -68,21 +70,21 @@ class Figures:
                     )
                     for slot, position in zip(generation.slots, positions, strict=True)
                 ]
-            course = host.course
+            timeline = coordinator.timeline
         reported, losses = self._losses.newest()
-        order = course.at(state.sample_index)
-        shares = target_shares(order.config, order.extents)
+        order = timeline.at(state.sample_index)
+        shares = target_shares(order.config, order.size_estimates)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
         totals = _consumed(committed), _consumed(earlier)
         engine = order.engine
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
-        made = [revision.sample_index <= committed.sample_index for revision in course.revisions]
+        made = [revision.sample_index <= committed.sample_index for revision in timeline.revisions]
         return RunStats(
-            run=host.name,
-            stream=host.stream,
-            streams=list(host.order.config.stream_names),
-            run_uid=host.uid,
+            run=coordinator.name,
+            stream=coordinator.stream,
+            streams=list(coordinator.order.config.stream_names),
+            run_uid=coordinator.uid,
             seed=order.config.seed,
             generation=generation.number if generation is not None else 0,
             leads=leads,
@@ -102,7 +104,7 @@ class Figures:
             error=f"{error.name}: {error}" if error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=sum(made),
-            next_revision=_planned(course, sum(made), committed.total_tokens, tokens_per_s),
+            next_revision=_planned(timeline, sum(made), committed.total_tokens, tokens_per_s),
             reported=reported,
             sources=[
                 self._source(order, i, source, committed, earlier, totals, over, shares[i], losses.get(i))
@@ -110,21 +112,21 @@ class Figures:
             ],
             ranks=ranks,
             ledger=LedgerStats(
-                backend=host.ledger.description,
+                backend=coordinator.ledger.description,
                 available=ledger_error is None,
                 error=ledger_error,
                 last_commit_index=committed.sample_index,
                 last_commit_age_s=None
                 if committed_at is None
-                else max(0.0, round(host.wall_clock() - committed_at, 3)),
+                else max(0.0, round(coordinator.wall_clock() - committed_at, 3)),
             ),
         )
 
     def sources(self, committed: Commit, state: State) -> list[SourceStats]:
         """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it, no
         losses."""
-        order = self._host.course.at(state.sample_index)
-        shares, consumed = target_shares(order.config, order.extents), _consumed(committed)
+        order = self._coordinator.timeline.at(state.sample_index)
+        shares, consumed = target_shares(order.config, order.size_estimates), _consumed(committed)
         return [
             self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i], None)
             for i, source in enumerate(state.sources)
@@ -233,12 +235,12 @@ class Figures:
             return self._rows[key]
 
 
-def _planned(course: Course, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
+def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
     """The revision behind those in force."""
-    if in_force == len(course.revisions):
+    if in_force == len(timeline.revisions):
         return None
-    coming = course.revisions[in_force]
-    left = course.tokens_at(coming.sample_index) - total_tokens
+    coming = timeline.revisions[in_force]
+    left = timeline.tokens_at(coming.sample_index) - total_tokens
     return PlannedRevision(
         number=coming.number,
         sample_index=coming.sample_index,

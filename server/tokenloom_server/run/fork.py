@@ -11,17 +11,17 @@ from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.order import snapshot
 from tokenloom_server.order.record import Order, moves_parts
 from tokenloom_server.order.snapshot import Foreign, Source
-from tokenloom_server.order.timeline import Course, Origin
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.order.timeline import Origin, Timeline
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 
 
 class Forking:
     """Forks of other runs into one that has not begun. Thread-safe."""
 
-    def __init__(self, host: Host, history: History, parent: Callable[[str], History | None]) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History, parent: Callable[[str], History | None]) -> None:
         """``parent`` finds a run that this server serves, by name."""
-        self._host = host
+        self._coordinator = coordinator
         self._history = history
         self._parent = parent
 
@@ -32,39 +32,39 @@ class Forking:
         and rolling digest go on. Raises ``SnapshotInvalid`` for what cannot be carried over, ``JoinRefused`` where
         this run has begun.
         """
-        host = self._host
+        coordinator = self._coordinator
         found = snapshot.foreign(text)
         if found is None:
             raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
-        if found.run == host.name:
+        if found.run == coordinator.name:
             raise SnapshotInvalid(
                 f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with host.one_change:
-            epoch = host.epoch
-            stored = host.ledger.read_run(host.name, host.stream)
+        with coordinator.one_change:
+            epoch = coordinator.epoch
+            stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None
-            origin = host.course.origin
+            origin = coordinator.timeline.origin
             if origin is None or not _is_at(origin, found):
                 if begun:
                     raise JoinRefused(
-                        f"run {host.name!r} has begun already, and not from sample {found.sample_index} of "
+                        f"run {coordinator.name!r} has begun already, and not from sample {found.sample_index} of "
                         f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, found)
-                host.revise(epoch, host.course.with_origin(origin))
-            template = host.order.template(host.uid, host.stream, 0)
+                coordinator.revise(epoch, coordinator.timeline.with_origin(origin))
+            template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
     def _origin(self, text: str | bytes, found: Foreign) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
-        host = self._host
+        coordinator = self._coordinator
         self._refuse_other_tokens(found)
         theirs, same = self._sources(text, found)
         if same is None:
             self._refuse_other_batches(found)
-        ours = {source.source for source in host.order.config.sources}
+        ours = {source.source for source in coordinator.order.config.sources}
         kept = [source.state for source in theirs if source.spec in ours]
         origin = Origin(
             run=found.run,
@@ -77,12 +77,12 @@ class Forking:
             left_samples=found.sample_index - sum(source.samples for source in kept),
             left_tokens=found.total_tokens - sum(source.tokens for source in kept),
         )
-        course = host.course.with_origin(origin)
-        state = same if same is not None else _transplanted(course, origin, {each.spec: each for each in theirs})
-        return replace(origin, state=course.encode(state))
+        timeline = coordinator.timeline.with_origin(origin)
+        state = same if same is not None else _transplanted(timeline, origin, {each.spec: each for each in theirs})
+        return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, found: Foreign) -> None:
-        ours = self._host.order.template("", self._host.stream, 0)["tokenizer"]
+        ours = self._coordinator.order.template("", self._coordinator.stream, 0)["tokenizer"]
         theirs = dict(found.tokenizer)
         if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
             return  # in one of them every source holds ids, and so do those that both have
@@ -94,7 +94,7 @@ class Forking:
 
     def _refuse_other_batches(self, found: Foreign) -> None:
         """A place among batches from buckets is one only where these are made in the same way."""
-        parent, ours = self._parent(found.run), self._host.order
+        parent, ours = self._parent(found.run), self._coordinator.order
         if ours.config.batching is None:
             return
         if parent is None:
@@ -125,24 +125,24 @@ class Forking:
 
     def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
-        host = self._host
-        ours = host.order.template("", host.stream, 0)
+        coordinator = self._coordinator
+        ours = coordinator.order.template("", coordinator.stream, 0)
         fields = (found.config_digest, found.manifest_digest)
         plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not (found.revisions or found.origin)
-        same = plain and not host.course.revisions
+        same = plain and not coordinator.timeline.revisions
         parent = self._parent(found.run)
         if parent is not None:
             state = parent.forward(parent.parse(text))
-            _refuse_other_documents(parent.order_at(state.sample_index), host.order)
+            _refuse_other_documents(parent.order_at(state.sample_index), coordinator.order)
             return _named(parent.order_at(state.sample_index), state), state if same else None
         if same:
-            point = snapshot.parse(text, {**ours, "run": found.run}, host.course.shape_at)
+            point = snapshot.parse(text, {**ours, "run": found.run}, coordinator.timeline.shape_at)
             state = self._history.forward(point)
-            return _named(host.course.at(state.sample_index), state), state
+            return _named(coordinator.timeline.at(state.sample_index), state), state
         if found.base_index == found.sample_index:
             for source in found.sources:
                 drawn = source.shuffle != "none" or source.state.lanes
-                if drawn and source.spec in host.course.at(found.sample_index).specs:
+                if drawn and source.spec in coordinator.timeline.at(found.sample_index).specs:
                     raise SnapshotInvalid(
                         f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
                         "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
@@ -232,9 +232,9 @@ def _named(order: Order, state: State) -> tuple[Source, ...]:
     )
 
 
-def _transplanted(course: Course, origin: Origin, theirs: Mapping[str, Source]) -> State:
+def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Source]) -> State:
     """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
-    order = course.at(origin.sample_index)
+    order = timeline.at(origin.sample_index)
     sources = []
     for spec, shards in zip(order.specs, order.shard_paths, strict=True):
         known = theirs.get(spec)

@@ -1,6 +1,6 @@
 """One generation of a live run: what was produced, sent, consumed and committed. The sole owner of that.
 
-Pure logic: no clock, thread, socket or ledger. The caller (``host``) serialises all calls, passes the
+Pure logic: no clock, thread, socket or ledger. The caller (``coordinator``) serialises all calls, passes the
 time in, and does the slow things outside. Steps are counted from the generation's start.
 
     committed ≤ acknowledged (by all) ≤ consumed (by a rank) ≤ sent ≤ produced ≤ committed + window
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.batch_schedule import Ramp
-from tokenloom_server.order.pipeline import Group
+from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.run.slots import Slot, Slots
 
 
 class Delivery(NamedTuple):
     """Steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
 
-    group: Group
+    group: StepGroup
     first: int
     last: int
     with_base: bool
@@ -59,7 +59,7 @@ class Generation:
     produced: int = 0
     #: The step up to which production may go.
     horizon: int = field(init=False)
-    groups: deque[Group] = field(default_factory=deque)
+    groups: deque[StepGroup] = field(default_factory=deque)
     slots: Slots = field(init=False)
     end: EndOfData | None = None
     #: Steps whose ids are let go, because every rank has consumed them.
@@ -111,7 +111,7 @@ class Generation:
             )
         return step
 
-    def group_of(self, step: int) -> Group:
+    def group_of(self, step: int) -> StepGroup:
         """The group that holds a step (0-based)."""
         at = self.ramp.at_step(step).group_number(step) - self._first_group
         if 0 <= at < len(self.groups):
@@ -152,7 +152,7 @@ class Generation:
             return 0
         return min(room, rest, self._burst)
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: StepGroup) -> None:
         self.groups.append(group)
 
     def filled(self, ended: str | None, dropped_samples: int) -> None:

@@ -13,11 +13,11 @@ from tokenloom_server.core.state import MAX_COUNTER, Cursor, Imported, State, di
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.order import foreign_checkpoint, snapshot
-from tokenloom_server.order.pipeline import Group
+from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.order.timeline import Course
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
 
 #: What ``resume`` may be, beside a snapshot's id.
@@ -34,7 +34,7 @@ class Known(NamedTuple):
     generation: int
     reach: int
     #: The course that the line has.
-    course: Course
+    timeline: Timeline
 
 
 class Pin(NamedTuple):
@@ -49,22 +49,24 @@ class Pin(NamedTuple):
 class History:
     """Snapshots of one run. Thread-safe; going forward is done by one caller at a time."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator) -> None:
+        self._coordinator = coordinator
         self._forward = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
-        self._imported: tuple[foreign_checkpoint.Payload, Course, ResumePoint] | None = None
+        self._imported: tuple[foreign_checkpoint.Payload, Timeline, ResumePoint] | None = None
 
     def parse(self, text: str | bytes) -> ResumePoint:
         """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
-        host = self._host
+        coordinator = self._coordinator
         payload = foreign_checkpoint.read(text)
         if payload is not None:
-            known, course = self._imported, host.course
-            if known is None or known[:2] != (payload, course):
-                known = self._imported = payload, course, foreign_checkpoint.resume_point(payload, course)
+            known, timeline = self._imported, coordinator.timeline
+            if known is None or known[:2] != (payload, timeline):
+                known = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
             return known[2]
-        return snapshot.parse(text, host.order.template("", host.stream, 0), host.course.shape_at)
+        return snapshot.parse(
+            text, coordinator.order.template("", coordinator.stream, 0), coordinator.timeline.shape_at
+        )
 
     def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
         """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples behind it to jump over.
@@ -92,10 +94,10 @@ class History:
 
     def _composed(self, point: ResumePoint, state: State) -> str:
         """The snapshot of a state in the line of a point."""
-        host = self._host
+        coordinator = self._coordinator
         return snapshot.compose(
-            host.order.template(point.run_uid or host.uid, host.stream, point.generation),
-            host.course.encode(state),
+            coordinator.order.template(point.run_uid or coordinator.uid, coordinator.stream, point.generation),
+            coordinator.timeline.encode(state),
             state.sample_index,
             digest_hex(state.digest),
             state.total_tokens,
@@ -105,7 +107,7 @@ class History:
         """What names the revisions that samples before an index were made under."""
         return [
             [revision.number, revision.sample_index, revision.made_at]
-            for revision in self._host.course.revisions
+            for revision in self._coordinator.timeline.revisions
             if revision.sample_index <= sample_index
         ]
 
@@ -142,10 +144,11 @@ class History:
         """Where the run begins: sample 0, or where it was forked from another.
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
-        origin = self._host.course.origin
+        origin = self._coordinator.timeline.origin
         if origin is not None and not origin.state:
             raise NotFound(
-                f"run {self._host.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and this "
+                f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
+                f"this "
                 "ledger does not have the state there: load a checkpoint"
             )
         return ResumePoint(
@@ -159,7 +162,7 @@ class History:
 
     def order_at(self, sample_index: int) -> Order:
         """The order in force at a sample index."""
-        return self._host.course.at(sample_index)
+        return self._coordinator.timeline.at(sample_index)
 
     def committed_point(self, stored: StoredRun) -> ResumePoint:
         """Where the ledger stands."""
@@ -168,7 +171,7 @@ class History:
             sample_index=stored.committed.sample_index,
             digest=stored.committed.digest,
             total_tokens=stored.committed.total_tokens,
-            base=self._host.course.decode(stored.committed.state),
+            base=self._coordinator.timeline.decode(stored.committed.state),
             run_uid=stored.uid,
             generation=stored.opening.generation if stored.opening else 0,
         )
@@ -189,10 +192,10 @@ class History:
         return self._saved_point(stored, resume) if resume else None
 
     def _saved_point(self, stored: StoredRun, snapshot_id: str) -> ResumePoint:
-        host = self._host
-        saved = host.ledger.snapshot(stored.uid, host.stream, snapshot_id)
+        coordinator = self._coordinator
+        saved = coordinator.ledger.snapshot(stored.uid, coordinator.stream, snapshot_id)
         if saved is None:
-            known = [entry.id for entry in host.ledger.snapshots(stored.uid, host.stream)][:5]
+            known = [entry.id for entry in coordinator.ledger.snapshots(stored.uid, coordinator.stream)][:5]
             raise NotFound(
                 f"resume={snapshot_id!r}: run {stored.name!r} has no snapshot of that id "
                 f"(newest: {known or 'none'}); it may also be 'latest' or 'fresh'"
@@ -205,32 +208,34 @@ class History:
         ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one, and
         ``BeyondHorizon`` for what is another run's, that this one was forked from.
         """
-        host, openings = self._host, self.openings()
+        coordinator, openings = self._coordinator, self.openings()
         opening = covering(openings, index, generation)
-        course = self.course_of(openings, generation)
-        origin = course.origin
+        timeline = self.course_of(openings, generation)
+        origin = timeline.origin
         if origin is not None and index < origin.sample_index:
             raise BeyondHorizon(
-                f"sample {index} lies before sample {origin.sample_index}, at which run {host.name!r} was forked from "
+                f"sample {index} lies before sample {origin.sample_index}, at which run {coordinator.name!r} was "
+                f"forked from "
                 f"{origin.run!r}: look for it there"
             )
         if opening is None:
             begin = self._began(openings)
             if begin is not None:
                 raise BeyondHorizon(
-                    f"sample {index} lies before the first state that the ledger holds; run {host.name!r} began at "
+                    f"sample {index} lies before the first state that the ledger holds; run {coordinator.name!r} "
+                    f"began at "
                     f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
                     "not of its order"
                 )
-            return Known(course.initial(), 0, 0, course)
-        state, committed = self._journalled(opening, index, course), host.committed
+            return Known(timeline.initial(), 0, 0, timeline)
+        state, committed = self._journalled(opening, index, timeline), coordinator.committed
         if generation not in (None, openings[-1].generation):
             assert generation is not None
-            return Known(state, opening.generation, self._farthest(generation, course), course)
+            return Known(state, opening.generation, self._farthest(generation, timeline), timeline)
         if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
             # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
-            state = course.decode(committed.state)
-        return Known(state, opening.generation, committed.sample_index if committed is not None else 0, course)
+            state = timeline.decode(committed.state)
+        return Known(state, opening.generation, committed.sample_index if committed is not None else 0, timeline)
 
     def began_from(self, point: ResumePoint) -> bool:
         """Whether the run's present line began from the older data loader's checkpoint that a point was made of."""
@@ -239,39 +244,43 @@ class History:
 
     def _began(self, openings: Sequence[Opening]) -> Imported | None:
         """Where the present line began, if from an older data loader's checkpoint."""
-        return self._host.course.decode(openings[-1].start_state).imported if openings else None
+        return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
 
-    def course_of(self, openings: Sequence[Opening], generation: int | None) -> Course:
+    def course_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The course that a generation had when it ended; that of the run for the present one, or None."""
-        host = self._host
+        coordinator = self._coordinator
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
-            return host.course
-        return host.course.with_revisions([r for r in host.course.revisions if r.made_at < later[0].opened_at])
+            return coordinator.timeline
+        return coordinator.timeline.with_revisions(
+            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
+        )
 
-    def _farthest(self, generation: int, course: Course) -> int:
+    def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come. Its journal tells that no better than it is dense.
 
         Raises ``SnapshotInvalid`` where it came there under a revision that was dropped since.
         """
-        host = self._host
-        last = host.ledger.journal(host.uid, host.stream, generation, MAX_COUNTER)
+        coordinator = self._coordinator
+        last = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, MAX_COUNTER)
         if last is None:
             return 0
-        course.decode(last.state)
-        before = host.ledger.journal(host.uid, host.stream, generation, max(0, last.sample_index - 1))
+        timeline.decode(last.state)
+        before = coordinator.ledger.journal(
+            coordinator.uid, coordinator.stream, generation, max(0, last.sample_index - 1)
+        )
         # Every second entry may have gone since, the newest too.
         return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
 
     def openings(self) -> Sequence[Opening]:
-        return self._host.ledger.openings(self._host.uid, self._host.stream)
+        return self._coordinator.ledger.openings(self._coordinator.uid, self._coordinator.stream)
 
     def forward(self, point: ResumePoint, advance: Callable[[State, int], State] | None = None) -> State:
         """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest.
 
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
-        base = point.base or self._host.course.initial()
+        base = point.base or self._coordinator.timeline.initial()
         self._check_cursors(base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
@@ -289,10 +298,10 @@ class History:
 
     def _check_cursors(self, state: State) -> None:
         """Whether each source has what its cursor points behind: what is read first only shows there."""
-        course = self._host.course
-        order = course.at(state.sample_index)
+        timeline = self._coordinator.timeline
+        order = timeline.at(state.sample_index)
         # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
-        known = None if course.revisions or course.origin is not None else course.epochs_until(state.sample_index)
+        known = None if timeline.revisions or timeline.origin is not None else timeline.epochs_until(state.sample_index)
         for i, source in enumerate(state.sources):
             for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
                 self._check_cursor(order, i, cursor, known)
@@ -317,18 +326,18 @@ class History:
         Any index from the oldest that the ledger's journal reaches up to the horizon, step boundary or
         not. Raises ``BeyondHorizon`` naming the limits.
         """
-        host = self._host
-        with host.lock:
-            live, committed = host.live, host.committed
-            if live is None or committed is None:
-                live = committed = held = None
+        coordinator = self._coordinator
+        with coordinator.lock:
+            active, committed = coordinator.active, coordinator.committed
+            if active is None or committed is None:
+                active = committed = held = None
             else:
                 index = committed.sample_index if sample_index is None else sample_index
-                held = self._held(live.generation, index)
+                held = self._held(active.generation, index)
         # Out of the lock: the state of many sources is a long text, and the ranks' streams would wait for it.
-        if live is None or committed is None:
+        if active is None or committed is None:
             return self._before_training(sample_index)
-        generation = live.generation
+        generation = active.generation
         horizon = generation.ramp.index_of(generation.horizon)
         if index > horizon:
             raise BeyondHorizon(
@@ -340,20 +349,22 @@ class History:
             resume_state, digest, tokens = committed.state, committed.digest, committed.total_tokens
         elif held is not None:
             group, digest, tokens = held
-            resume_state = host.resume_state(group)
+            resume_state = coordinator.resume_state(group)
         else:
             number, resume_state, digest, tokens = self._recomputed(index)
-        template = host.order.template(host.uid, host.stream, number)
+        template = coordinator.order.template(coordinator.uid, coordinator.stream, number)
         return snapshot.compose(template, resume_state, index, digest, tokens), index
 
     def _before_training(self, sample_index: int | None) -> tuple[str, int]:
         if sample_index:
             raise BeyondHorizon(f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet")
-        host = self._host
-        template = host.order.template(host.uid, host.stream, 0)
-        return snapshot.compose(template, host.course.encode(host.course.initial()), 0, digest_hex(0), 0), 0
+        coordinator = self._coordinator
+        template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+        return snapshot.compose(
+            template, coordinator.timeline.encode(coordinator.timeline.initial()), 0, digest_hex(0), 0
+        ), 0
 
-    def _held(self, generation: Generation, index: int) -> tuple[Group, str, int] | None:
+    def _held(self, generation: Generation, index: int) -> tuple[StepGroup, str, int] | None:
         """(group of the boundary before it, digest, tokens) at a sample index that is held in memory; None where it is
         not (the caller holds the host's lock)."""
         boundary = generation.ramp.boundary(index)
@@ -371,33 +382,33 @@ class History:
 
     def _recomputed(self, index: int) -> tuple[int, str, str, int]:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
-        host = self._host
+        coordinator = self._coordinator
         opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        boundary = host.ramp(opening).boundary(index)
+        boundary = coordinator.ramp(opening).boundary(index)
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
-        return opening.generation, host.course.encode(base), digest_hex(state.digest), state.total_tokens
+        return opening.generation, coordinator.timeline.encode(base), digest_hex(state.digest), state.total_tokens
 
-    def _journalled(self, opening: Opening, index: int, course: Course | None = None) -> State:
+    def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
-        host = self._host
-        course = course or host.course
-        start = course.decode(opening.start_state)
-        entry = host.ledger.journal(host.uid, host.stream, opening.generation, index)
+        coordinator = self._coordinator
+        timeline = timeline or coordinator.timeline
+        start = timeline.decode(opening.start_state)
+        entry = coordinator.ledger.journal(coordinator.uid, coordinator.stream, opening.generation, index)
         if entry is None:
             return start
-        journalled = course.decode(entry.state)
+        journalled = timeline.decode(entry.state)
         return journalled if start.sample_index < journalled.sample_index <= index else start
 
     def _advance(self, state: State, sample_index: int) -> State:
         if state.sample_index == sample_index:
             return state
         with self._forward:
-            pipeline = self._host.course.pipeline(state)
+            pipeline = self._coordinator.timeline.pipeline(state)
             pipeline.advance(sample_index - state.sample_index)
             return pipeline.state()
 

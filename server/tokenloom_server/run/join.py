@@ -24,7 +24,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import Forking
 from tokenloom_server.run.history import History
 from tokenloom_server.run.revise import Revising, brings
@@ -85,11 +85,11 @@ class Joined:
     start: State
 
 
-class Opener:
+class JoinHandler:
     """Answers the Joins of one run."""
 
-    def __init__(self, host: Host, history: History, revising: Revising, forking: Forking) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator, history: History, revising: Revising, forking: Forking) -> None:
+        self._coordinator = coordinator
         self._history = history
         self._revising = revising
         self._forking = forking
@@ -108,15 +108,16 @@ class Opener:
         joined = self.try_join(call)
         if joined is not None:
             return joined
-        host, asked = self._host, self._ask_of(call)
-        deadline = host.clock() + RANK_0_WAIT_S
+        coordinator, asked = self._coordinator, self._ask_of(call)
+        deadline = coordinator.clock() + RANK_0_WAIT_S
         while joined is None:
-            with host.lock:
-                left_s = deadline - host.clock()
+            with coordinator.lock:
+                left_s = deadline - coordinator.clock()
                 if left_s <= 0:
                     raise self.no_rank_0(call)
-                host.changed.wait_for(
-                    lambda: host.stopping or not host.leads() or self._decided(call.attempt, asked), left_s
+                coordinator.changed.wait_for(
+                    lambda: coordinator.stopping or not coordinator.leads() or self._decided(call.attempt, asked),
+                    left_s,
                 )
             joined = self.try_join(call)
         return joined
@@ -124,8 +125,8 @@ class Opener:
     def try_join(self, call: JoinCall) -> Joined | None:
         """``join`` without waiting: None where rank 0 has to join first."""
         call = self._sized(call)
-        _check(call, self._host.course.sample_bytes, self._host.order.config.window_steps)
-        self._host.require_lead()
+        _check(call, self._coordinator.timeline.sample_bytes, self._coordinator.order.config.window_steps)
+        self._coordinator.require_lead()
         call = self._as_own(call)
         if call.rank == 0:
             try:
@@ -142,31 +143,36 @@ class Opener:
                 return None
             opening = found
             self._agree(call, opening)
-        host = self._host
-        host.ledger.claim_slot(host.uid, host.stream, host.epoch, opening.generation, call.rank, call.nonce)
-        host.heard(opening.generation, call.rank)
-        return Joined(uid=host.uid, opening=opening, start=host.course.decode(opening.start_state))
+        coordinator = self._coordinator
+        coordinator.ledger.claim_slot(
+            coordinator.uid, coordinator.stream, coordinator.epoch, opening.generation, call.rank, call.nonce
+        )
+        coordinator.heard(opening.generation, call.rank)
+        return Joined(uid=coordinator.uid, opening=opening, start=coordinator.timeline.decode(opening.start_state))
 
     def _sized(self, call: JoinCall) -> JoinCall:
         """With the batch size that a run with ``batching`` has on so many ranks. Raises ``JoinRefused``."""
-        config = self._host.order.config
+        config = self._coordinator.order.config
         size, world = config.global_batch_size, call.world_size
         if size is None or world < 1:
             return call
         if size % world:
             raise JoinRefused(
-                f"run {self._host.name!r} gives global batches of {size} samples, each from one bucket, and {size} "
+                f"run {self._coordinator.name!r} gives global batches of {size} samples, each from one bucket, and "
+                f"{size} "
                 f"cannot be divided among {world} ranks: launch a number of ranks that divides {size}, or begin a new "
                 "run with another global_batch_size (which is another order)"
             )
         if call.batch_sizes:
             raise JoinRefused(
-                f"batch size is {call.schedule}, but run {self._host.name!r} gives global batches of {size} samples, "
+                f"batch size is {call.schedule}, but run {self._coordinator.name!r} gives global batches of {size} "
+                f"samples, "
                 "which are a part of its order, so the size cannot follow a schedule: leave batch_size out"
             )
         if call.batch_size not in (0, size // world):
             raise JoinRefused(
-                f"batch size is {call.batch_size}, but run {self._host.name!r} gives global batches of {size} samples, "
+                f"batch size is {call.batch_size}, but run {self._coordinator.name!r} gives global batches of {size} "
+                f"samples, "
                 f"which are {size // world} for each of {world} ranks: leave batch_size out"
             )
         return replace(call, batch_size=size // world)
@@ -182,7 +188,8 @@ class Opener:
         stored = self._stored()
         if stored.opening is not None and stored.opening.attempt != call.attempt:
             raise JoinRefused(
-                f"run {self._host.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: "
+                f"run {self._coordinator.name!r} has begun (generation {stored.opening.generation}), and a fork is a "
+                f"new run: "
                 "leave fork_from out and load this run's own checkpoint with load_state_dict, or say resume='fresh' to "
                 "begin again where it was forked"
             )
@@ -196,18 +203,18 @@ class Opener:
         )
 
     def _open(self, call: JoinCall) -> Opening:
-        host = self._host
+        coordinator = self._coordinator
         # The host's own lock is held only for the write itself.
-        with host.one_change:
+        with coordinator.one_change:
             stored = self._stored()
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
                 self._agree(call, stored.opening)
-                with host.lock:
-                    if host.live is None or host.live.generation.number != stored.opening.generation:
-                        raise NotLeader(f"run {host.name!r} is being taken up anew; join again")
+                with coordinator.lock:
+                    if coordinator.active is None or coordinator.active.generation.number != stored.opening.generation:
+                        raise NotLeader(f"run {coordinator.name!r} is being taken up anew; join again")
                     # The ledger does not know which process that is.
-                    host.live.process = call.process
+                    coordinator.active.process = call.process
                     self._refused.clear()
                 return stored.opening
             self._refuse_busy(call)
@@ -222,11 +229,11 @@ class Opener:
                 start_index=start.sample_index,
                 start_tokens=start.total_tokens,
                 # A phase of another length ends the generation.
-                sample_tokens=host.course.at(start.sample_index).config.sequence_length,
+                sample_tokens=coordinator.timeline.at(start.sample_index).config.sequence_length,
                 world_size=call.world_size,
-                group_steps=lambda batch_size: host.group_steps(call.world_size, batch_size),
+                group_steps=lambda batch_size: coordinator.group_steps(call.world_size, batch_size),
             )
-            text = host.course.encode(start)
+            text = coordinator.timeline.encode(start)
             opening = Opening(
                 generation=number,
                 parent=point.generation,
@@ -236,60 +243,61 @@ class Opener:
                 group_steps=ramp.plans[0].group_steps,
                 start_index=start.sample_index,
                 start_state=text,
-                opened_at=host.wall_clock(),
+                opened_at=coordinator.wall_clock(),
                 skipped=skipped,
                 parent_run=self._parent_run(stored),
                 ramp=ramp.text,
             )
-            committed = host.commit_of(start, text)
+            committed = coordinator.commit_of(start, text)
             # Also where the answer of the write is lost: the same rank will ask again.
             self._asked = call.attempt, asked
-            with host.lock:
+            with coordinator.lock:
                 try:
-                    host.ledger.open(uid, host.stream, host.epoch, opening, committed)
+                    coordinator.ledger.open(uid, coordinator.stream, coordinator.epoch, opening, committed)
                 except LedgerUnavailable as error:
-                    host.doubt("a generation was opened", error)
+                    coordinator.await_ledger("a generation was opened", error)
                     raise
-                host.uid = uid
+                coordinator.uid = uid
                 # Older refusals are of no interest any more; nobody who joins from now on is to hear them.
                 self._refused.clear()
-                host.committed_state, host.committed_at = start, opening.opened_at
-                host.install(opening, start, committed, resumed=False, process=call.process)
+                coordinator.committed_state, coordinator.committed_at = start, opening.opened_at
+                coordinator.install(opening, start, committed, resumed=False, process=call.process)
         self._log_resume(opening, ramp, start, point.notes)
         return opening
 
     def _parent_run(self, stored: StoredRun) -> str:
-        origin = self._host.course.origin
+        origin = self._coordinator.timeline.origin
         return origin.to_json() if stored.opening is None and origin is not None else ""
 
     def _refuse_busy(self, call: JoinCall) -> None:
         """A second launch, or a notebook, must not end a training run by mistake."""
-        holder = self._host.busy(call.process)
+        holder = self._coordinator.busy(call.process)
         if holder is None:
             return
         if call.takeover:
-            _log.warning("%s: attempt %s takes over: %s", self._host.name, call.attempt, holder)
+            _log.warning("%s: attempt %s takes over: %s", self._coordinator.name, call.attempt, holder)
             return
         raise RunBusy(
-            f"run {self._host.name!r} is busy: {holder}. Wait until it has ended ({self._host.terms.liveness_s:g} s "
+            f"run {self._coordinator.name!r} is busy: {holder}. Wait until it has ended "
+            f"({self._coordinator.timeouts.liveness_s:g} s "
             "after its last sign of life another may begin), look at the run with peek=True, or end it on purpose with "
             "takeover=True",
-            self._host.terms.liveness_s + BUSY_MARGIN_S,
+            self._coordinator.timeouts.liveness_s + BUSY_MARGIN_S,
         )
 
     def _decided(self, attempt: str, asked: tuple[str, str]) -> bool:
         """Whether rank 0 opened the attempt, or was refused (the caller holds the host's lock)."""
-        live = self._host.live
-        return (live is not None and live.generation.attempt == attempt) or (attempt, asked) in self._refused
+        active = self._coordinator.active
+        return (active is not None and active.generation.attempt == attempt) or (attempt, asked) in self._refused
 
     def _find(self, call: JoinCall) -> Opening | None:
         """The opening that rank 0 wrote; None while there is none. Raises what rank 0 was refused with."""
-        host = self._host
+        coordinator = self._coordinator
         asked = self._ask_of(call)
-        with host.lock:
-            if host.stopping:
+        with coordinator.lock:
+            if coordinator.stopping:
                 raise ServerStopping("the server is stopping; join again when it is back")
-            opened = host.live is not None and host.live.generation.attempt == call.attempt
+            opened = coordinator.active is not None and coordinator.active.generation.attempt == call.attempt
             if not opened and (call.attempt, asked) in self._refused:
                 refused = self._refused[call.attempt, asked]
                 if isinstance(refused, RunBusy):
@@ -299,14 +307,15 @@ class Opener:
         if not opened:
             if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
                 raise AttemptUsed(
-                    f"attempt {call.attempt!r} opened an earlier generation of run {host.name!r}; "
+                    f"attempt {call.attempt!r} opened an earlier generation of run {coordinator.name!r}; "
                     "an attempt id is used once"
                 )
             return None
         opening = self._stored().opening
         if opening is None:
             raise LedgerRolledBack(
-                f"attempt {call.attempt!r} opened a generation of run {host.name!r}, but {host.ledger.description} has "
+                f"attempt {call.attempt!r} opened a generation of run {coordinator.name!r}, but "
+                f"{coordinator.ledger.description} has "
                 f"none: it lost data. {LedgerRolledBack.remedy}"
             )
         if opening.attempt != call.attempt:
@@ -315,7 +324,7 @@ class Opener:
 
     def _agree(self, call: JoinCall, opening: Opening) -> None:
         """Every rank must want what the opening has. Raises ``JoinRefused`` naming both values."""
-        ramp = self._host.ramp(opening)
+        ramp = self._coordinator.ramp(opening)
         for what, theirs, ours in (
             ("world size", call.world_size, opening.world_size),
             ("accumulate", call.accumulate, ramp.accumulate),
@@ -331,7 +340,7 @@ class Opener:
             asked = self._asked[1]
         elif call.state:
             # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
-            start = self._host.course.decode(opening.start_state)
+            start = self._coordinator.timeline.decode(opening.start_state)
             index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
             if opening.skipped:
                 digest = self._history.digest_at(index)
@@ -351,7 +360,7 @@ class Opener:
                 point = self._history.parse(call.state)
             except SnapshotInvalid:
                 # Revisions that only the state knows are rank 0's to bring; the others must stand where it does.
-                found = brings(self._host.name, call.state)
+                found = brings(self._coordinator.name, call.state)
                 if call.rank == 0 or found is None:
                     raise
                 return "state", _position(found.sample_index, found.digest)
@@ -379,7 +388,8 @@ class Opener:
         committed = stored.committed
         if committed is not None and committed.sample_index > 0:
             raise ResumePointNeeded(
-                f"run {self._host.name!r} has progress (sample {committed.sample_index}) and the trainer brought no "
+                f"run {self._coordinator.name!r} has progress (sample {committed.sample_index}) and the trainer "
+                f"brought no "
                 "state; load its checkpoint with load_state_dict, or say resume='latest' (go on at that sample), "
                 "resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the ledger is "
                 "ahead of the trainer's weights, so this is not guessed"
@@ -392,7 +402,7 @@ class Opener:
             _log.warning(
                 "%s: generation %d jumped over the %d samples before sample %d, and this launch, which resumes from "
                 "sample %d, will be given those; to skip them again: tokenloom restore … --sample %d --skip-samples %d",
-                self._host.name, present.generation, present.skipped, present.start_index, brought.sample_index,
+                self._coordinator.name, present.generation, present.skipped, present.start_index, brought.sample_index,
                 brought.sample_index, present.start_index - brought.sample_index,
             )  # fmt: skip
 
@@ -400,16 +410,18 @@ class Opener:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
         if point.run_uid is None or point.run_uid == stored.uid:
             return stored.uid
-        host = self._host
-        host.ledger.adopt(stored.uid, host.stream, host.epoch, point.run_uid)
-        _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", host.name, point.run_uid)
+        coordinator = self._coordinator
+        coordinator.ledger.adopt(stored.uid, coordinator.stream, coordinator.epoch, point.run_uid)
+        _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
         return point.run_uid
 
     def _stored(self) -> StoredRun:
-        host = self._host
-        stored = host.ledger.read_run(host.name, host.stream)
+        coordinator = self._coordinator
+        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
         if stored is None:
-            raise LedgerError(f"run {host.name!r} is gone from {host.ledger.description}; restart the server")
+            raise LedgerError(
+                f"run {coordinator.name!r} is gone from {coordinator.ledger.description}; restart the server"
+            )
         return stored
 
     def _remember(self, call: JoinCall, error: TokenloomError) -> None:
@@ -418,37 +430,37 @@ class Opener:
         except TokenloomError:
             # Rank 0's state cannot be read; the other ranks' own Joins meet the same.
             return
-        with self._host.lock:
+        with self._coordinator.lock:
             self._refused[call.attempt, asked] = error
             while len(self._refused) > _REMEMBERED_REFUSALS:
                 self._refused.popitem(last=False)
-            self._host.changed.notify_all()
+            self._coordinator.changed.notify_all()
 
     def _log_resume(self, opening: Opening, ramp: Ramp, start: State, notes: Sequence[str]) -> None:
-        host = self._host
+        coordinator = self._coordinator
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
-            host.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
+            coordinator.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
         for plan in ramp.plans[1:]:
-            _log.info("%s: %d samples per rank from sample %d on", host.name, plan.batch_size, plan.start_index)
+            _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)
         if opening.skipped:
             _log.info(
-                "%s: samples %d to %d are skipped", host.name, opening.start_index - opening.skipped,
+                "%s: samples %d to %d are skipped", coordinator.name, opening.start_index - opening.skipped,
                 opening.start_index - 1,
             )  # fmt: skip
-        for revision in host.course.revisions:
+        for revision in coordinator.timeline.revisions:
             if revision.sample_index > start.sample_index:
                 _log.info(
                     "%s: revision %d applies at sample %d (%s)",
-                    host.name, revision.number, revision.sample_index, revision.reason,
+                    coordinator.name, revision.number, revision.sample_index, revision.reason,
                 )  # fmt: skip
         for note in notes:
             _log.info(note)
         if notes:
             return
-        order = host.course.at(start.sample_index)
+        order = coordinator.timeline.at(start.sample_index)
         for config, source, shards in zip(order.config.sources, start.sources, order.shard_paths, strict=True):
             cursor = source.cursor
             place = f"window={cursor.shard}" if config.shuffle == "rows" else f"shard={shards[cursor.shard]}"

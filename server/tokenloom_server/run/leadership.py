@@ -20,7 +20,7 @@ from tokenloom_server.errors import (
     TokenloomError,
 )
 from tokenloom_server.order.timeline import Origin
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 
 _log = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ _MARGIN_S = 1.0
 class Leadership(threading.Thread):
     """Owns whether this server leads a run. ``holder`` is equal for a server and its own restart, and for no other."""
 
-    def __init__(self, host: Host, holder: str) -> None:
-        super().__init__(name=f"{host.name}-lease", daemon=True)
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator, holder: str) -> None:
+        super().__init__(name=f"{coordinator.name}-lease", daemon=True)
+        self._coordinator = coordinator
         self._name = self._holder = holder
-        self._lease_s = host.terms.lease_s
+        self._lease_s = coordinator.timeouts.lease_s
         self._ended = threading.Event()
         self._away_since: float | None = None
 
@@ -59,31 +59,36 @@ class Leadership(threading.Thread):
                     raise
                 if not told:
                     _log.info(
-                        "%s: waiting up to %.0f s for the lease to lapse: %s", self._host.name, self._lease_s, error
+                        "%s: waiting up to %.0f s for the lease to lapse: %s",
+                        self._coordinator.name,
+                        self._lease_s,
+                        error,
                     )
                 told = True
-                self._host.stand_by(str(error))
+                self._coordinator.stand_by(str(error))
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
 
     def run(self) -> None:
         while not self._ended.is_set():
-            doubts = self._host.doubts
-            self._rest(self.step(), doubts)
+            ledger_waits = self._coordinator.ledger_waits
+            self._rest(self.step(), ledger_waits)
         self.let_go()
 
-    def _rest(self, pause_s: float, doubts: int) -> None:
+    def _rest(self, pause_s: float, ledger_waits: int) -> None:
         """Waits, unless a doubt has come up since there were so many."""
-        host = self._host
-        with host.lock:
-            host.lease_wakes.wait_for(lambda: self._ended.is_set() or host.doubts != doubts, pause_s)
+        coordinator = self._coordinator
+        with coordinator.lock:
+            coordinator.lease_wakes.wait_for(
+                lambda: self._ended.is_set() or coordinator.ledger_waits != ledger_waits, pause_s
+            )
 
     def step(self) -> float:
         """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
         try:
-            return self._renew() if self._host.epoch_held else self._ask()
+            return self._renew() if self._coordinator.epoch_held else self._ask()
         except Exception as error:
             if self._ended.is_set():
-                self._away_since = self._host.clock()  # nobody would hear that the lease is let go
+                self._away_since = self._coordinator.clock()  # nobody would hear that the lease is let go
                 return 0.0
             return self._note_failure(error)
 
@@ -91,92 +96,104 @@ class Leadership(threading.Thread):
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
         ``timeout_s``."""
         self._ended.set()
-        with self._host.lock:
-            self._host.lease_wakes.notify_all()
+        with self._coordinator.lock:
+            self._coordinator.lease_wakes.notify_all()
         if self.ident is not None:
             self.join(timeout_s)
 
     def let_go(self) -> None:
         """Lets the lease lapse now. By the thread that renews: no renewal comes behind it, and who ends a server need
         not wait for a ledger."""
-        host = self._host
-        if not host.epoch_held or self._away_since is not None:
+        coordinator = self._coordinator
+        if not coordinator.epoch_held or self._away_since is not None:
             return  # nothing to let go, or nobody who would hear it in time
         try:
-            host.ledger.release(host.uid, host.stream, host.epoch)
+            coordinator.ledger.release(coordinator.uid, coordinator.stream, coordinator.epoch)
         except TokenloomError as error:
-            _log.info("%s: the lease is left to lapse: %s", host.name, error)
+            _log.info("%s: the lease is left to lapse: %s", coordinator.name, error)
 
     def _acquire(self) -> None:
         """Raises ``LeaseHeld``."""
-        host = self._host
-        began = host.clock()
-        stored = host.ledger.read_run(host.name, host.stream)
+        coordinator = self._coordinator
+        began = coordinator.clock()
+        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
-            stored = host.ledger.create_run(host.name, host.stream, host.uid, host.order.record())
-        epoch = host.ledger.acquire(stored.uid, host.stream, self._holder, self._lease_s, host.epoch)
+            stored = coordinator.ledger.create_run(
+                coordinator.name, coordinator.stream, coordinator.uid, coordinator.order.record()
+            )
+        epoch = coordinator.ledger.acquire(
+            stored.uid, coordinator.stream, self._holder, self._lease_s, coordinator.epoch
+        )
         # Read behind the acquisition: nobody else can write any more.
-        stored = host.ledger.read_run(host.name, host.stream)
+        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
         if stored is None:
             raise LedgerRolledBack(
-                f"run {host.name!r} is gone from {host.ledger.description}, right after its lease was taken"
+                f"run {coordinator.name!r} is gone from {coordinator.ledger.description}, right after its lease was "
+                f"taken"
             )
-        openings = host.ledger.openings(stored.uid, host.stream)
-        course = host.course
+        openings = coordinator.ledger.openings(stored.uid, coordinator.stream)
+        timeline = coordinator.timeline
         if openings:
-            course = course.with_origin(Origin.from_json(openings[0].parent_run))
-        course = course.with_revisions(host.ledger.revisions(stored.uid, host.stream))
-        host.lead(epoch, stored, course, began, began + self._lease_s)
+            timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
+        timeline = timeline.with_revisions(coordinator.ledger.revisions(stored.uid, coordinator.stream))
+        coordinator.lead(epoch, stored, timeline, began, began + self._lease_s)
         self._away_since = None
 
     def _ask(self) -> float:
-        if self._host.epoch and not self._host.epoch_held and not self._host.in_doubt:
+        if self._coordinator.epoch and not self._coordinator.epoch_held and not self._coordinator.awaits_ledger:
             # Who lost a lease is no restart of the one that has it: it waits like any other.
-            self._holder = f"{self._name} (was at epoch {self._host.epoch})"
+            self._holder = f"{self._name} (was at epoch {self._coordinator.epoch})"
         try:
             self._acquire()
         except LeaseHeld as error:
-            self._host.stand_by(str(error))
+            self._coordinator.stand_by(str(error))
             self._away_since = None
             return self._lease_s / _ASK_PART
         return self._lease_s / RENEWALS
 
     def _renew(self) -> float:
-        host = self._host
-        began = host.clock()
-        generation, known, heard_at = host.standing()
+        coordinator = self._coordinator
+        began = coordinator.clock()
+        generation, known, heard_at = coordinator.standing()
         try:
-            host.ledger.renew(
-                host.uid, host.stream, host.epoch, self._holder, self._lease_s, heard_at, generation, known
+            coordinator.ledger.renew(
+                coordinator.uid,
+                coordinator.stream,
+                coordinator.epoch,
+                self._holder,
+                self._lease_s,
+                heard_at,
+                generation,
+                known,
             )
         except (NotLeader, LedgerRolledBack) as error:
-            host.lose(error)
+            coordinator.on_lease_lost(error)
             return 0.0 if isinstance(error, LedgerRolledBack) else self._lease_s / _ASK_PART
-        host.extend(began + self._lease_s)
+        coordinator.extend(began + self._lease_s)
         if self._away_since is not None:
-            _log.info("%s: the lease is renewed after %.1f s", host.name, host.clock() - self._away_since)
+            _log.info("%s: the lease is renewed after %.1f s", coordinator.name, coordinator.clock() - self._away_since)
             self._away_since = None
         return self._lease_s / RENEWALS
 
     def _note_failure(self, error: Exception) -> float:
         """How long to wait before the next try, seconds."""
-        host = self._host
+        coordinator = self._coordinator
         if isinstance(error, LedgerUnavailable):
             self._note_absence(error)
             # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
             return min(0.5, self._lease_s / RENEWALS)
         if isinstance(error, TokenloomError):
-            _log.error("%s: the lease: %s: %s", host.name, error.name, error)
+            _log.error("%s: the lease: %s: %s", coordinator.name, error.name, error)
         else:
-            _log.error("%s: keeping the lease failed", host.name, exc_info=error)
+            _log.error("%s: keeping the lease failed", coordinator.name, exc_info=error)
         return self._lease_s / RENEWALS
 
     def _note_absence(self, error: LedgerUnavailable) -> None:
-        host = self._host
-        now = host.clock()
+        coordinator = self._coordinator
+        now = coordinator.clock()
         if self._away_since is None:
             self._away_since = now
-            _log.warning("%s: the lease cannot be renewed: %s", host.name, error)
-        if host.epoch_held and now >= host.leads_until:
-            host.suspend(str(error))
+            _log.warning("%s: the lease cannot be renewed: %s", coordinator.name, error)
+        if coordinator.epoch_held and now >= coordinator.leads_until:
+            coordinator.suspend(str(error))

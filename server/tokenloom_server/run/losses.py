@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.reports.stats import ReportStats, RunLosses, SourceLosses
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 
 #: A curve has at most so many points, and with many sources fewer: so many numbers in all, but never less than these.
 MAX_POINTS, MAX_CELLS, MIN_POINTS = 512, 2**17, 32
@@ -60,10 +60,10 @@ class Report:
 class Losses:
     """What was reported of one run since this server took it up. Thread-safe."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, coordinator: RunCoordinator) -> None:
+        self._coordinator = coordinator
         self._lock = threading.Lock()
-        self._since = host.wall_clock()
+        self._since = coordinator.wall_clock()
         self._curve = Curve()
         self._last: Report | None = None
         self._generation = 0
@@ -73,9 +73,9 @@ class Losses:
 
     def add(self, uid: str, generation: int, attempt: str, report: Report) -> None:
         """Takes a report of the present generation. Raises ``ConfigError`` for what cannot be, ``Fenced`` and what else
-        ``Host.require_generation`` raises."""
-        report.check(len(self._host.course.stretches[-1].order.config.sources))
-        self._host.require_generation(uid, generation, attempt)
+        ``RunCoordinator.require_generation`` raises."""
+        report.check(len(self._coordinator.timeline.segments[-1].order.config.sources))
+        self._coordinator.require_generation(uid, generation, attempt)
         with self._lock:
             last = self._last
             if last is not None and report.sample_index <= last.sample_index:
@@ -84,7 +84,7 @@ class Losses:
                 self._curve.rewind(report.sample_index)
                 self._newest.clear()
             self._curve.add(report)
-            self._last, self._generation, self._reported_at = report, generation, self._host.clock()
+            self._last, self._generation, self._reported_at = report, generation, self._coordinator.clock()
             for source, (loss, tokens) in report.sources.items():
                 _, total, weight = self._newest.get(source, (0.0, 0.0, 0.0))
                 self._newest[source] = (loss, SMOOTHING * total + loss * tokens, SMOOTHING * weight + tokens)
@@ -93,7 +93,7 @@ class Losses:
         """The last report, and by source id the smoothed loss and the last one."""
         with self._lock:
             last, found = self._last, dict(self._newest)
-            age_s = self._host.clock() - self._reported_at
+            age_s = self._coordinator.clock() - self._reported_at
         by_source = {source: (total / weight, loss) for source, (loss, total, weight) in found.items()}
         if last is None:
             return None, by_source
@@ -109,13 +109,13 @@ class Losses:
 
     def read(self) -> RunLosses:
         """The curve."""
-        config = self._host.course.stretches[-1].order.config
+        config = self._coordinator.timeline.segments[-1].order.config
         with self._lock:
             curve = self._curve.read(len(config.sources))
         losses, tokens = curve.pop("source_losses"), curve.pop("source_tokens")
         return RunLosses(
-            run=self._host.name,
-            stream=self._host.stream,
+            run=self._coordinator.name,
+            stream=self._coordinator.stream,
             since=self._since,
             **curve,
             sources=[

@@ -19,7 +19,7 @@ from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, NotFound
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.timeline import Course
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
 
 #: Version of a stream's record.
@@ -100,7 +100,7 @@ class Streams:
             sources = {source.id for source in config.sources}
         else:
             # Its last config has all sources, under their ids; revisions are training's alone.
-            config = Course(self._first).stretches[-1].order.config
+            config = Timeline(self._first).segments[-1].order.config
             sources = {source.id for source in config.sources if source.holdout is not None}
         if alias:
             found = [config.sources[i] for i in sorted(sources)]

@@ -21,7 +21,7 @@ from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.io_stats import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 
 _Out = TypeVar("_Out")
@@ -39,7 +39,7 @@ class ArrowSource(ShardedSource):
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
-        traffic: Traffic | None = None,
+        io_stats: IoStats | None = None,
         rules: RowRules = PLAIN,
     ) -> None:
         """Walks the batch headers up to the first shard that has rows.
@@ -47,7 +47,7 @@ class ArrowSource(ShardedSource):
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir, traffic, rules)
+        super().__init__(spec, shards, base_dir, io_stats, rules)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
         schema = self._open_arrow(0, again=True).schema

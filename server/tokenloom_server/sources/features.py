@@ -26,7 +26,7 @@ from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.open import reader_of
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File
-from tokenloom_server.storage.io_stats import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
@@ -97,7 +97,7 @@ class FeatureSource:
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
-        traffic: Traffic,
+        io_stats: IoStats,
         *,
         names: Sequence[str] | None,
         dtypes: Mapping[str, str],
@@ -109,7 +109,7 @@ class FeatureSource:
         self._spec = spec
         self._shards = shards
         self._base_dir = base_dir
-        self._traffic = traffic
+        self._io_stats = io_stats
         self._dtypes = dtypes
         self._names = names
         self._kind = reader_of(spec, shards)
@@ -254,7 +254,7 @@ class FeatureSource:
     def _open(self, shard: int) -> _Guarded:
         if not self._shards[shard].size:
             raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._kind} file")
-        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._traffic)
+        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._io_stats)
         try:
             found = _ParquetFile(file) if self._kind == "parquet" else _arrow_file(file)
         except BaseException as error:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from tokenloom_server.errors import StorageError, TokenloomError
-from tokenloom_server.storage.io_stats import AT_ONCE, Traffic
+from tokenloom_server.storage.io_stats import AT_ONCE, IoStats
 from tokenloom_server.storage.urls import redacted
 
 #: How long a wait lasts without a look at whether the server stops, seconds.
@@ -36,23 +36,23 @@ _FINAL_NAMES = frozenset(
 _AGAIN_STATUSES = (408, 425, 429)
 
 
-class Fetch(Generic[_T]):
+class HedgedRead(Generic[_T]):
     """One thing that storage is asked for. The first attempt begins at once; ``result`` sees to all the rest.
 
     Each attempt has a thread of its own, which nobody waits for at the end of the process: storage may never answer.
     """
 
-    def __init__(self, work: Callable[[], _T], name: str, traffic: Traffic, length: int = 0) -> None:
+    def __init__(self, work: Callable[[], _T], name: str, io_stats: IoStats, length: int = 0) -> None:
         """``length``: bytes that are asked for."""
         self._work = work
         self._name = name
-        self._traffic = traffic
+        self._io_stats = io_stats
         self._length = length
         self._changed = threading.Condition()
         self._answer: list[_T] = []
         self._errors: deque[Exception] = deque()
         self._running = 0
-        self._began = traffic.clock()
+        self._began = io_stats.clock()
         self._attempt()
 
     def result(self) -> _T:
@@ -64,10 +64,10 @@ class Fetch(Generic[_T]):
         with self._changed:
             if self._answer:
                 return self._answer[0]
-        with self._traffic.waiting(self._name) as wait, self._changed:
-            patience, clock = self._traffic.patience, self._traffic.clock
+        with self._io_stats.waiting(self._name) as wait, self._changed:
+            patience, clock = self._io_stats.patience, self._io_stats.clock
             deadline = clock() + patience.total_s
-            next_at = self._began + self._traffic.hedge_after_s(self._length)
+            next_at = self._began + self._io_stats.hedge_after_s(self._length)
             pause = patience.pause_s
             while not self._answer:
                 while self._errors:
@@ -84,13 +84,13 @@ class Fetch(Generic[_T]):
                         "%s: attempt %d at reading it failed: %s", self._name, wait.attempts, wait.trouble,
                     )  # fmt: skip
                 now = clock()
-                if self._traffic.stopped:
+                if self._io_stats.stopped:
                     raise StorageError(f"{self._name} is no longer waited for: the server stops")
                 if now >= deadline:
                     raise self._given_up(wait.attempts, wait.trouble)
                 if now >= next_at and self._running < AT_ONCE:
                     late = self._running > 0
-                    self._traffic.counted(retries=not late, hedges=late)
+                    self._io_stats.counted(retries=not late, hedges=late)
                     self._attempt()
                     wait.attempts += 1
                     next_at = now + patience.attempt_s
@@ -103,7 +103,7 @@ class Fetch(Generic[_T]):
         threading.Thread(target=self._run, name="storage", daemon=True).start()
 
     def _run(self) -> None:
-        began = self._traffic.clock()
+        began = self._io_stats.clock()
         try:
             found = self._work()
         except Exception as error:
@@ -112,7 +112,7 @@ class Fetch(Generic[_T]):
                 self._errors.append(error)
                 self._changed.notify_all()
             return
-        self._traffic.took(self._length, self._traffic.clock() - began)
+        self._io_stats.took(self._length, self._io_stats.clock() - began)
         with self._changed:
             self._running -= 1
             if not self._answer:
@@ -122,7 +122,8 @@ class Fetch(Generic[_T]):
     def _given_up(self, attempts: int, trouble: str) -> StorageError:
         last = f"the last answer was: {trouble}" if trouble else "no attempt was answered"
         return StorageError(
-            f"{self._name} could not be read for {self._traffic.patience.total_s:.0f} s, in {attempts} attempts; {last}"
+            f"{self._name} could not be read for {self._io_stats.patience.total_s:.0f} s, in {attempts} attempts; "
+            f"{last}"
             ". Look at the storage and the network, then start the trainers again from their last checkpoint: nothing "
             "is wrong with the data"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Patience(NamedTuple):
+class RetryPolicy(NamedTuple):
     """How long is waited for storage, seconds."""
 
     #: A second attempt at a read is made after so long at least, and where it takes ``hedge_factor`` times as long as
@@ -58,11 +58,11 @@ class Counts:
     hedges: int = 0
 
 
-class Traffic:
+class IoStats:
     """Shared by all readers of a run. Thread-safe."""
 
-    def __init__(self, patience: Patience | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.patience = patience or Patience()
+    def __init__(self, patience: RetryPolicy | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.patience = patience or RetryPolicy()
         self.clock = clock
         self.counts = Counts()
         self.stopped = False

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tokenloom_server.storage.file import Range
-from tokenloom_server.storage.hedged_read import Fetch
-from tokenloom_server.storage.io_stats import Traffic
+from tokenloom_server.storage.hedged_read import HedgedRead
+from tokenloom_server.storage.io_stats import IoStats
 
 #: The first block that is read ahead, and the largest: each is twice as long as the one before.
 FIRST_BLOCK_BYTES, BLOCK_BYTES = 1 << 20, 8 << 20
@@ -21,21 +21,21 @@ DEPTH = 4
 class _Block(NamedTuple):
     begin: int
     end: int
-    fetch: Fetch[bytes]
+    fetch: HedgedRead[bytes]
 
 
-class Ahead:
+class Prefetcher:
     """Blocks of the ranges that will be read of a file. For one thread.
 
-    The memory is shared by all readers of a run (``traffic.AHEAD_BYTES``): where none is left, nothing is fetched.
+    The memory is shared by all readers of a run (``io_stats.AHEAD_BYTES``): where none is left, nothing is fetched.
     """
 
     def __init__(
-        self, fetch: Callable[[int, int], Fetch[bytes]], size: int, ranges: Iterable[Range], traffic: Traffic
+        self, fetch: Callable[[int, int], HedgedRead[bytes]], size: int, ranges: Iterable[Range], io_stats: IoStats
     ) -> None:
         """``fetch`` begins to read from an offset, so many bytes; the file has ``size``."""
         self._fetch = fetch
-        self._traffic = traffic
+        self._io_stats = io_stats
         self._ranges = _joined(Range(max(0, each.begin), min(each.end, size)) for each in ranges)
         self._range = Range(0, 0)
         self._blocks: deque[_Block] = deque()
@@ -68,7 +68,7 @@ class Ahead:
 
     def _drop(self) -> None:
         block = self._blocks.popleft()
-        self._traffic.release(block.end - block.begin)
+        self._io_stats.release(block.end - block.begin)
 
     def _fetch_ahead(self, begin: int | None = None) -> None:
         """``begin``: where reading goes on, if it lies within the range: what is before it is not wanted."""
@@ -87,7 +87,7 @@ class Ahead:
                     return
                 self._range, begin = Range(begin, self._range.end), None
             start, end = self._range.begin, min(self._range.begin + self._next_bytes, self._range.end)
-            if not self._traffic.reserve(end - start):
+            if not self._io_stats.reserve(end - start):
                 return
             self._blocks.append(_Block(start, end, self._fetch(start, end - start)))
             self._range = Range(end, self._range.end)

@@ -1,7 +1,7 @@
 """Texts encoded in a process of their own, one after the other: where that dies, it is known of which.
 
-``python -m tokenloom_server.tokenizer.crash_child``: a JSON line with the tokeniser, then the texts as an Arrow stream, come in;
-for each text its number goes out before it is encoded, and its ids behind it.
+``python -m tokenloom_server.tokenizer.crash_child``: a JSON line with the tokeniser, then the texts as an Arrow
+stream, come in; for each text its number goes out before it is encoded, and its ids behind it.
 """
 
 from __future__ import annotations

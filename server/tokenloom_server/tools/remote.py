@@ -84,7 +84,7 @@ class Remote:
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
             handlers.append(urllib.request.HTTPSHandler(context=_context(environment, tls_ca, tls_cert, tls_key)))
-        self._opener = urllib.request.build_opener(*handlers)
+        self._join_handler = urllib.request.build_opener(*handlers)
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
@@ -176,7 +176,7 @@ class Remote:
             if self._token is not None:
                 # Where the server sends us elsewhere, the token stays behind.
                 request.add_unredirected_header("Authorization", authorization(self._token))
-            with self._opener.open(request, timeout=timeout_s) as response:
+            with self._join_handler.open(request, timeout=timeout_s) as response:
                 answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:

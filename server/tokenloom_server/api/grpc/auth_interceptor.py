@@ -15,6 +15,9 @@ from tokenloom_server.errors import TokenloomError
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
+#: A Join and a Restore may carry a snapshot (``snapshot.MAX_BYTES``). gRPC refuses what is larger before it has it in
+#: memory; what the other methods take is much less.
+MAX_REQUEST_BYTES = 17 * 2**20
 #: Threads for those who do not train. They take none of the trainers', strangers none of those who look, and no more
 #: requests than this are in memory at a time, each of MAX_REQUEST_BYTES at most.
 REFUSAL_THREADS, OPEN_THREADS, FIGURE_THREADS, PEEK_THREADS = 2, 8, 16, 32

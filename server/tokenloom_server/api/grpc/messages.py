@@ -10,9 +10,9 @@ from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced
-from tokenloom_server.order.pipeline import Group
+from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.replay.evaluation import Slice
-from tokenloom_server.run.coordinator import Host
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Delivery
 
 _LENGTH_DELIMITED = 2
@@ -21,7 +21,7 @@ _SLICE_KEY = bytes((wire.StepInfo.SLICE_FIELD_NUMBER << 3,))
 
 
 def encode_delivery(
-    host: Host, rank: int, delivery: Delivery, committed_through: int, *, document_starts: bool
+    coordinator: RunCoordinator, rank: int, delivery: Delivery, committed_through: int, *, document_starts: bool
 ) -> bytes:
     """A serialised ``StreamResponse`` with ``batches``.
 
@@ -39,7 +39,9 @@ def encode_delivery(
         source_ids=group.source_ids[rank, first:last].ravel().tolist(),
         document_counts=counts,
         document_starts=starts.tolist(),
-        base=wire.Base(sample_index=group.begin, resume_state=host.resume_state(group).encode()) if with_base else None,
+        base=wire.Base(sample_index=group.begin, resume_state=coordinator.resume_state(group).encode())
+        if with_base
+        else None,
         buckets=_buckets(group, rank, first, last),
     ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
     ids = group.ids(rank, first, last)
@@ -48,7 +50,7 @@ def encode_delivery(
     size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
     ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
-    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=host.epoch).SerializeToString()
+    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=coordinator.epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
 
 
@@ -73,7 +75,7 @@ def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_s
     return wire.StreamResponse(batches=batches, committed_through=committed_through, server_epoch=epoch)
 
 
-def _step_info(group: Group, step: int, rank: int) -> bytes:
+def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
     """``Batches.steps`` of one step. What is the same for all ranks is made once."""
     common = group.step_infos.get(step)
     if common is None:
@@ -92,7 +94,7 @@ def _step_info(group: Group, step: int, rank: int) -> bytes:
     return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
 
 
-def _buckets(group: Group, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
+def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
     """``Batches.buckets``: of each step that is a batch of rows."""
     if not group.of_rows:
         return

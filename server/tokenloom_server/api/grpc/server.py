@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.grpc.auth_interceptor import Entry
+from tokenloom_server.api.grpc.auth_interceptor import MAX_REQUEST_BYTES, Entry
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
 
@@ -24,9 +24,6 @@ KEEPALIVE_S = 30
 #: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
 #: reconnects comes before its old stream was seen to be broken, and for those who look on.
 MAX_CALLS = 2 * 4096 + 256
-#: A Join and a Restore may carry a snapshot (``snapshot.MAX_BYTES``). gRPC refuses what is larger before it has it in
-#: memory; what the other methods take is much less.
-MAX_REQUEST_BYTES = 17 * 2**20
 
 
 class GrpcServer:

@@ -14,9 +14,8 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.api.auth import Access, Scope
-from tokenloom_server.api.grpc.auth_interceptor import abort, authorization_of
+from tokenloom_server.api.grpc.auth_interceptor import MAX_REQUEST_BYTES, abort, authorization_of
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice
-from tokenloom_server.api.grpc.server import MAX_REQUEST_BYTES
 from tokenloom_server.api.service import Runs, ServedRun
 from tokenloom_server.config.mixture_file import TRAIN
 from tokenloom_server.core.state import State, digest_hex
@@ -26,7 +25,7 @@ from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
 from tokenloom_server.replay.evaluation import EvaluationCall, Slice
 from tokenloom_server.replay.peek import PeekCall
-from tokenloom_server.run.coordinator import Host, Session, Waiting
+from tokenloom_server.run.coordinator import RunCoordinator, Session, Waiting
 from tokenloom_server.run.generation import Delivery, EndOfData
 from tokenloom_server.run.join import JoinCall
 from tokenloom_server.run.losses import Report
@@ -80,10 +79,10 @@ class DataLoader:
                 accumulate=request.accumulate or 1,
                 fork=request.fork,
             )
-            joined = served.opener.join(call)
+            joined = served.join_handler.join(call)
             opening = joined.opening
             return _join_response(
-                served.host,
+                served.coordinator,
                 joined.uid,
                 joined.start,
                 opening.start_state,
@@ -92,7 +91,7 @@ class DataLoader:
                 group_steps=opening.group_steps,
                 batch_size=opening.batch_size,
                 skipped=opening.skipped,
-                plans=served.host.ramp(opening).plans,
+                plans=served.coordinator.ramp(opening).plans,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -115,8 +114,8 @@ class DataLoader:
             if opened.peek:
                 yield from self._peek(served, opened, requests, context)
                 return
-            host = served.host
-            session = host.attach(
+            coordinator = served.coordinator
+            session = coordinator.attach(
                 opened.run_uid,
                 opened.generation,
                 opened.rank,
@@ -130,10 +129,12 @@ class DataLoader:
             )
             try:
                 progress = opened.progress
-                host.progress(session, progress.consumed_through, progress.credit_steps, progress.digest)
-                yield from self._responses(host, _Slot(host, session), requests, opened.document_starts, context)
+                coordinator.progress(session, progress.consumed_through, progress.credit_steps, progress.digest)
+                yield from self._responses(
+                    coordinator, _Slot(coordinator, session), requests, opened.document_starts, context
+                )
             finally:
-                host.detach(session)
+                coordinator.detach(session)
 
     def Snapshot(  # noqa: N802
         self, request: wire.SnapshotRequest, context: grpc.ServicerContext
@@ -192,7 +193,7 @@ class DataLoader:
     ) -> wire.TokenizerResponse:
         with _errors(context):
             _read(request)
-            definition = self._runs.get(request.run).host.order.tokenizer
+            definition = self._runs.get(request.run).coordinator.order.tokenizer
             if definition is None:
                 return wire.TokenizerResponse()
             return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)
@@ -267,15 +268,15 @@ class DataLoader:
         order = kept.order
         return wire.JoinResponse(
             **_layout(order),
-            run_uid=served.host.uid,
+            run_uid=served.coordinator.uid,
             start_digest=digest_hex(0),
             sources=[
                 wire.Source(id=source.id, spec=source.source, alias=source.name)
                 for source in order.config.sources
                 if source.presence != "dropped"
             ],
-            group_steps=served.host.message_steps(request.batch_size),
-            server_epoch=served.host.epoch,
+            group_steps=served.coordinator.message_steps(request.batch_size),
+            server_epoch=served.coordinator.epoch,
             batch_size=request.batch_size,
             stream_samples=samples,
         )
@@ -287,7 +288,7 @@ class DataLoader:
         call = _evaluation_call(opened)
         place = served.evaluations.open(opened.run_uid, call, opened.received_through, opened.received_digest)
         place.progress(progress.consumed_through, progress.credit_steps, progress.digest)
-        yield from self._responses(served.host, place, requests, opened.document_starts, context)
+        yield from self._responses(served.coordinator, place, requests, opened.document_starts, context)
 
     def _peek_join(
         self, served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext
@@ -304,15 +305,15 @@ class DataLoader:
             state=request.state_json,
         )
         found = served.peeks.join(call, lambda: not context.is_active())
-        batch_size = served.host.order.config.global_batch_size or request.batch_size
+        batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
         return _join_response(
-            served.host,
+            served.coordinator,
             found.uid,
             found.state,
-            served.host.course.encode(found.state),
+            served.coordinator.timeline.encode(found.state),
             generation=0,
             lineage=found.generation,
-            group_steps=served.host.message_steps(batch_size),
+            group_steps=served.coordinator.message_steps(batch_size),
             batch_size=batch_size,
         )
 
@@ -326,11 +327,11 @@ class DataLoader:
         begin, progress = opened.received_through, opened.progress
         with served.peeks.open(opened.run_uid, begin, opened.batch_size, opened.received_digest) as peek:
             peek.progress(progress.consumed_through, progress.credit_steps, progress.digest)
-            yield from self._responses(served.host, peek, requests, opened.document_starts, context)
+            yield from self._responses(served.coordinator, peek, requests, opened.document_starts, context)
 
     def _responses(
         self,
-        host: Host,
+        coordinator: RunCoordinator,
         place: _Place,
         requests: Iterator[wire.StreamRequest],
         with_starts: bool,
@@ -347,10 +348,10 @@ class DataLoader:
                     place.finish(reader.said_goodbye)
                     return
                 found = place.next(HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
-                committed = _index_of(host.committed)
-                epoch = host.epoch
+                committed = _index_of(coordinator.committed)
+                epoch = coordinator.epoch
                 if isinstance(found, Delivery):
-                    yield encode_delivery(host, place.rank, found, committed, document_starts=with_starts)
+                    yield encode_delivery(coordinator, place.rank, found, committed, document_starts=with_starts)
                 elif isinstance(found, Slice):
                     yield encode_slice(found, committed, epoch, document_starts=with_starts)
                 elif isinstance(found, EndOfData):
@@ -388,7 +389,7 @@ class _Place(Protocol):
 class _Slot(NamedTuple):
     """A rank's stream."""
 
-    host: Host
+    coordinator: RunCoordinator
     session: Session
 
     @property
@@ -397,21 +398,21 @@ class _Slot(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.host.name}-rank-{self.session.rank}"
+        return f"{self.coordinator.name}-rank-{self.session.rank}"
 
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
-        return self.host.next_for(self.session, timeout_s, interrupted)
+        return self.coordinator.next_for(self.session, timeout_s, interrupted)
 
     def progress(self, consumed_through: int, credit_steps: int, digest: str) -> None:
-        self.host.progress(self.session, consumed_through, credit_steps, digest)
+        self.coordinator.progress(self.session, consumed_through, credit_steps, digest)
 
     def wake(self) -> None:
-        self.host.wake(self.session)
+        self.coordinator.wake(self.session)
 
     def finish(self, said_goodbye: bool) -> None:
-        self.host.finish(self.session, _FINISH_S)
+        self.coordinator.finish(self.session, _FINISH_S)
         if said_goodbye:
-            self.host.leave(self.session)
+            self.coordinator.leave(self.session)
 
 
 class _Reader(threading.Thread):
@@ -447,7 +448,7 @@ class _Reader(threading.Thread):
 
 
 def _join_response(
-    host: Host,
+    coordinator: RunCoordinator,
     uid: str,
     start: State,
     start_state: str,
@@ -460,10 +461,10 @@ def _join_response(
     plans: Sequence[BatchPlan] = (),
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
-    course = host.course
-    order = course.at(start.sample_index)
+    timeline = coordinator.timeline
+    order = timeline.at(start.sample_index)
     # Those that phases and revisions bring later, too: ids are never given twice.
-    sources = [*order.config.sources, *course.stretches[-1].order.config.sources[len(order.config.sources) :]]
+    sources = [*order.config.sources, *timeline.segments[-1].order.config.sources[len(order.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
         generation=generation,
@@ -472,9 +473,9 @@ def _join_response(
         start_tokens=start.total_tokens,
         sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
         group_steps=group_steps,
-        snapshot_template=canonical(order.template(uid, host.stream, lineage)).encode(),
+        snapshot_template=canonical(order.template(uid, coordinator.stream, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
-        server_epoch=host.epoch,
+        server_epoch=coordinator.epoch,
         skipped_samples=skipped,
         global_batch_size=order.config.global_batch_size or 0,
         batch_size=batch_size,
