@@ -101,6 +101,7 @@ GOOD = {
 }
 
 SERVER_FILE = "server/tokenloom_server/"
+RUN_FILE = "server/tokenloom_server/run/generation.py"
 BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (unplaced, SERVER_FILE + "helpers.py", "", "'helpers' has no place"),
     (unplaced, "client/tokenloom/helpers.py", "", "'helpers' has no place"),
@@ -109,28 +110,28 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (upward, SERVER_FILE + "errors.py", "from . import run", "errors imports run"),
     (upward, SERVER_FILE + "errors.py", "from .run import Run", "errors imports run"),
     (upward, SERVER_FILE + "sources/base.py", "from ..run import Run", "sources imports run"),
-    (upward, SERVER_FILE + "ledger/base.py", "from tokenloom_server.sources import base", "'errors', 'ledger'] only"),
-    (upward, SERVER_FILE + "run/generation.py", "from tokenloom_server.api import grpc", "run imports api"),
-    (upward, SERVER_FILE + "run/generation.py", "from tokenloom_server.sources import base", "run.slots'] only"),
+    (upward, SERVER_FILE + "ledger/base.py", "from tokenloom_server.sources import base", "ledger imports sources"),
+    (upward, RUN_FILE, "from tokenloom_server.api import grpc", "run imports api"),
+    (upward, RUN_FILE, "from tokenloom_server.sources import base", "run.slots'] only"),
     (
         circles,
-        SERVER_FILE + "sources/base.py",
-        "from tokenloom_server.order import pipeline",
-        "circle: tokenloom_server.sources.base",
+        SERVER_FILE + "order/pipeline.py",
+        "from tokenloom_server.run import generation",
+        "run.generation → tokenloom_server.order.pipeline",
     ),
     (upward, "client/tokenloom/connection.py", "import tokenloom.dataset", "connection imports dataset"),
     (crossings, "client/tokenloom/dataset.py", "from tokenloom_server import errors", "they meet only in"),
     (crossings, SERVER_FILE + "cli/serve.py", "import tokenloom", "they meet only in"),
     (crossings, "proto/tokenloom_proto/seal.py", "from tokenloom import dataset", "they meet only in"),
     (undeclared, "client/tokenloom/dataset.py", "def f():\n    import pyarrow", "imports pyarrow"),
-    (undeclared, SERVER_FILE + "run/generation.py", "import pandas", "imports pandas"),
-    (torch_in_server, SERVER_FILE + "run/generation.py", "from torch import nn", "imports torch.nn"),
-    (edges, SERVER_FILE + "run/generation.py", "import grpc", "imports grpc"),
+    (undeclared, RUN_FILE, "import pandas", "imports pandas"),
+    (torch_in_server, RUN_FILE, "from torch import nn", "imports torch.nn"),
+    (edges, RUN_FILE, "import grpc", "imports grpc"),
     (edges, SERVER_FILE + "cli/serve.py", "from tokenloom_proto import dataloader_pb2", "viewer only"),
     (edges, "client/tokenloom/dataset.py", "from tokenloom_proto.dataloader_pb2 import Base", "for tokenloom.conn"),
     (edges, SERVER_FILE + "cli/serve.py", "from fastapi import FastAPI", "tokenloom_server.api.rest only"),
     (edges, SERVER_FILE + "cli/serve.py", "import redis", "ledger only"),
-    (edges, SERVER_FILE + "run/generation.py", "import typer", "cli only"),
+    (edges, RUN_FILE, "import typer", "cli only"),
     *(
         (impure, f"{SERVER_FILE}{unit}.py", f"import {name}", f" imports {name};")
         for unit, name in (
@@ -143,7 +144,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
             *(("mixing/new", "numpy.random"), ("mixing/new", "random")),
         )
     ),
-    (impure, SERVER_FILE + "run/generation.py", "from time import monotonic", "run.generation imports time.monotonic"),
+    (impure, RUN_FILE, "from time import monotonic", "run.generation imports time.monotonic"),
     *(
         (code_in_data, SERVER_FILE + "cli/serve.py", f"import {name}", f"imports {name}")
         for name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")
@@ -169,40 +170,40 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (dead, "client/tokenloom/scheduler.py", "", "scheduler.py: nothing imports it"),
     (
         import_time_work,
-        SERVER_FILE + "run/generation.py",
+        RUN_FILE,
         "import os\nHOME = os.environ['HOME']",
         "environment is read",
     ),
-    (import_time_work, SERVER_FILE + "run/generation.py", "HOME = read()", "read() runs on import"),
-    (import_time_work, SERVER_FILE + "run/generation.py", "class A:\n    a = connect()", "connect() runs on import"),
-    (import_time_work, SERVER_FILE + "run/generation.py", "Thread(target=print)", "Thread() runs on import"),
-    (import_time_work, SERVER_FILE + "run/generation.py", "LOCK = threading.Lock()", "Lock() runs on import"),
+    (import_time_work, RUN_FILE, "HOME = read()", "read() runs on import"),
+    (import_time_work, RUN_FILE, "class A:\n    a = connect()", "connect() runs on import"),
+    (import_time_work, RUN_FILE, "Thread(target=print)", "Thread() runs on import"),
+    (import_time_work, RUN_FILE, "LOCK = threading.Lock()", "Lock() runs on import"),
     (
         import_time_work,
-        SERVER_FILE + "run/generation.py",
+        RUN_FILE,
         "for a in 'ab':\n    A = a",
         "a for statement runs on import",
     ),
-    (import_time_work, SERVER_FILE + "run/generation.py", "cache = {}", "cache is a mutable global"),
+    (import_time_work, RUN_FILE, "cache = {}", "cache is a mutable global"),
     (
         import_time_work,
-        SERVER_FILE + "run/generation.py",
+        RUN_FILE,
         "cache: dict[str, int] = dict()",
         "cache is a mutable global",
     ),
     (
         import_time_work,
-        SERVER_FILE + "run/generation.py",
+        RUN_FILE,
         "A = {}\ndef f():\n    A['b'] = 1",
         "the constant A is changed",
     ),
     (
         import_time_work,
-        SERVER_FILE + "run/generation.py",
+        RUN_FILE,
         "A = []\ndef f():\n    A.append(1)",
         "the constant A is changed",
     ),
-    (import_time_work, SERVER_FILE + "run/generation.py", "A = 1\ndef f():\n    global A\n    A = 2", "global A"),
+    (import_time_work, RUN_FILE, "A = 1\ndef f():\n    global A\n    A = 2", "global A"),
 )
 
 

@@ -230,7 +230,7 @@ def circles(tree: Tree) -> Iterator[str]:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         circle = error.args[1]
-        yield f"{tree.modules[circle[0]].path}: imports run in a circle: {' → '.join(reversed(circle))}"
+        yield f"{tree.modules[min(circle)].path}: imports run in a circle: {' → '.join(reversed(circle))}"
 
 
 def crossings(tree: Tree) -> Iterator[str]:
