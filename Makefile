@@ -6,7 +6,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check proto format bench bench-peers clean
+.PHONY: install demo test chaos check proto format bench bench-peers capabilities clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,10 @@ $(PROTOC): Makefile
 proto: $(PROTOC)
 	$(PROTOC) -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v1 \
 		--python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) tokenloom_proto/dataloader.proto
+
+# What Tokenloom can do, a line each, from the code.
+capabilities: install
+	$(BIN)/python -m tests.support.capabilities
 
 format: install
 	$(BIN)/ruff check --fix .
