@@ -121,7 +121,7 @@ def test_the_bounds_of_plans_are_in_the_reference() -> None:
     for size in (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES):
         assert f"{size // 2**20} MiB" in section
     assert f"| plans at a time over REST | {MAX_PLANS};" in REFERENCE
-    for number in (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_STRETCHES):
+    for number in (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS):
         assert f" {number} " in section
 
 

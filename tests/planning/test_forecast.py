@@ -16,7 +16,7 @@ from tokenloom_server.order.size_estimates import SizeEstimate, measure
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.picture import draw
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.planning.segments import MAX_STRETCHES, PlanSegment, merged
+from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.shares import Soft, Span
 
 LENGTH = 8
@@ -197,11 +197,11 @@ def test_weights_follow_a_schedule_between_points_and_in_steps() -> None:
     assert (plan.reason, plan.until_sample_index) == ("every source is exhausted", 1_500_000)
 
 
-def test_tokens_are_conserved_and_stretches_have_no_gaps() -> None:
+def test_tokens_are_conserved_and_segments_have_no_gaps() -> None:
     inner = node("soft_sequential", *(leaf(f"s{i}") for i in range(12)))
     curve = leaf("c", weight=[[0, 5], [200_000, 1], [900_000, 2]])
     plan = planned(node("schedule", curve, inner), {"c": 40_000} | {f"s{i}": 3_000 * (i + 1) for i in range(12)})
-    assert len(plan.segments) <= MAX_STRETCHES
+    assert len(plan.segments) <= MAX_SEGMENTS
     assert plan.segments[0].from_tokens == 0
     assert all(a.until_tokens == b.from_tokens for a, b in zip(plan.segments, plan.segments[1:], strict=False))
     assert plan.segments[-1].until_tokens == plan.until_tokens
@@ -211,7 +211,7 @@ def test_tokens_are_conserved_and_stretches_have_no_gaps() -> None:
         assert given == pytest.approx(source.tokens, rel=1e-4, abs=1000)
 
 
-def test_joined_stretches_keep_what_each_source_gets_and_where_shares_jump() -> None:
+def test_joined_segments_keep_what_each_source_gets_and_where_shares_jump() -> None:
     rng = np.random.default_rng(5)
     raw = rng.random((50, 3)) * 0.01 + np.repeat([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1]], 10, axis=0)
     ends = np.cumsum(rng.random(50) + 0.5)

@@ -11,7 +11,7 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import RowCounts, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
-from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedSegment, RunPlan
 from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.reports.stats import (
     LedgerStats,
@@ -175,7 +175,7 @@ def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
                 PlannedEnding(tokens=10_249_216, sample_index=20_018, name=alias, why="is exhausted")
                 for alias in ("code", "prose")
             ],
-            "stretches": [PlannedStretch(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])],
+            "segments": [PlannedSegment(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])],
         }
         | figures
     )

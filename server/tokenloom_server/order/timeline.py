@@ -30,7 +30,7 @@ from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
 
 @dataclass(frozen=True, slots=True)
 class TimelineSegment:
-    """The order from a sample index on, up to the next stretch's."""
+    """The order from a sample index on, up to the next segment's."""
 
     begin: int
     #: The run's total tokens there.
@@ -79,7 +79,7 @@ class _Recorded(NamedTuple):
 
 
 class Timeline:
-    """Immutable. A run without phases and revisions has one stretch."""
+    """Immutable. A run without phases and revisions has one segment."""
 
     def __init__(self, first: Order, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None) -> None:
         """``first`` is the order that the run's record gives. Raises ``ConfigError``, ``SourceError`` and
@@ -113,15 +113,15 @@ class Timeline:
 
     def at(self, sample_index: int) -> Order:
         """The order that decides the sample at an index."""
-        return self._stretch(sample_index).order
+        return self._segment(sample_index).order
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens before the sample at an index."""
-        segment = self._stretch(sample_index)
+        segment = self._segment(sample_index)
         return segment.tokens + (sample_index - segment.begin) * segment.order.config.sequence_length
 
     def epochs_until(self, sample_index: int) -> Sequence[float]:
-        """The most epochs that each source had in any stretch that began at a sample index or before it, by id."""
+        """The most epochs that each source had in any segment that began at a sample index or before it, by id."""
         had = [segment.order.config.epochs for segment in self._segments if segment.begin <= sample_index]
         return [max(found) for found in zip_longest(*had, fillvalue=0.0)]
 
@@ -134,7 +134,7 @@ class Timeline:
             )
             if behind is None or index < behind.begin:
                 return index
-        raise AssertionError("unreachable: the last stretch has no end")
+        raise AssertionError("unreachable: the last segment has no end")
 
     def initial(self) -> State:
         """The state before the first sample."""
@@ -152,7 +152,7 @@ class Timeline:
         )
 
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
-        """As ``Order.pipeline``; goes over from stretch to stretch by itself."""
+        """As ``Order.pipeline``; goes over from segment to segment by itself."""
         return self.at(state.sample_index).pipeline(
             state, ahead=ahead, switches=self.switches(state.sample_index, ahead=ahead)
         )
@@ -160,7 +160,7 @@ class Timeline:
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
         """Those behind a sample index."""
         found = []
-        before = self._stretch(sample_index).order
+        before = self._segment(sample_index).order
         for segment in self._segments[bisect_right(self._begins, sample_index) :]:
             order = segment.order
             longer = order.config.sequence_length != before.config.sequence_length
@@ -343,7 +343,7 @@ class Timeline:
 
     # -------------------------------------------------------------------------------------------------
 
-    def _stretch(self, sample_index: int) -> TimelineSegment:
+    def _segment(self, sample_index: int) -> TimelineSegment:
         return self._segments[max(0, bisect_right(self._begins, sample_index) - 1)]
 
     def _lay(self) -> Iterator[TimelineSegment]:
@@ -396,7 +396,7 @@ class Timeline:
 
 
 class _Lazily:
-    """The packers of a stretch that may never be reached: made when the first is asked for."""
+    """The packers of a segment that may never be reached: made when the first is asked for."""
 
     def __init__(self, order: Order, ahead: bool) -> None:
         self._make = partial(order.packers, ahead=ahead)

@@ -17,8 +17,8 @@ from tokenloom_server.order.revision import carry
 from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.flow import Flowed, flow
-from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
-from tokenloom_server.planning.segments import MAX_STRETCHES, PlanSegment, merged
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedSegment, RunPlan
+from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.tree import Leaf, grow
 
 #: Measures a source of an order, by id.
@@ -152,8 +152,8 @@ class _Way:
                 for ending in flowed.endings
             ],
             segments=[
-                PlannedStretch(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
-                for each in merged(segments, MAX_STRETCHES)
+                PlannedSegment(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
+                for each in merged(segments, MAX_SEGMENTS)
                 if round(each.begin) < round(each.end)
             ],
         )

@@ -42,7 +42,7 @@ def draw(plan: RunPlan, form: Format) -> bytes:
     below = [0.0] * len(edges)
     colours = matplotlib.colormaps[_FEW_COLOURS if len(plan.sources) <= 10 else _MANY_COLOURS]
     for i, (name, shares) in enumerate(_layers(plan)):
-        # As steps: what a stretch has, it has up to its end.
+        # As steps: what a segment has, it has up to its end.
         stacked = [share + under for share, under in zip([*shares, shares[-1] if shares else 0.0], below, strict=True)]
         axes.fill_between(
             edges, below, stacked, step="post", label=_literal(name), linewidth=0,
@@ -68,7 +68,7 @@ def draw(plan: RunPlan, form: Format) -> bytes:
 
 
 def _layers(plan: RunPlan) -> list[tuple[str, list[float]]]:
-    """Names with their shares by stretch, in the order of the mixture file; the smallest as one behind them."""
+    """Names with their shares by segment, in the order of the mixture file; the smallest as one behind them."""
     by_size = sorted(plan.sources, key=lambda source: -source.tokens)
     shown = {source.id for source in by_size[:SHOWN_SOURCES]}
     found = [

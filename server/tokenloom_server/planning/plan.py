@@ -49,13 +49,13 @@ class PlannedEnding(_Future):
     why: str
 
 
-class PlannedStretch(_Future):
-    """A stretch of the run with its shares."""
+class PlannedSegment(_Future):
+    """A segment of the run with its shares."""
 
     from_tokens: int
     until_tokens: int
     shares: list[float]
-    """Each source's mean share of the stretch's tokens, by source id."""
+    """Each source's mean share of the segment's tokens, by source id."""
 
 
 class RunPlan(_Future):
@@ -79,5 +79,5 @@ class RunPlan(_Future):
     sources: list[PlannedSource]
     endings: list[PlannedEnding]
     """In time."""
-    segments: list[PlannedStretch]
-    """In time, without gaps. Where shares change all the time, in as many stretches as show it."""
+    segments: list[PlannedSegment]
+    """In time, without gaps. Where shares change all the time, in as many segments as show it."""

@@ -12,7 +12,7 @@ from tokenloom_server.planning.plan import PlannedSource, RunPlan
 from tokenloom_server.planning.segments import PlanSegment, merged
 
 #: Columns of the table of shares over time.
-SHOWN_STRETCHES = 6
+SHOWN_SEGMENTS = 6
 #: Endings that are named one by one.
 SHOWN_ENDINGS = 12
 
@@ -59,11 +59,11 @@ def _epochs(source: PlannedSource) -> str:
 
 
 def _shares(plan: RunPlan) -> Table:
-    """A row for each source, a column for each of a few stretches."""
+    """A row for each source, a column for each of a few segments."""
     all_of_them = [PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments]
     table = Table(title="shares over the run's tokens")
     table.add_column("source")
-    few = merged(all_of_them, SHOWN_STRETCHES)
+    few = merged(all_of_them, SHOWN_SEGMENTS)
     for segment in few:
         table.add_column(f"{short(segment.begin)} – {short(segment.end)}", justify="right")
     for source in plan.sources:

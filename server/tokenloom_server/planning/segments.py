@@ -1,4 +1,4 @@
-"""Shares over time, as stretches of the run, and fewer of them where so many are not wanted."""
+"""Shares over time, as segments of the run, and fewer of them where so many are not wanted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-#: Stretches that are kept of a run.
-MAX_STRETCHES = 400
+#: Segments that are kept of a run.
+MAX_SEGMENTS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PlanSegment:
 
 
 def merged(segments: Sequence[PlanSegment], most: int) -> list[PlanSegment]:
-    """At most so many stretches, neighbours that differ least joined; nothing is lost of what each source gets."""
+    """At most so many segments, neighbours that differ least joined; nothing is lost of what each source gets."""
     ends = np.array([segment.end for segment in segments])
     lengths = ends - np.array([segment.begin for segment in segments])
     shares = np.array([segment.shares for segment in segments])

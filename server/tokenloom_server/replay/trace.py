@@ -388,7 +388,7 @@ def _segments(group: StepGroup) -> list[_Segment]:
 
 
 def _parts(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
-    """A range of samples, cut where another stretch of the course begins, and ended where the length changes."""
+    """A range of samples, cut where another segment of the course begins, and ended where the length changes."""
     found = []
     for segment in timeline.segments:
         if begin < segment.begin < end:
