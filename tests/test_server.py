@@ -43,7 +43,7 @@ UNUSED = {
 LATER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}
 #: All that is imported before a server of ids with a ledger in SQLite is ready.
 READY = (
-    *("cli", "server", "service", "grpc_service.servicer", "ledger.sqlite"),
+    *("cli", "api.server", "api.service", "api.grpc.servicer", "ledger.sqlite"),
     *("sources.parquet", "sources.arrow", "sources.jsonl", "sources.txt"),
 )
 

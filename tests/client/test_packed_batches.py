@@ -16,7 +16,7 @@ from tokenloom.batch import IGNORED, Batch, Layout, Message
 from tokenloom.errors import ProtocolError
 from tokenloom_server.order.pipeline import PADDING, BatchPlan
 from tokenloom_server.order.record import Order
-from tokenloom_server.packing.origins import Part
+from tokenloom_server.packing.origins import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH = 3
@@ -43,7 +43,7 @@ def layout_of(order: Order, *asked: str) -> Layout:
     )
 
 
-def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[Part]]]]:
+def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
     state, layout = order.initial(), layout_of(order, *asked)
     parts = {i: order.parts(i, source, 10_000) for i, source in enumerate(state.sources)}
