@@ -29,7 +29,8 @@ from tests.support.memory_service import MemoryService
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "CAPABILITIES.txt"
 ENVIRONMENT = re.compile(
-    r'environ\w*(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in (?:os\.)?environ|"((?:TOKENLOOM|SLURM)_[A-Z]+(?:_[A-Z]+)*)"'
+    r'environ\w*(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in (?:os\.)?environ'
+    r'|"((?:TOKENLOOM|SLURM)_[A-Z]+(?:_[A-Z]+)*)"'
 )
 
 
