@@ -1,8 +1,8 @@
 """The house in numbers: how large the code is and how it is divided, against its ceilings and its limits.
 
 ``make house`` prints them. A *limit* is where a number is to come to; its *ceiling* in ``tests/house.json`` is where it
-is now, which it may not rise above. ``make house LOWER=1`` brings the
-ceilings down to the present numbers, or to the limits.
+is now, which it may not rise above. ``make house LOWER=1`` brings the ceilings down to the present numbers, or to the
+limits.
 Modules and functions that are over a limit for a good reason stand in ``tests/house.json`` by name, with the reason.
 """
 
