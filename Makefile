@@ -6,7 +6,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check proto format bench bench-peers capabilities clean
+.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens house clean
 
 install: $(VENV)/.installed
 
@@ -55,6 +55,14 @@ proto: $(PROTOC)
 # What Tokenloom can do, a line each, from the code.
 capabilities: install
 	$(BIN)/python -m tests.support.capabilities
+
+# What Tokenloom writes and shows, to the letter. Look at the difference, and say in the commit why it is one.
+goldens: install
+	PYTHONPATH=tests $(BIN)/python -m support.goldens
+
+# The size of the code, and the ceilings that it may not rise above; LOWER=1 lowers these to what is there now.
+house: install
+	PYTHONPATH=tests $(BIN)/python -m support.house $(if $(LOWER),--lower)
 
 format: install
 	$(BIN)/ruff check --fix .

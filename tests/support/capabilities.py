@@ -29,7 +29,8 @@ from tests.support.memory_service import MemoryService
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "CAPABILITIES.txt"
 ENVIRONMENT = re.compile(
-    r'environ\w*(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in (?:os\.)?environ|"((?:TOKENLOOM|SLURM)_[A-Z]+(?:_[A-Z]+)*)"'
+    r'environ\w*(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in (?:os\.)?environ'
+    r'|"((?:TOKENLOOM|SLURM)_[A-Z]+(?:_[A-Z]+)*)"'
 )
 
 
@@ -38,16 +39,20 @@ def capabilities() -> str:
     return "".join(f"{line}\n" for line in sorted({line for kind in kinds for line in kind()}))
 
 
+def commands(path: str = "tokenloom", command: Any = None) -> Iterator[tuple[str, Any]]:
+    """Every command and group of commands, as it is typed."""
+    command = command or get_command(app)
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(f"{path} {name}", below)
+
+
 def _commands() -> Iterator[str]:
-    def walk(path: str, command: Any) -> Iterator[str]:
+    for path, command in commands():
         yield f"cli: {path}"
         for parameter in command.params:
             names = "/".join([*parameter.opts, *parameter.secondary_opts])
             yield f"cli: {path} {names}" + (f" (environment {parameter.envvar})" if parameter.envvar else "")
-        for name, below in getattr(command, "commands", {}).items():
-            yield from walk(f"{path} {name}", below)
-
-    return walk("tokenloom", get_command(app))
 
 
 def _routes() -> Iterator[str]:
