@@ -47,28 +47,6 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
 
 
-def _tree_of_readme() -> set[str]:
-    block = README.split("```text\n")[1].split("```")[0]
-    found, folder = set(), ""
-    for line in block.splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name
-        elif folder.startswith(tuple(f"{package}/" for package in PACKAGES)):
-            found.add(folder + name)
-    return found
-
-
-def test_the_readmes_tree_has_one_line_for_every_module_and_none_for_others() -> None:
-    there = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py" and "_pb2" not in path.name
-    }
-    assert _tree_of_readme() == there
-
-
 def test_every_field_of_the_mixture_file_is_in_the_readme() -> None:
     section = README.split("## The mixture file")[1].split("\n## ")[0]
     documented = set(re.findall(r"`([a-z_]+)`", section))

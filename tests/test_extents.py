@@ -13,7 +13,7 @@ from tokenloom_server.order.record import Order
 from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.lines import LinesSource
-from tokenloom_server.tokenizer import Documents as Encoded
+from tokenloom_server.tokenizer.documents import Documents as Encoded
 
 
 def counted(order: Order, source_id: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 SOURCE_ID, PAD = 3, 255
 

@@ -20,7 +20,7 @@ from tokenloom_server.packing import window
 from tokenloom_server.packing.documents import Documents, TokenizedRows
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 KINDS = ("none", "shards", "rows")
 SEED, SOURCE_ID = 11, 4

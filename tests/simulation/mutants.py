@@ -50,7 +50,7 @@ def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
             raise NotFound("join first")
         return self.active
 
-    patch.setattr(RunCoordinator, "_live_of", live_of)
+    patch.setattr(RunCoordinator, "_active_of", live_of)
     patch.setattr(RunCoordinator, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
     return MemoryLedger
 
@@ -86,7 +86,7 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(RunCoordinator, "doubt", lambda self, what, error: None)
+    patch.setattr(RunCoordinator, "await_ledger", lambda self, what, error: None)
     return MemoryLedger
 
 

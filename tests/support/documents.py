@@ -13,7 +13,7 @@ from tokenloom_server.packing.base import Packer
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 EOT = 250
 

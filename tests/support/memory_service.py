@@ -11,7 +11,7 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import RowCounts, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
-from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedSegment, RunPlan
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.reports.stats import (
     LedgerStats,

@@ -65,24 +65,16 @@ from tokenloom_server.sources.paired import PairedSource
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote
-from tokenloom_server.tokenizer import (
-    DocumentEncoder,
-    Engine,
-    EngineRecord,
-    MaskedEncoder,
-    TokenizerDefinition,
-    begin_of_text_id,
-    choose_engine,
-    end_of_text_id,
-    find_tokenizer,
-    id_dtype,
-    load_engine,
-    tokenizer_files,
-)
+from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
+from tokenloom_server.tokenizer.choose import EngineRecord, choose_engine, load_engine
 from tokenloom_server.tokenizer.crash_child import Isolation
 from tokenloom_server.tokenizer.crash_guard import CarefulEncoder
 from tokenloom_server.tokenizer.crash_records import Suspects
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer, id_dtype, tokenizer_files
+from tokenloom_server.tokenizer.documents import DocumentEncoder
+from tokenloom_server.tokenizer.engine import Engine
 from tokenloom_server.tokenizer.engine_pool import Engines
+from tokenloom_server.tokenizer.masked import MaskedEncoder
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
 from tokenloom_server.packing.window import Held, Reader, Tokens, stretches
 from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.tokenizer import Documents as Encoded
+from tokenloom_server.tokenizer.documents import Documents as Encoded
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from tokenloom_server.order.revision import carry
 from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.flow import Flowed, flow
-from tokenloom_server.planning.plan import PlannedEnding, PlannedSource, PlannedSegment, RunPlan
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.tree import Leaf, grow
 

@@ -23,7 +23,7 @@ from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, J
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
 from tokenloom_server.sources import short_form
-from tokenloom_server.tokenizer import tokenizer_files
+from tokenloom_server.tokenizer.definition import tokenizer_files
 
 _log = logging.getLogger(__name__)
 

@@ -20,15 +20,9 @@ import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer import (
-    Engine,
-    EngineRecord,
-    SpecialTokensInText,
-    find_tokenizer,
-    load_engine,
-    other_engine,
-)
-from tokenloom_server.tokenizer.engine import Ids
+from tokenloom_server.tokenizer.choose import EngineRecord, load_engine, other_engine
+from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.engine import Engine, Ids, SpecialTokensInText
 
 #: For about a mebibyte of text, which takes a second; and to start, and to load a large vocabulary. What takes
 #: longer counts as dead.

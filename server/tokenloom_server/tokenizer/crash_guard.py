@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources.base import BadRow
-from tokenloom_server.tokenizer import DocumentEncoder, Documents, Encoded, Engine
 from tokenloom_server.tokenizer.crash_child import Isolation
 from tokenloom_server.tokenizer.crash_records import Suspects
-from tokenloom_server.tokenizer.engine import Ids
+from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
+from tokenloom_server.tokenizer.engine import Encoded, Engine, Ids
 
 _log = logging.getLogger(__name__)
 
