@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.server_process import ServerProcess, run_module
 from support.trainer import World
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def children(mix: str, folder: Path) -> list[dict[str, Any]]:
     """The sources of a short form, which is valid."""
     document = short_form.document(mix, folder, **RUN)
-    config.parse(document, where=short_form.OPTION)
+    config.parse(document, built_in(), where=short_form.OPTION)
     found: list[dict[str, Any]] = document["mixture"]["children"]
     return found
 
@@ -112,7 +113,7 @@ def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tm
     }
     path = tmp_path / "mixture.yaml"
     path.write_text(short_form.as_yaml(document), encoding="utf-8")
-    assert config.load(path) == config.parse(document, where=short_form.OPTION)
+    assert config.load(path, built_in()) == config.parse(document, built_in(), where=short_form.OPTION)
 
 
 def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> None:
@@ -182,7 +183,7 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path) -> None:
     path = folder / "gone-on-with.yaml"
     path.write_text(done.stdout, encoding="utf-8")
     try:
-        assert [source.weight for source in config.load(path).sources] == [0.9, 0.1]
+        assert [source.weight for source in config.load(path, built_in()).sources] == [0.9, 0.1]
         assert run_module("validate", path).status == 0
     finally:
         path.unlink()

@@ -21,6 +21,7 @@ from tokenloom_server.api.rest.app import MAX_PLANS, create_app
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.http import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
+from tokenloom_server.catalog import built_in
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
@@ -61,7 +62,7 @@ def test_every_source_scheme_is_in_the_readme() -> None:
 
 def test_the_readmes_mixture_file_is_valid() -> None:
     text = README.split("```yaml\n")[1].split("```")[0]
-    found = config.parse(yaml.safe_load(text), where="README.md")
+    found = config.parse(yaml.safe_load(text), built_in(), where="README.md")
     assert next(source.name for source in found.sources) == "code"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import _varint, encode_delivery
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -32,6 +33,7 @@ def test_the_bytes_are_the_message_field_by_field(
             "labels": labels,
             "mixture": {"policy": "weighted", "children": [{"source": "txt:a.txt:text"}]},
         },
+        built_in(),
         where="test",
     )
     order = Order.create(found, tmp_path, None)

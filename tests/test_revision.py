@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk, worst_distance
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config.mixture_file import RunConfig
 from tokenloom_server.mixing.credits import carried
-from tokenloom_server.mixing.mixer import NOTHING
+from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.round_robin import levelled
 
 LENGTH = 8
@@ -23,7 +24,7 @@ LENGTH = 8
 def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunConfig:
     document = config.model_dump()
     change(document["mixture"])
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=built_in())
 
 
 def randomly_revised(rng: random.Random, config: RunConfig) -> RunConfig:

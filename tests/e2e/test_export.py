@@ -16,6 +16,7 @@ import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
@@ -88,7 +89,7 @@ def test_a_run_of_what_was_exported_has_the_same_samples(
         "run": "again", "vocab_size": 320, "end_of_text_id": 0, "add_eot": False, "sequence_length": LENGTH,
         "mixture": {"policy": "sequential", "children": [{"source": "megatron:range"}]},
     }  # fmt: skip
-    order = Order.create(config.parse(document, where="test"), tmp_path, None)
+    order = Order.create(config.parse(document, built_in(), where="test"), tmp_path, None)
     blocks = order.packers()(0, order.initial().sources[0]).blocks()
     found = [tuple(np.frombuffer(ids, order.dtype).tolist()) for block in blocks for ids in block.ids]
     assert found == [sample.ids for sample in sequence[BEGIN:END]]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpora import flat
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
@@ -95,7 +96,7 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
 def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
     for prefix, count in (("a", 0), ("b", 1)):
         write(tmp_path / f"data/{prefix}", DOCUMENTS)
-        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, where="test"), tmp_path, None)
+        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, built_in(), where="test"), tmp_path, None)
         assert len(run.warnings()) == count
 
 
@@ -226,7 +227,7 @@ def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_
 
 def order(folder: Path, **fields: Any) -> Order:
     document = flat(["megatron:data/corpus"]) | {"sequence_length": 4} | fields
-    return Order.create(config.parse(document, where="test"), folder, None)
+    return Order.create(config.parse(document, built_in(), where="test"), folder, None)
 
 
 def ids_of(order: Order) -> list[int]:

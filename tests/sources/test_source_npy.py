@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpora import flat
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
@@ -234,7 +235,7 @@ def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of
 
 def order(folder: Path, spec: str, **fields: Any) -> Order:
     run = {"tokenizer": None, "vocab_size": 60_000, "end_of_text_id": END, "sequence_length": 4}
-    return Order.create(config.parse(flat([spec]) | run | fields, where="test"), folder, folder / "index")
+    return Order.create(config.parse(flat([spec]) | run | fields, built_in(), where="test"), folder, folder / "index")
 
 
 def ids_of(order: Order) -> list[int]:

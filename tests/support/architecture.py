@@ -21,6 +21,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("core", "storage"),
         ("config", "ledger"),
         ("mixing", "sources"),
+        ("catalog",),
         ("tokenizer",),
         ("packing",),
         ("order",),

@@ -19,6 +19,7 @@ from tokenloom_server import errors
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.problems import HTTP_ERRORS
+from tokenloom_server.catalog import built_in
 from tokenloom_server.cli import app
 from tokenloom_server.config.mixture_file import RunConfig
 from tokenloom_server.config.spec import SCHEMES
@@ -73,6 +74,7 @@ def _routes() -> Iterator[str]:
 def _mixture_fields() -> Iterator[str]:
     schema = RunConfig.model_json_schema()
     yield from (f"mixture file: {field}" for field in _fields(schema, schema["$defs"], (), once={}))
+    yield f"mixture file: mixture.policy = {' | '.join(built_in().policies)}"
     yield from (f"mixture file: source {form}" for form in SCHEMES.values())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.mixture_file import RunConfig
 from tokenloom_server.order.record import Order
@@ -137,7 +138,7 @@ def flat(specs: Sequence[str], policy: str = "least_consumed", **fields: Any) ->
 
 
 def parsed(document: dict[str, Any]) -> RunConfig:
-    return config.parse(document, where="mixture.yaml")
+    return config.parse(document, built_in(), where="mixture.yaml")
 
 
 def order_of(folder: Path, document: dict[str, Any] | None = None) -> Order:
@@ -204,4 +205,4 @@ def random_presences(rng: random.Random, run: RunConfig, share: float = 0.12) ->
 
     document = run.model_dump()
     visit(document["mixture"])
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=built_in())

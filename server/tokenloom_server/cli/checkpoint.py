@@ -76,11 +76,12 @@ def checkpoint_probabilities(
 
 
 def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
+    from tokenloom_server.catalog import built_in
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.tools.checkpoint.content import read
     from tokenloom_server.tools.checkpoint.file import find
 
     try:
-        return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)
+        return read(file, find(file, inside), config.load(mixture, built_in()) if mixture is not None else None)
     except TokenloomError as error:
         fail(error)

@@ -286,10 +286,11 @@ def _apply(
 
     Sources are known by their specs, nodes by their aliases. What the file does not have any more is dropped.
     """
+    from tokenloom_server.catalog import built_in
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.order.revision import as_file
 
-    found = config.load(mixture)
+    found = config.load(mixture, built_in())
     return {"mixture": as_file(found), "run": found.run}
 
 

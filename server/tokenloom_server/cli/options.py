@@ -113,12 +113,13 @@ def fields_of(
 
 def one_mixture(mixture: Path | None, short: tuple[RunConfig, str] | None) -> tuple[RunConfig, str, Path]:
     """The config of the file or of the short form, the text that the latter stands for, and where paths begin."""
+    from tokenloom_server.catalog import built_in
     from tokenloom_server.config import mixture_file as config
 
     if short is not None and mixture is None:
         return *short, Path.cwd()
     if short is None and mixture is not None:
-        return config.load(mixture), "", mixture.resolve().parent
+        return config.load(mixture, built_in()), "", mixture.resolve().parent
     raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
 
 
@@ -141,8 +142,9 @@ def short_form(mix: str | None, fields: dict[str, str | int | None], roots: Data
     missing = [f"--{name.replace('_', '-')}" for name in ("run", "sequence_length") if fields[name] is None]
     if missing:
         raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
+    from tokenloom_server.catalog import built_in
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources import short_form
 
     document = short_form.document(mix, Path.cwd(), roots, **fields)
-    return config.parse(document, where=short_form.OPTION), short_form.as_yaml(document)
+    return config.parse(document, built_in(), where=short_form.OPTION), short_form.as_yaml(document)

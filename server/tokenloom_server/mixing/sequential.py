@@ -6,13 +6,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
+from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.core.state import ChildState
+from tokenloom_server.mixing.policy import Children, Choices, Chooser, ChooserBase, NodeShape, Policy, SavedChild
 
 
-class Sequential(NoCredits):
-    """Implements ``Policy``. The first live child in the order of the file is next; there is nothing to save."""
+class Sequential(Policy):
+    """The first live child in the order of the file is next; there is nothing to save."""
 
-    def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
+    name = "sequential"
+    follows_progress = True
+
+    def chooser(
+        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
+    ) -> Chooser:
+        return SequentialChooser(children)
+
+    def saved_weights(self, children: Sequence[SavedChild], run_tokens: int, interpolate: str) -> Sequence[float]:
+        return _first([not child.live for child in children])
+
+
+class SequentialChooser(ChooserBase):
+    """Implements ``Chooser``."""
+
+    def __init__(self, children: Children) -> None:
         self._children = children
 
     def upcoming(self, count: int) -> Choices:
@@ -28,7 +45,12 @@ class Sequential(NoCredits):
         """Nothing is kept."""
 
     def weights(self) -> Sequence[int]:
-        found = [0] * len(self._children.out)
-        if not all(self._children.out):
-            found[self.choose(0)] = 1
-        return found
+        return _first(self._children.out)
+
+
+def _first(out: Sequence[bool]) -> list[int]:
+    """1 for the first child that is not out, 0 for the others."""
+    weights = [0] * len(out)
+    if not all(out):
+        weights[out.index(False)] = 1
+    return weights

@@ -24,9 +24,8 @@ from tokenloom_server.config.mixture_file import (
 )
 from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import Mixer
-from tokenloom_server.mixing.round_robin import levelled
+from tokenloom_server.mixing.policy import NodeChange, policy_of
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
@@ -34,9 +33,6 @@ _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit",
 
 #: What decides no order, and is the mixture file's to say.
 _BAD_ROWS = ("on_bad_row", "max_bad_rows")
-
-#: Policies whose credits mean the same: tokens owed, in 1/W.
-_OWING = ("least_consumed", "soft_sequential", "balance_remaining", "schedule")
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
@@ -48,7 +44,7 @@ def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
     if change.mixture is not None:
         if change.set or change.add or change.drop:
             raise ConfigError("mixture: a whole mixture is given, so set, add and drop must be left out")
-        return merged(config, _node(change.mixture, "mixture"))
+        return merged(config, _node(config, change.mixture, "mixture"))
     tree = _Tree(config)
     for i, setting in enumerate(change.set):
         tree.set(setting, f"set.{i}")
@@ -200,7 +196,7 @@ def places(config: RunConfig) -> Iterator[tuple[str, Child]]:
 
 def differences_of_files(in_force: RunConfig, file: RunConfig) -> list[str]:
     """What a mixture file changes of the mixture in force, a line each; whatever is paused stays so."""
-    new = merged(in_force, _node(as_file(file), "mixture"))
+    new = merged(in_force, _node(file, as_file(file), "mixture"))
     return differences(in_force, new, fields=[field for field in _SETTABLE if field != "alias"])
 
 
@@ -269,49 +265,19 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
     nodes = []
     for node in new.nodes:
         keys = [(node.id, _key(child)) for child in node.children]
-        owed = _owed(
-            node.policy,
-            known_nodes[node.id].policy if node.id in known_nodes else None,
-            _kept(node, [before.get(key) for key in keys], found[node.id], new.pick_samples),
-            [earlier.get(key, 0) for key in keys],
-            later[node.id],
-            [child.samples // new.pick_samples for child in found[node.id]],
-            new.pick_tokens,
+        owed = policy_of(node).revised(
+            NodeChange(
+                old_policy=policy_of(known_nodes[node.id]) if node.id in known_nodes else None,
+                old=[before.get(key) for key in keys],
+                new=found[node.id],
+                old_weights=[earlier.get(key, 0) for key in keys],
+                new_weights=later[node.id],
+                pick_samples=new.pick_samples,
+                pick_tokens=new.pick_tokens,
+            )
         )
         nodes.append(tuple(replace(child, credit=own) for child, own in zip(found[node.id], owed, strict=True)))
     return replace(state, sources=tuple(sources), nodes=tuple(nodes))
-
-
-def _kept(
-    node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState], pick_samples: int
-) -> list[int]:
-    """The credits of before; 0 for a child that was not there."""
-    if node.policy != "round_robin":
-        return [was.credit if was is not None else 0 for was in before]
-    # A node that sources joined or left counts other samples than before; its turns are what they were.
-    return [
-        was.samples // pick_samples + was.credit - is_now.samples // pick_samples if was is not None else 0
-        for was, is_now in zip(before, now, strict=True)
-    ]
-
-
-def _owed(
-    policy: str,
-    was: str | None,
-    owed: Sequence[int],
-    before: Sequence[int],
-    after: Sequence[int],
-    samples: Sequence[int],
-    sample_tokens: int,
-) -> Sequence[int]:
-    """The credits from now on of a node's children, of which ``before`` and ``after`` are the weights in force."""
-    if policy in _OWING and was in _OWING:
-        return owed if list(before) == list(after) else carried(owed, before, after, sample_tokens)
-    if policy == "round_robin":
-        if was != policy:
-            owed, before = [0] * len(owed), [0] * len(owed)
-        return levelled(samples, owed, [weight > 0 for weight in before], [weight > 0 for weight in after])
-    return [0] * len(owed)
 
 
 def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:
@@ -381,9 +347,9 @@ class _Tree:
         if "children" not in parent:
             raise ConfigError(f"{where}.to: {addition.to!r} is a source; expected a node's alias or place")
         if "children" in addition.child or "policy" in addition.child:
-            added: Child = _node(addition.child, f"{where}.child")
+            added: Child = _node(self._config, addition.child, f"{where}.child")
         else:
-            added = _read(SourceConfig, addition.child, f"{where}.child")
+            added = _read(SourceConfig, self._config, addition.child, f"{where}.child")
         parent["children"].append(self._numbered(added, where))
         self._prune(self.root)
 
@@ -456,16 +422,17 @@ def _validated(config: RunConfig, root: dict[str, Any], sequence_length: int | N
     document = config.model_dump(exclude={"mixture"}) | {"mixture": root}
     if sequence_length is not None:
         document["sequence_length"] = sequence_length
-    return _read(RunConfig, document, "")
+    return _read(RunConfig, config, document, "")
 
 
-def _node(document: dict[str, Any], where: str) -> NodeConfig:
-    return _read(NodeConfig, document, where)
+def _node(config: RunConfig, document: dict[str, Any], where: str) -> NodeConfig:
+    return _read(NodeConfig, config, document, where)
 
 
-def _read(model: type[_Model], document: dict[str, Any], where: str) -> _Model:
+def _read(model: type[_Model], config: RunConfig, document: dict[str, Any], where: str) -> _Model:
+    """Reads a part of a mixture against what the config was read against."""
     try:
-        return model.model_validate(document)
+        return model.model_validate(document, context=config.catalog)
     except ValidationError as error:
         raise ConfigError(explain(error, "", where)) from None
 

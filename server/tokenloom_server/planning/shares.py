@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.mixture_file import NodeConfig
-from tokenloom_server.mixing.varying import UPDATE_SAMPLES
+from tokenloom_server.mixing.varying import UPDATE_PICKS
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -97,14 +97,14 @@ class Soft:
     """``soft_sequential``: a child gets what its forerunners leave of each token, times what is left of it.
 
     With the shares of others unchanged, what is left of a child falls exponentially; that is what a step takes it for.
-    Small nodes are gone through as the policy does it: shares stand for ``UPDATE_SAMPLES`` samples of the run.
+    Small nodes are gone through as the policy does it: shares stand for ``UPDATE_PICKS`` samples of the run.
     """
 
     looks_ahead = True
 
     def __init__(self, sample_tokens: int) -> None:
         self._least = _LEAST_SOFT * sample_tokens
-        self._update = float(UPDATE_SAMPLES * sample_tokens)
+        self._update = float(UPDATE_PICKS * sample_tokens)
 
     def over(self, live: Flags, left: Floats, given: Floats, span: Span) -> Floats:
         now = self._at(live, left, left + given)
@@ -138,14 +138,14 @@ class Soft:
 class Scheduled:
     """``schedule``: weights that follow the run's total tokens, by points.
 
-    They do so every ``UPDATE_SAMPLES`` samples: a step comes with the next of these, and between points weights are on
+    They do so every ``UPDATE_PICKS`` samples: a step comes with the next of these, and between points weights are on
     average half of these late.
     """
 
     looks_ahead = False
 
     def __init__(self, points: Sequence[Sequence[tuple[int, float]]], *, in_steps: bool, sample_tokens: int) -> None:
-        update = UPDATE_SAMPLES * sample_tokens
+        update = UPDATE_PICKS * sample_tokens
 
         def comes_at(tokens: int) -> float:
             if in_steps:
@@ -201,6 +201,7 @@ def shares_of(node: NodeConfig, sample_tokens: int) -> Shares:
             return Balanced(sample_tokens)
         case "schedule":
             return Scheduled(points, in_steps=node.interpolate == "step", sample_tokens=sample_tokens)
+    raise AssertionError(f"no plan knows the policy {node.policy!r}")
 
 
 def _normal(weights: Floats) -> Floats:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.mixture_file import RunConfig, SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order.record import Order
 from tokenloom_server.sources.base import Content
@@ -216,9 +216,9 @@ def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
     children = []
     left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
     for _, source in config.named_sources():
-        children.append(SourceConfig.model_validate(source.model_dump(exclude=set(left_out))))
-    mixture = NodeConfig(policy="sequential", children=list(children))
-    return RunConfig.model_validate(config.model_copy(update={"mixture": mixture, "phases": []}).model_dump())
+        children.append(source.model_dump(exclude=set(left_out)))
+    document = config.model_dump() | {"mixture": {"policy": "sequential", "children": children}, "phases": []}
+    return RunConfig.model_validate(document, context=config.catalog)
 
 
 def _file_name(source: SourceConfig) -> str:

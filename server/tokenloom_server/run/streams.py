@@ -18,15 +18,13 @@ from tokenloom_server.config.mixture_file import TRAIN, NodeConfig, RunConfig, o
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, NotFound
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.mixing.policy import policy_of
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
 
 #: Version of a stream's record.
 FORMAT = 1
-
-#: Policies that mean something else, or nothing, over a few samples from the beginning of a stream.
-_BY_PROGRESS = ("sequential", "soft_sequential", "balance_remaining", "schedule")
 
 
 class Streams:
@@ -116,7 +114,7 @@ class Streams:
 def _once(node: NodeConfig, sources: set[int], *, frozen: bool) -> dict[str, Any]:
     """A tree in which only these sources take part. Unless it was written for the stream (``frozen``), each of them
     gives all that it has, once, and the shares do not follow from how far the run is."""
-    by_progress = not frozen and node.policy in _BY_PROGRESS
+    by_progress = not frozen and policy_of(node).follows_progress
     children = []
     for child in node.children:
         if isinstance(child, NodeConfig):
@@ -139,7 +137,7 @@ def _once(node: NodeConfig, sources: set[int], *, frozen: bool) -> dict[str, Any
 
 def _with_mixture(config: RunConfig, mixture: dict[str, Any]) -> RunConfig:
     document = config.model_dump(exclude={"phases", "streams"}) | {"mixture": mixture}
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=config.catalog)
 
 
 def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
