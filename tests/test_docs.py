@@ -17,9 +17,10 @@ from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, OPEN_THRE
 from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
-from tokenloom_server.api.rest.app import MAX_PLANS, create_app
+from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
-from tokenloom_server.api.rest.http import MAX_CONNECTIONS
+from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
