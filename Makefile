@@ -6,7 +6,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check proto format bench bench-peers clean
+.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens house clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,18 @@ $(PROTOC): Makefile
 proto: $(PROTOC)
 	$(PROTOC) -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v1 \
 		--python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) tokenloom_proto/dataloader.proto
+
+# What Tokenloom can do, a line each, from the code.
+capabilities: install
+	$(BIN)/python -m tests.support.capabilities
+
+# What Tokenloom writes and shows, to the letter. Look at the difference, and say in the commit why it is one.
+goldens: install
+	PYTHONPATH=tests $(BIN)/python -m support.goldens
+
+# The size of the code, and the ceilings that it may not rise above; LOWER=1 lowers these to what is there now.
+house: install
+	PYTHONPATH=tests $(BIN)/python -m support.house $(if $(LOWER),--lower)
 
 format: install
 	$(BIN)/ruff check --fix .
