@@ -1,4 +1,4 @@
-"""What users see and have stored is what it was: ``tests/golden`` holds it, ``support/goldens.py`` says how it is made."""
+"""What users see and have stored is what it was: ``tests/golden`` holds it, ``support/goldens.py`` makes it."""
 
 from __future__ import annotations
 
