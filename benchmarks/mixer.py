@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_server import config
-from tokenloom_server.extents import Extent
+from tokenloom_server.config import mixture_file as config
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
+from tokenloom_server.order.size_estimates import SizeEstimate
 
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, RANKS, SEQUENCE_LENGTH
@@ -68,8 +68,8 @@ def measure(policy: str, sources: int, nested: bool, seconds: float) -> Figures:
     """One run. CPU time: nothing here waits."""
     found = mixture(policy, sources, nested)
     # Ten to twenty million samples each, in rows of 700 tokens.
-    extents = {source: Extent(3 * 10**7 + 10**5 * source, 700_000) for source in found.measured_sources}
-    mixer = Mixer(found, initial_nodes(found), extents)
+    size_estimates = {source: SizeEstimate(3 * 10**7 + 10**5 * source, 700_000) for source in found.measured_sources}
+    mixer = Mixer(found, initial_nodes(found), size_estimates)
     given = np.zeros(sources, np.int64)
 
     def rows_picked(source: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
-from tokenloom_server import config
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.mixture_file import RunConfig
 from tokenloom_server.errors import ConfigError
 
 Change = Callable[[dict[str, Any]], Any]

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from support.memory_service import MemoryService, rank_stats, report_stats, run_stats, source_stats
-from tokenloom_server import metrics
+from tokenloom_server.api import metrics
 from tokenloom_server.errors import LedgerUnavailable
 
 #: labels as sorted pairs → value, by sample name.

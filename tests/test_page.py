@@ -12,11 +12,11 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.page import FILES
+from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.errors import LedgerUnavailable
-from tokenloom_server.page import FILES
-from tokenloom_server.rest_api.server import RestServer
-from tokenloom_server.security import Access
-from tokenloom_server.stats import LedgerStats
+from tokenloom_server.reports.stats import LedgerStats
 
 RUN = "wiki-and-code"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -30,7 +30,7 @@ LEDGER_AWAY = LedgerStats(
 
 
 def content(name: str) -> str:
-    return files("tokenloom_server.page").joinpath(name).read_text(encoding="utf-8")
+    return files("tokenloom_server.api.page").joinpath(name).read_text(encoding="utf-8")
 
 
 # The files

@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.memory_service import MemoryService, run_plan, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
-from tokenloom_server.page import FILES
-from tokenloom_server.rest_api.app import MAX_PLANS
-from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
-from tokenloom_server.rest_api.problems import HTTP_ERRORS, SECURITY_HEADERS
-from tokenloom_server.rest_api.server import RestServer
+from tokenloom_server.api.page import FILES
+from tokenloom_server.api.rest.app import MAX_PLANS
+from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
+from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
+from tokenloom_server.api.rest.server import RestServer
 
 RUN = "wiki-and-code"
 JSON = {"content-type": "application/json"}
@@ -474,7 +474,7 @@ def test_a_sender_of_48_megabytes_reads_the_answer_not_a_reset(http: httpx.Clien
 
 
 def test_a_body_that_never_ends_is_given_up(shared: tuple[Any, RestServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.rest_api.guard.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tokenloom_server.api.rest.guard.BODY_TIMEOUT_S", 0.1)
     head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = raw(shared[1], head.encode() + b"Content-Length: 10\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -701,7 +701,7 @@ def test_a_server_that_nobody_asked_stops_at_once_and_frees_its_port(started: bo
 
 
 def test_without_anybody_asking_it_gets_ready_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.rest_api.server.IMPORT_AFTER_S", 0.0)
+    monkeypatch.setattr("tokenloom_server.api.rest.server.IMPORT_AFTER_S", 0.0)
     service = MemoryService()
     service.put(run_stats(RUN))
     server = serve_rest(service)

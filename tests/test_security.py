@@ -26,7 +26,15 @@ from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
-from tokenloom_server import opening, snapshot
+from tokenloom_server.api.auth import ROUTES, RPCS, Access, Scope
+from tokenloom_server.api.grpc import GrpcServer
+from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, PEEK_THREADS
+from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
+from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
+from tokenloom_server.api.rest.app import create_app
+from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.service import Runs
+from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import (
     ConfigError,
     Forbidden,
@@ -35,17 +43,10 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     Unauthenticated,
 )
-from tokenloom_server.grpc_service import GrpcServer
-from tokenloom_server.grpc_service.entry import FIGURE_THREADS, PEEK_THREADS
-from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
-from tokenloom_server.grpc_service.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.ledger.open import open_ledger
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.rest_api.app import create_app
-from tokenloom_server.rest_api.server import RestServer
-from tokenloom_server.security import ROUTES, RPCS, Access, Scope
-from tokenloom_server.service import Runs
+from tokenloom_server.order import snapshot
+from tokenloom_server.run import join
+from tokenloom_server.run.join import JoinCall
 
 RUN = "wiki-and-code"
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
@@ -455,7 +456,7 @@ def test_a_token_is_compared_as_a_digest_in_constant_time_and_with_both(
         compared.append((len(given), len(known)))
         return hmac.compare_digest(given, known)
 
-    monkeypatch.setattr("tokenloom_server.security.hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr("tokenloom_server.api.auth.hmac", SimpleNamespace(compare_digest=compare))
     with contextlib.suppress(Unauthenticated, Forbidden):
         Access(CONTROL, READ).check(header, Scope.CONTROL)
 
@@ -522,7 +523,7 @@ def mixture_of(folder: Path, run: str) -> Path:
 def test_a_server_has_so_many_runs_and_the_next_is_refused_before_its_file_is_read(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.service.MAX_RUNS", 2)
+    monkeypatch.setattr("tokenloom_server.api.service.MAX_RUNS", 2)
     for run in ("one", "two"):
         runs.add(mixture_of(tmp_path, run), None)
 
@@ -534,7 +535,7 @@ def test_a_server_has_so_many_runs_and_the_next_is_refused_before_its_file_is_re
 def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.service.MAX_SAVED_SNAPSHOTS", 1)
+    monkeypatch.setattr("tokenloom_server.api.service.MAX_SAVED_SNAPSHOTS", 1)
     runs.add(mixture_of(tmp_path, "saving"), None)
     text, saved = runs.snapshot("saving", None, True)
     assert saved is not None
@@ -547,15 +548,15 @@ def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
 
 def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() -> None:
     largest = JoinCall(
-        rank=0, world_size=opening.MAX_WORLD_SIZE + 1, batch_size=1, attempt="a", nonce="n", resume="", state=b""
+        rank=0, world_size=join.MAX_WORLD_SIZE + 1, batch_size=1, attempt="a", nonce="n", resume="", state=b""
     )
     with pytest.raises(JoinRefused, match=r"world size is 4097; expected 1 to 4096"):
-        opening._check(largest, sample_bytes=1)
-    opening._check(replace(largest, world_size=opening.MAX_WORLD_SIZE), sample_bytes=1)
+        join._check(largest, sample_bytes=1)
+    join._check(replace(largest, world_size=join.MAX_WORLD_SIZE), sample_bytes=1)
 
 
 def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.snapshot.unseal", lambda text: pytest.fail("it was parsed"))
+    monkeypatch.setattr("tokenloom_server.order.snapshot.unseal", lambda text: pytest.fail("it was parsed"))
     shape = snapshot.Shape(specs=(), shards=(), nodes=(), sample_tokens=1)
     with pytest.raises(SnapshotInvalid, match=f"has {snapshot.MAX_BYTES + 1} bytes; expected at most"):
         snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, lambda _: shape)
@@ -563,11 +564,11 @@ def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch
 
 def test_the_bounds_fit_together() -> None:
     assert MAX_REQUEST_BYTES > snapshot.MAX_BYTES, "a Join carries a snapshot"
-    assert MAX_CALLS > 2 * opening.MAX_WORLD_SIZE, "a whole world reconnects, and somebody looks on"
+    assert MAX_CALLS > 2 * join.MAX_WORLD_SIZE, "a whole world reconnects, and somebody looks on"
 
 
 def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.grpc_service.server.MAX_CALLS", 2)
+    monkeypatch.setattr("tokenloom_server.api.grpc.server.MAX_CALLS", 2)
     ledger = open_ledger("sqlite:///ledger.db", tmp_path)
     server = GrpcServer("127.0.0.1:0")
     server.start(Runs(ledger))

@@ -19,11 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_server import grpc_service
+from tokenloom_server.api import grpc as grpc_service
+from tokenloom_server.api.grpc import GrpcServer, servicer
+from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.grpc_service import GrpcServer, servicer
 from tokenloom_server.ledger.open import open_ledger
-from tokenloom_server.service import Runs
 
 #: No run of ids with a ledger in SQLite needs any of these.
 UNUSED = {
@@ -43,7 +43,7 @@ UNUSED = {
 LATER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}
 #: All that is imported before a server of ids with a ledger in SQLite is ready.
 READY = (
-    *("cli", "server", "service", "grpc_service.servicer", "ledger.sqlite"),
+    *("cli", "api.server", "api.service", "api.grpc.servicer", "ledger.sqlite"),
     *("sources.parquet", "sources.arrow", "sources.jsonl", "sources.txt"),
 )
 
@@ -80,7 +80,7 @@ def test_a_server_at_work_imports_nothing_that_its_run_does_not_need(mixture: Pa
         server.terminate()
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", server.log, re.MULTILINE))
 
-    assert "tokenloom_server.grpc_service.servicer" in imported, "the log is what it seems"
+    assert "tokenloom_server.api.grpc.servicer" in imported, "the log is what it seems"
     assert UNUSED & imported == set()
 
 

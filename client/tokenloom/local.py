@@ -35,7 +35,7 @@ class Local:
                 "leave it out, and rank 0 starts a server for all ranks"
             )
         require_server(mixture)
-        from tokenloom_server.local import LocalServer
+        from tokenloom_server.api.local import LocalServer
 
         with _as_clients():
             self._server = LocalServer(mixture)

@@ -12,7 +12,7 @@ import torch
 from support.features import document, order_of, write_arrow
 from tokenloom.errors import ProtocolError
 from tokenloom.features import Bucket, Feature, RowsMessage
-from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.order.pipeline import BatchPlan
 
 ROWS = 8
 SIZE = 4

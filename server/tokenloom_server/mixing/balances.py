@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.mixing.round_robin import levelled
-from tokenloom_server.state import MAX_COUNTER, ChildState
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 

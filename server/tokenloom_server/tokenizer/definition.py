@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config import BYTES_TOKENIZER
+from tokenloom_server.config.mixture_file import BYTES_TOKENIZER
 from tokenloom_server.errors import TokenizerError
 
 #: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from tokenloom_server.config import BYTES_TOKENIZER
+from tokenloom_server.config.mixture_file import BYTES_TOKENIZER
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.tokenizer.definition import find_tokenizer
 
