@@ -12,7 +12,8 @@ import pytest
 import yaml
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.order_fields import order_fields
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 
 Change = Callable[[dict[str, Any]], Any]
@@ -336,8 +337,8 @@ def test_source_ids_are_depth_first() -> None:
 
 BAD_SCHEDULES = [
     ([], "mixture.children.0.weight: List should have at least 1 item"),
-    ([[0, 1], [0, 2]], "mixture.children.0.weight: the point at 0 tokens stands behind the one at 0"),
-    ([[9, 1], [5, 2]], "mixture.children.0.weight: the point at 5 tokens stands behind the one at 9"),
+    ([[0, 1], [0, 2]], "mixture.children.0.weight: the point at 0 tokens stands after the one at 0"),
+    ([[9, 1], [5, 2]], "mixture.children.0.weight: the point at 5 tokens stands after the one at 9"),
     ([[0, -1]], "mixture.children.0.weight.0.1: "),
     ([[-1, 1]], "mixture.children.0.weight.0.0: "),
     ([[0, True]], "mixture.children.0.weight.0.1: "),
@@ -640,7 +641,7 @@ def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
 
 def test_the_digest_is_what_it_was() -> None:
     # A run's record is compared with this: when it fails, every run of an earlier release would be refused.
-    assert parsed(mixture()).order_fields() == {
+    assert order_fields(parsed(mixture())) == {
         "seed": 7,
         "sequence_length": 8,
         "mixture": {
@@ -703,7 +704,7 @@ def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_bat
 def test_a_batched_run_read_from_its_record_is_the_same() -> None:
     config = parsed(batched())
     assert RunConfig.model_validate(config.model_dump()) == config
-    assert config.order_fields() == {
+    assert order_fields(config) == {
         "seed": 7,
         "batching": {"bucket_by": "resolution"},
         "global_batch_size": 8,
@@ -753,7 +754,7 @@ BAD_BATCHED: list[tuple[str, Change, str]] = [
     (
         "edges that descend",
         put("batching", {"bucket_by": "length(a)", "edges": [8, 8]}),
-        "batching: edges: 8 stands behind 8; expected them ascending",
+        "batching: edges: 8 stands after 8; expected them ascending",
     ),
     ("padding without edges", put("batching.pad", ["mel"]), "batching: pad: rows are only padded up to edges"),
     (
