@@ -23,7 +23,9 @@ from tokenloom_server.api.rest.http import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.spec import SCHEMES
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
