@@ -44,7 +44,6 @@ from tests.support.doc_tables import TABLES, written
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
 #: Every Markdown file that people read, by its path from the root.
 PAGES = {
@@ -80,10 +79,6 @@ def anchors(text: str) -> set[str]:
             number += 1
         found.add(name)
     return found
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.encode()) <= 10_000
 
 
 @pytest.mark.parametrize("name", PAGES)
