@@ -9,7 +9,7 @@ import pytest
 from support.corpora import flat, parsed
 from support.mixing import Walk
 from tokenloom_server.catalog import built_in
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.node import NOTHING
 
 POLICIES = (

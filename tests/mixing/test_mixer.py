@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk
 from tokenloom_server.catalog import built_in
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import initial_nodes, node_shapes, target_shares
 from tokenloom_server.mixing.node import NOTHING
 

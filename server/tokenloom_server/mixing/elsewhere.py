@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.mixing.policy import Elsewhere, policy_of

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.hashing import Purpose, draws
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.credits import balanced, begun, carried, rescaled

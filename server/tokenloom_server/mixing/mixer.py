@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.node import Node, NodeWeights, Picks
 from tokenloom_server.mixing.policy import NodeShape

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.mixture_file import Child, NodeConfig
+from tokenloom_server.config.node import Child, NodeConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.policy import Children, NodeShape, policy_of
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.catalog import FileWeight
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.weights import integer_weights
 

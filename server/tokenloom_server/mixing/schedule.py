@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenloom_server.config.catalog import FileWeight
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.policy import Children, Chooser, NodeShape, Points, SavedChild
 from tokenloom_server.mixing.varying import Varying, VaryingChooser

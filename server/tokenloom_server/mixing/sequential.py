@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.policy import Children, Choices, Chooser, ChooserBase, NodeShape, Policy, SavedChild
 

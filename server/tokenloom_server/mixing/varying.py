@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.credits import rescaled
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser, OwesTokens

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.hashing import Purpose, draw, draws
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.policy import (

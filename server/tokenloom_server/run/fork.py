@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tokenloom_server.config.mixture_file import SourceConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import SourceState, State, packed_again
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
