@@ -21,21 +21,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.hashing import Purpose, draws
-from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.credits import balanced, begun, carried, rescaled
 from tokenloom_server.mixing.policy import (
     Children,
     Choices,
     Chooser,
-    ChooserBase,
     Elsewhere,
     NodeChange,
     NodeShape,
+    NodeStart,
     Policy,
-    SavedChild,
-    constant_weights,
+    Weighed,
 )
 
 #: Deadlines are kept in 2^-20 tokens.
@@ -78,21 +75,13 @@ class OwesTokens(Policy):
         return carried(owed, change.old_weights, change.new_weights, change.pick_tokens)
 
 
-class LeastConsumed(OwesTokens):
+class LeastConsumed(Weighed, OwesTokens):
     """The child that is furthest behind its share is next."""
 
     name = "least_consumed"
-    takes = "numbers"
 
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        return LeastConsumedChooser(shape, children, [child.credit for child in states])
-
-    def saved_weights(
-        self, children: Sequence[SavedChild], run_tokens: int, interpolate: str
-    ) -> Sequence[float] | None:
-        return constant_weights(children)
+    def chooser(self, node: NodeStart) -> Chooser:
+        return LeastConsumedChooser(node.shape, node.children, [child.credit for child in node.states])
 
     def imported(self, node: Elsewhere) -> tuple[Sequence[int], Sequence[int] | None]:
         """Balances go on: what each child had there counts, and a new one begins as ``baseline`` says."""
@@ -101,7 +90,7 @@ class LeastConsumed(OwesTokens):
         return balanced(weights, balances), balances
 
 
-class LeastConsumedChooser(ChooserBase):
+class LeastConsumedChooser(Chooser):
     """Implements ``Chooser``. Credits are in 1/W tokens, W being the sum of the live children's weights."""
 
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
@@ -118,9 +107,6 @@ class LeastConsumedChooser(ChooserBase):
             self._planned, self._at = self._plan(max(count, self._ahead)), 0
             self._ahead = min(2 * self._ahead, _AHEAD)
         return self._planned[self._at : self._at + count]
-
-    def choose(self, retry: int) -> int:
-        return int(self.upcoming(1)[0])
 
     def issued(self, count: int) -> None:
         self._at += count

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tokenloom_server.config.node import Child, NodeConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
-from tokenloom_server.mixing.policy import Children, NodeShape, policy_of
+from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart, policy_of
 
 #: Returned in place of a source id when a node has nothing more to give.
 NOTHING = -1
@@ -77,7 +77,7 @@ class Node:
         self._ends = [_ends_node(child, config) for child in config.children]
         self._stopped = any(out and ends for out, ends in zip(self.exhausted, self._ends, strict=True))
         self._live = self.counters.out.count(False)
-        self.chooser = self.policy.chooser(shape, config, self.counters, states)
+        self.chooser = self.policy.chooser(NodeStart(shape, config, self.counters, states))
 
     @property
     def is_over(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,7 @@ class Children:
         return [i for i, out in enumerate(self.out) if not out]
 
 
-class Chooser(Protocol):
+class Chooser:
     """Chooses among a node's live children. Its choices are a function of its shape, the children's
     counters and what a state keeps of it, so that a chooser built anew from a state goes on identically.
 
@@ -66,9 +66,15 @@ class Chooser(Protocol):
     def upcoming(self, count: int) -> Choices:
         """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
         that a state would show; the caller does not write into the array."""
+        raise NotImplementedError
+
+    def weights(self) -> Sequence[int]:
+        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
+        raise NotImplementedError
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""
+        return int(self.upcoming(1)[0])
 
     def issued(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
@@ -76,38 +82,31 @@ class Chooser(Protocol):
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""
 
-    def weights(self) -> Sequence[int]:
-        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
-
     def update(self, totals: Sequence[int], run_tokens: int) -> None:
         """Makes weights anew, where they follow the run: from the estimates of all that each child will give, in
         picks (empty unless the policy ``estimates``), or from the run's total tokens."""
 
     def mark(self) -> object:
         """An immutable note of the credits, the same until a child is out or weights are made anew."""
+        return None
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
         """The credits under a mark, given the children's tokens."""
+        return (0,) * len(tokens)
 
     def made(self, mark: object) -> Sequence[tuple[int, int]]:
         """By child, the weight in force under a mark and the total that it was made from (picks); empty where the
         policy makes none."""
-
-
-class ChooserBase:
-    """What a chooser does that keeps nothing beside the counters, and whose weights stay."""
-
-    def update(self, totals: Sequence[int], run_tokens: int) -> None:
-        """Weights stay."""
-
-    def mark(self) -> object:
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return (0,) * len(tokens)
-
-    def made(self, mark: object) -> Sequence[tuple[int, int]]:
         return ()
+
+
+class NodeStart(NamedTuple):
+    """A node from a state on. ``states`` count picks."""
+
+    shape: NodeShape
+    config: NodeConfig
+    children: Children
+    states: Sequence[ChildState]
 
 
 class NodeChange(NamedTuple):
@@ -148,6 +147,14 @@ class SavedChild(NamedTuple):
     total: int | None
 
 
+class SavedNode(NamedTuple):
+    """A node as a checkpoint has it."""
+
+    children: Sequence[SavedChild]
+    run_tokens: int
+    interpolate: str
+
+
 class Policy(ABC):
     """How a node's picks fall to its children. The attributes say what the rest of the server needs to know of it."""
 
@@ -166,15 +173,11 @@ class Policy(ABC):
     credit: ClassVar[Literal["nothing", "owed tokens", "turns"]] = "nothing"
 
     @abstractmethod
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        """The choices of one node from a state on; ``states`` count picks."""
+    def chooser(self, node: NodeStart) -> Chooser:
+        """The choices of one node."""
 
     @abstractmethod
-    def saved_weights(
-        self, children: Sequence[SavedChild], run_tokens: int, interpolate: str
-    ) -> Sequence[float] | None:
+    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
         """The weights that a checkpoint's counters lead to; None where they cannot be told."""
 
     def __eq__(self, other: object) -> bool:
@@ -213,12 +216,17 @@ class Policy(ABC):
         return self.forked(node), None
 
 
-def constant_weights(children: Sequence[SavedChild]) -> Sequence[float] | None:
-    """``saved_weights`` where weights are numbers of the mixture file; 0 for a child that is out."""
-    numbers = [child.points[0][1] for child in children if child.points is not None and len(child.points) == 1]
-    if len(numbers) < len(children) or not all(numbers):
-        return None
-    return [weight if child.live else 0 for weight, child in zip(integer_weights(numbers), children, strict=True)]
+class Weighed(Policy):
+    """A policy whose weights are numbers of the mixture file."""
+
+    takes = "numbers"
+
+    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
+        numbers = [child.points[0][1] for child in node.children if child.points and len(child.points) == 1]
+        if len(numbers) < len(node.children) or not all(numbers):
+            return None
+        weights = integer_weights(numbers)
+        return [weight if child.live else 0 for weight, child in zip(weights, node.children, strict=True)]
 
 
 def policy_of(config: NodeConfig) -> Policy:

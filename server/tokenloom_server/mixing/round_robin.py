@@ -6,18 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.policy import (
     Children,
     Choices,
     Chooser,
-    ChooserBase,
     Elsewhere,
     NodeChange,
-    NodeShape,
+    NodeStart,
     Policy,
-    SavedChild,
+    SavedNode,
 )
 
 
@@ -29,13 +26,11 @@ class RoundRobin(Policy):
     name = "round_robin"
     credit = "turns"
 
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        return RoundRobinChooser(children, [child.credit for child in states])
+    def chooser(self, node: NodeStart) -> Chooser:
+        return RoundRobinChooser(node.children, [child.credit for child in node.states])
 
-    def saved_weights(self, children: Sequence[SavedChild], run_tokens: int, interpolate: str) -> Sequence[float]:
-        return [float(child.live) for child in children]
+    def saved_weights(self, node: SavedNode) -> Sequence[float]:
+        return [float(child.live) for child in node.children]
 
     def revised(self, change: NodeChange) -> Sequence[int]:
         picks = [child.samples // change.pick_samples for child in change.new]
@@ -56,9 +51,7 @@ class RoundRobin(Policy):
         return levelled(node.picks, [0] * len(node.picks), nobody, node.live)
 
 
-class RoundRobinChooser(ChooserBase):
-    """Implements ``Chooser``."""
-
+class RoundRobinChooser(Chooser):
     def __init__(self, children: Children, joined: Sequence[int]) -> None:
         self._children = children
         self._joined = tuple(joined)
@@ -73,9 +66,6 @@ class RoundRobinChooser(ChooserBase):
             rounds = np.tile(np.array(live, np.intp), -(-count // len(live)))
             self._ahead = np.concatenate([np.array(late, np.intp), rounds])
         return self._ahead[:count]
-
-    def choose(self, retry: int) -> int:
-        return int(self.upcoming(1)[0])
 
     def issued(self, count: int) -> None:
         self._ahead = self._ahead[count:]

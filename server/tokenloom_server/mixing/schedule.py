@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenloom_server.config.catalog import FileWeight
-from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.core.state import ChildState
-from tokenloom_server.mixing.policy import Children, Chooser, NodeShape, Points, SavedChild
+from tokenloom_server.mixing.policy import Chooser, NodeStart, Points, SavedNode
 from tokenloom_server.mixing.varying import Varying, VaryingChooser
 from tokenloom_server.mixing.weights import whole
 
@@ -35,20 +33,16 @@ class Schedule(Varying):
                     "one child begin earlier or end later"
                 )
 
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        points = [_points(child.weight) for child in config.children]
-        return ScheduleChooser(shape, children, states, WeightCurve(points, linear=config.interpolate == "linear"))
+    def chooser(self, node: NodeStart) -> Chooser:
+        points = [_points(child.weight) for child in node.config.children]
+        return ScheduleChooser(node, WeightCurve(points, linear=node.config.interpolate == "linear"))
 
-    def saved_weights(
-        self, children: Sequence[SavedChild], run_tokens: int, interpolate: str
-    ) -> Sequence[float] | None:
-        points = [child.points for child in children if child.points is not None]
-        if len(points) < len(children):
+    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
+        points = [child.points for child in node.children if child.points is not None]
+        if len(points) < len(node.children):
             return None
-        weights = WeightCurve(points, linear=interpolate == "linear").weights(run_tokens)
-        return [weight if child.live else 0 for weight, child in zip(weights, children, strict=True)]
+        weights = WeightCurve(points, linear=node.interpolate == "linear").weights(node.run_tokens)
+        return [weight if child.live else 0 for weight, child in zip(weights, node.children, strict=True)]
 
 
 class WeightCurve:
@@ -79,10 +73,8 @@ class WeightCurve:
 
 
 class ScheduleChooser(VaryingChooser):
-    """Implements ``Chooser``."""
-
-    def __init__(self, shape: NodeShape, children: Children, states: Sequence[ChildState], curve: WeightCurve) -> None:
-        super().__init__(shape, children, states)
+    def __init__(self, node: NodeStart, curve: WeightCurve) -> None:
+        super().__init__(node)
         self._curve = curve
 
     def update(self, totals: Sequence[int], run_tokens: int) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.core.state import ChildState
-from tokenloom_server.mixing.policy import Children, Choices, Chooser, ChooserBase, NodeShape, Policy, SavedChild
+from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeStart, Policy, SavedNode
 
 
 class Sequential(Policy):
@@ -17,18 +15,14 @@ class Sequential(Policy):
     name = "sequential"
     follows_progress = True
 
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        return SequentialChooser(children)
+    def chooser(self, node: NodeStart) -> Chooser:
+        return SequentialChooser(node.children)
 
-    def saved_weights(self, children: Sequence[SavedChild], run_tokens: int, interpolate: str) -> Sequence[float]:
-        return _first([not child.live for child in children])
+    def saved_weights(self, node: SavedNode) -> Sequence[float]:
+        return _first([not child.live for child in node.children])
 
 
-class SequentialChooser(ChooserBase):
-    """Implements ``Chooser``."""
-
+class SequentialChooser(Chooser):
     def __init__(self, children: Children) -> None:
         self._children = children
 
@@ -37,12 +31,6 @@ class SequentialChooser(ChooserBase):
 
     def choose(self, retry: int) -> int:
         return self._children.out.index(False)
-
-    def issued(self, count: int) -> None:
-        """Nothing changes: the child goes on."""
-
-    def lost(self, child: int) -> None:
-        """Nothing is kept."""
 
     def weights(self) -> Sequence[int]:
         return _first(self._children.out)

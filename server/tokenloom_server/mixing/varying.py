@@ -11,11 +11,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.credits import rescaled
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser, OwesTokens
-from tokenloom_server.mixing.policy import Children, Chooser, NodeShape, SavedChild
+from tokenloom_server.mixing.policy import Chooser, NodeStart, SavedNode
 from tokenloom_server.mixing.weights import reduced
 
 #: Picks of the run between two updates of weights. A part of the order's rules.
@@ -45,32 +43,28 @@ class Estimating(Varying):
     def rule(self, children: Sequence[Left]) -> Sequence[int]:
         """The weights of live children, in the file's order."""
 
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        return EstimatingChooser(shape, children, states, self)
+    def chooser(self, node: NodeStart) -> Chooser:
+        return EstimatingChooser(node, self)
 
-    def saved_weights(
-        self, children: Sequence[SavedChild], run_tokens: int, interpolate: str
-    ) -> Sequence[float] | None:
+    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
         left = []
-        for child in children:
+        for child in node.children:
             if child.live:
                 if not child.total or child.picks is None:
                     return None
                 rest = max(1, child.total - child.picks)
                 left.append(Left(rest, max(rest, child.total)))
         weights = iter(self.rule(left))
-        return [next(weights) if child.live else 0 for child in children]
+        return [next(weights) if child.live else 0 for child in node.children]
 
 
 class VaryingChooser(LeastConsumedChooser):
     """``LeastConsumedChooser`` under weights that a state keeps, and that an update may replace."""
 
-    def __init__(self, shape: NodeShape, children: Children, states: Sequence[ChildState]) -> None:
-        owed = [child.credit for child in states]
-        super().__init__(shape, children, owed)
-        self._rebuild(tuple(owed), [child.weight for child in states], tuple(child.total for child in states))
+    def __init__(self, node: NodeStart) -> None:
+        owed = tuple(child.credit for child in node.states)
+        super().__init__(node.shape, node.children, owed)
+        self._rebuild(owed, [child.weight for child in node.states], tuple(child.total for child in node.states))
 
     def lost(self, child: int) -> None:
         anchor = self._anchor
@@ -98,10 +92,10 @@ class VaryingChooser(LeastConsumedChooser):
 
 
 class EstimatingChooser(VaryingChooser):
-    """Implements ``Chooser``: weights from what the children have left."""
+    """Weights from what the children have left."""
 
-    def __init__(self, shape: NodeShape, children: Children, states: Sequence[ChildState], policy: Estimating) -> None:
-        super().__init__(shape, children, states)
+    def __init__(self, node: NodeStart, policy: Estimating) -> None:
+        super().__init__(node)
         self._rule = policy.rule
 
     def update(self, totals: Sequence[int], run_tokens: int) -> None:

@@ -8,46 +8,25 @@ from itertools import accumulate
 
 import numpy as np
 
-from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.hashing import Purpose, draw, draws
-from tokenloom_server.core.state import ChildState
-from tokenloom_server.mixing.policy import (
-    Children,
-    Choices,
-    Chooser,
-    ChooserBase,
-    NodeShape,
-    Policy,
-    SavedChild,
-    constant_weights,
-)
+from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeShape, NodeStart, Weighed
 
 #: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.
 _FIRST_AHEAD, _AHEAD = 64, 4096
 
 
-class Weighted(Policy):
+class Weighted(Weighed):
     """The draw for a node's k-th pick is a hash of (seed, node id, k, retry), scaled to the sum of the live children's
     integer weights: exact proportions, nothing to save."""
 
     name = "weighted"
-    takes = "numbers"
     options = ("unit",)
 
-    def chooser(
-        self, shape: NodeShape, config: NodeConfig, children: Children, states: Sequence[ChildState]
-    ) -> Chooser:
-        return WeightedChooser(shape, children)
-
-    def saved_weights(
-        self, children: Sequence[SavedChild], run_tokens: int, interpolate: str
-    ) -> Sequence[float] | None:
-        return constant_weights(children)
+    def chooser(self, node: NodeStart) -> Chooser:
+        return WeightedChooser(node.shape, node.children)
 
 
-class WeightedChooser(ChooserBase):
-    """Implements ``Chooser``."""
-
+class WeightedChooser(Chooser):
     def __init__(self, shape: NodeShape, children: Children) -> None:
         self._shape = shape
         self._children = children

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenloom_server.mixing.catalog import policies
-from tokenloom_server.mixing.policy import Policy, SavedChild
+from tokenloom_server.mixing.policy import Policy, SavedChild, SavedNode
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node
 
 
@@ -70,7 +70,8 @@ def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[float] 
         )
         for child in node.children
     ]
-    return policy.saved_weights(children, (content.total_tokens or 0) if counted else 0, node.interpolate)
+    tokens = (content.total_tokens or 0) if counted else 0
+    return policy.saved_weights(SavedNode(children, tokens, node.interpolate))
 
 
 def points(weight: Any) -> list[tuple[int, float]] | None:
