@@ -13,12 +13,12 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order.pipeline import initial_state
-from tokenloom_server.order.size_estimates import SizeEstimate, measure
+from tokenloom_server.order.size_estimates import measure_curve
+from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.picture import draw
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
-from tokenloom_server.planning.shares import Soft, Span
 
 LENGTH = 8
 
@@ -35,11 +35,18 @@ def config_of(root: dict[str, Any], **fields: Any) -> RunConfig:
     return corpora.parsed(corpora.mixture(mixture=root, sequence_length=LENGTH, **fields))
 
 
+def rows_of_one_sample(count: int) -> TokenCurve:
+    return TokenCurve.of([(count, float(count * LENGTH))])
+
+
 def planned(root: dict[str, Any], samples: dict[str, int], until: int | None = None, **fields: Any) -> RunPlan:
     """The plan of a mixture whose sources have so many samples in an epoch, of one row each."""
     config = config_of(root, **fields)
-    size_estimates = [SizeEstimate(samples[source.name], 1000 * LENGTH) for source in config.sources]
-    return forecast([Part(config=config, size_estimates=size_estimates)], initial_state(config), until)
+    return forecast(
+        [Part(config=config, curves=[rows_of_one_sample(samples[source.name]) for source in config.sources])],
+        initial_state(config),
+        until,
+    )
 
 
 def out_at(plan: RunPlan) -> dict[str, int | None]:
@@ -132,7 +139,7 @@ def test_a_plan_goes_as_far_as_it_is_asked_to() -> None:
 def test_a_total_that_the_run_has_already_is_refused() -> None:
     config = config_of(node("sequential", leaf("a")))
     with pytest.raises(ConfigError, match="tokens: 0 tokens are asked for, but the run has 0 already"):
-        forecast([Part(config=config, size_estimates=[SizeEstimate(10, 8000)])], initial_state(config), 0)
+        forecast([Part(config=config, curves=[rows_of_one_sample(10)])], initial_state(config), 0)
 
 
 def test_what_a_policy_balances_ends_together() -> None:
@@ -229,8 +236,7 @@ def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any
         corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(900 + 300 * i, i, 40), group=100)
     inner = node("round_robin", leaf("1", epochs=1.5), leaf("2"))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=node("least_consumed", leaf("0"), inner)))
-    size_estimates = [measure(order, i) for i in range(3)]
-    parts = [Part(config=order.config, size_estimates=size_estimates)]
+    parts = [Part(config=order.config, curves=[measure_curve(order, i) for i in range(3)])]
     whole = forecast(parts, order.initial())
     pipeline = order.pipeline(order.initial())
     for _ in range(6):
@@ -252,8 +258,7 @@ def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str)
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10**6)
-    size_estimates = [measure(order, i) for i in range(2)]
-    plan = forecast([Part(config=order.config, size_estimates=size_estimates)], pipeline.state())
+    plan = forecast([Part(config=order.config, curves=[measure_curve(order, i) for i in range(2)])], pipeline.state())
     assert plan.ends
     assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
     assert (plan.segments, plan.endings) == ([], [])
@@ -277,11 +282,11 @@ def test_what_is_paused_waits_and_what_was_dropped_is_gone() -> None:
         # What the other config had worked out of its own mixture is not this one's.
         for name in ("sources", "nodes", "epochs"):
             found.__dict__.pop(name, None)
-        size_estimates = [
-            None if presence.get(n) == "dropped" else SizeEstimate(k, 8000)
-            for n, k in zip("abcd", samples, strict=True)
+        curves = [
+            None if presence.get(name) == "dropped" else rows_of_one_sample(count)
+            for name, count in zip("abcd", samples, strict=True)
         ]
-        return forecast([Part(config=found, size_estimates=size_estimates)], initial_state(found))
+        return forecast([Part(config=found, curves=curves)], initial_state(found))
 
     plan = under(b="paused", d="dropped")
     assert [source.tokens // LENGTH for source in plan.sources] == [100, 0, 300, 0]

@@ -17,7 +17,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.size_estimates import measure_curve
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.plan import RunPlan
@@ -100,7 +100,14 @@ def order_of(folder: Path, root: dict[str, Any], seed: int) -> Order:
 
 def plan_of(order: Order, state: State) -> RunPlan:
     return forecast(
-        [Part(config=order.config, size_estimates=[measure(order, i) for i in range(len(order.specs))])], state
+        [
+            Part(
+                config=order.config,
+                curves=[measure_curve(order, i) for i in range(len(order.specs))],
+                size_estimates=order.size_estimates,
+            )
+        ],
+        state,
     )
 
 

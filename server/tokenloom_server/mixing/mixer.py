@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
+from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import Node, NodeWeights, Picks
 from tokenloom_server.mixing.policy import NodeShape
 from tokenloom_server.mixing.totals import SizeEstimate, SourceTotal, rows_of
@@ -23,6 +26,14 @@ RowsPicked = Callable[[int], tuple[int, int]]
 
 #: Of every node, in node-id order.
 MixWeights = tuple[NodeWeights, ...]
+
+
+class Ending(NamedTuple):
+    """What has no more to give, and why. ``source``: its id; None for a node."""
+
+    name: str
+    source: int | None
+    why: str
 
 
 class Mixer:
@@ -147,6 +158,42 @@ class Mixer:
         reached = [name for node in self._nodes for name in node.reached()]
         return f"{reason} (max_tokens reached: {', '.join(reached)})" if reached else reason
 
+    def endings(self) -> dict[tuple[int, int], Ending]:
+        """What is exhausted, by the id of its node and its position there, children before parents."""
+        return {
+            (node.id, position): Ending(
+                node.config.children[position].name, None if isinstance(child, Node) else child, node.why_out(position)
+            )
+            for node in self._upwards
+            for position, child in enumerate(node.children)
+            if node.exhausted[position]
+        }
+
+    def leap(self, most: int, left: Sequence[int], total_tokens: int, rows_picked: RowsPicked) -> dict[int, int] | None:
+        """Decides up to ``most`` picks at once, by each policy's mean shares: how many each source gives, by id; none
+        where a child turns out to be out instead. ``left``: the picks that each source has. None where nothing is
+        ever out, so that there are no bounds.
+
+        Not at the end of data; and no pick is decided one by one after that.
+        """
+        self._update([node for node in self._varying if not node.is_over], total_tokens, rows_picked)
+        given = self._leaps.leap(most, left, total_tokens)
+        self.mix_weights = self._mix_weights()
+        return given
+
+    @cached_property
+    def _leaps(self) -> Leaps:
+        return Leaps(self._upwards)
+
+    @property
+    def is_over(self) -> bool:
+        return self._root.is_over
+
+    @property
+    def room(self) -> int:
+        """How many more picks the root's own ``max_tokens`` allow."""
+        return self._root.room()
+
     def _mix_weights(self) -> MixWeights:
         return tuple(node.weights() for node in self._nodes)
 
@@ -181,7 +228,7 @@ class Mixer:
             measured = source in self._config.measured_sources
             estimate = self._size_estimates[source] if measured else None
             self._source_totals[source] = SourceTotal(
-                rows=rows_of(estimate, self._config.epochs[source]) if estimate is not None else None,
+                rows=rows_of(estimate.rows, self._config.epochs[source]) if estimate is not None else None,
                 tokens_per_1000_rows=estimate.tokens_per_1000_rows if estimate is not None else 0,
                 max_tokens=self._config.sources[source].max_tokens,
                 pick_tokens=self._config.pick_tokens,

@@ -65,9 +65,9 @@ class Node:
                 for was, of, child in zip(states, config.children, children, strict=True)
             ],
         )
-        self._pick_tokens = shape.pick_tokens
+        self.pick_tokens = shape.pick_tokens
         self._leaves = np.array([NOTHING if isinstance(child, Node) else child for child in children], np.int32)
-        self._inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
+        self.inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
         # Of leaves: a node knows its own.
         self._limited = {
             i: of.max_tokens
@@ -99,7 +99,7 @@ class Node:
     def nodes(self) -> Iterator[Node]:
         """This one and all below."""
         yield self
-        for _, child in self._inner:
+        for _, child in self.inner:
             yield from child.nodes()
 
     def plan(self, count: int) -> Picks:
@@ -108,7 +108,7 @@ class Node:
             return np.full(count, NOTHING, np.int32)
         choices = self.chooser.upcoming(count)
         picks: Picks = self._leaves[choices]
-        for position, child in self._inner:
+        for position, child in self.inner:
             own = np.flatnonzero(choices == position)
             if len(own):
                 picks[own] = child.plan(len(own))
@@ -123,11 +123,11 @@ class Node:
     def issue(self, count: int) -> None:
         """Counts the first ``count`` picks of the plan, here and below."""
         counts = np.bincount(self.chooser.upcoming(count), minlength=len(self.children))
-        for position, child in self._inner:
+        for position, child in self.inner:
             if counts[position]:
                 child.issue(int(counts[position]))
         for position in np.flatnonzero(counts).tolist():
-            self._count(position, int(counts[position]))
+            self.count(position, int(counts[position]))
         self.chooser.issued(count)
 
     def pick(self, has_sample: Callable[[int], bool]) -> int:
@@ -142,10 +142,10 @@ class Node:
             elif self.leaf_room(position) and has_sample(child):
                 source = child
             if source != NOTHING:
-                self._count(position, 1)
+                self.count(position, 1)
                 self.chooser.issued(1)
                 return source
-            self._lose(position, waits)
+            self.lose(position, waits)
             retry += 1
         return NOTHING
 
@@ -157,7 +157,7 @@ class Node:
         built."""
         pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self._states, given, strict=True)]
-        tokens = [was.tokens + more * self._pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
+        tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
         owed = self.chooser.credits(weights.credits, tokens)
         made = self.chooser.made(weights.credits) or [(0, 0)] * len(given)
         return tuple(
@@ -171,12 +171,12 @@ class Node:
         """How many more picks its own ``max_tokens`` allow."""
         if self.config.max_tokens is None:
             return MAX_COUNTER
-        return max(0, self.config.max_tokens - sum(self.counters.tokens)) // self._pick_tokens
+        return max(0, self.config.max_tokens - sum(self.counters.tokens)) // self.pick_tokens
 
     def leaf_room(self, position: int) -> int:
         """How many more picks a leaf's ``max_tokens`` allow."""
         most = self._limited.get(position)
-        return MAX_COUNTER if most is None else max(0, most - self.counters.tokens[position]) // self._pick_tokens
+        return MAX_COUNTER if most is None else max(0, most - self.counters.tokens[position]) // self.pick_tokens
 
     def reached(self) -> list[str]:
         """The children that are out because they had their ``max_tokens``, by name."""
@@ -186,7 +186,20 @@ class Node:
             if self.exhausted[i] and not (child.room() if isinstance(child, Node) else self.leaf_room(i))
         ]
 
-    def _lose(self, position: int, waits: bool) -> None:
+    def why_out(self, position: int) -> str:
+        """Why an exhausted child gives no more."""
+        child = self.children[position]
+        if isinstance(child, Node):
+            return child.why_over()
+        return "is exhausted" if self.leaf_room(position) else "has its max_tokens"
+
+    def why_over(self) -> str:
+        for position, ends in enumerate(self._ends):
+            if ends and self.exhausted[position]:
+                return f"stops, as {self.config.children[position].name} {self.why_out(position)}"
+        return "has no child left" if self.room() else "has its max_tokens"
+
+    def lose(self, position: int, waits: bool = False) -> None:
         """Marks a child that has nothing to give; exhausted, unless it only ``waits``."""
         self.counters.out[position] = True
         if not waits:
@@ -195,9 +208,10 @@ class Node:
         self._live -= 1
         self.chooser.lost(position)
 
-    def _count(self, position: int, picks: int) -> None:
+    def count(self, position: int, picks: int) -> None:
+        """A child gave so many picks."""
         self.counters.picks[position] += picks
-        self.counters.tokens[position] += picks * self._pick_tokens
+        self.counters.tokens[position] += picks * self.pick_tokens
 
 
 def _ends_node(child: Child, node: NodeConfig) -> bool:

@@ -6,6 +6,7 @@ node.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class Children:
         return [i for i, out in enumerate(self.out) if not out]
 
 
+class Span(NamedTuple):
+    """A span of the run for a node: from the run's total tokens on, so many of its tokens; picks are the node's."""
+
+    begin: int
+    tokens: float
+    picks: float
+
+
 class Chooser:
     """Chooses among a node's live children. Its choices are a function of its shape, the children's
     counters and what a state keeps of it, so that a chooser built anew from a state goes on identically.
@@ -86,6 +95,15 @@ class Chooser:
         """Makes weights anew, where they follow the run: from the estimates of all that each child will give, in
         picks (empty unless the policy ``estimates``), or from the run's total tokens."""
 
+    def mean_shares(self, span: Span) -> Floats:
+        """The children's mean shares of the node's picks over a span that begins now, while nobody goes out. They
+        add up to 1. For plans of runs that are too long to be gone through pick by pick."""
+        return normal(self.weights())
+
+    def horizon(self, run_tokens: int, rate: float) -> float:
+        """Over how many of the run's tokens means may be taken at once; ``rate`` of these are the node's."""
+        return math.inf
+
     def mark(self) -> object:
         """An immutable note of the credits, the same until a child is out or weights are made anew."""
         return None
@@ -98,6 +116,13 @@ class Chooser:
         """By child, the weight in force under a mark and the total that it was made from (picks); empty where the
         policy makes none."""
         return ()
+
+
+def normal(weights: Sequence[int]) -> Floats:
+    """Shares in the proportion of weights, of which one is above 0."""
+    numbers: Floats = np.array(weights, np.float64)
+    total: np.float64 = numbers.sum()
+    return numbers / total
 
 
 class NodeStart(NamedTuple):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tokenloom_server.config.catalog import FileWeight
-from tokenloom_server.mixing.policy import Chooser, NodeStart, Points, SavedNode
+from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, Points, SavedNode, Span, normal
 from tokenloom_server.mixing.varying import Varying, VaryingChooser
 from tokenloom_server.mixing.weights import whole
 
 #: Between two points, weights are kept in 2^-32 of the smallest step in which the points are written.
 _FRACTION_BITS = 32
+#: Parts of the way between two points that a plan goes over one by one.
+_SLOPE_STEPS = 64
+#: Places and parts of a mean over [0, 1] (Gauss-Legendre): exact for polynomials of degree 5.
+_MEAN = ((0.1127016653792583, 5 / 18), (0.5, 8 / 18), (0.8872983346207417, 5 / 18))
 
 
 class Schedule(Varying):
@@ -59,6 +66,15 @@ class WeightCurve:
         """Integers in proportion, by child; 0 only where a weight is 0."""
         return [self._between(at, weights, tokens) for at, weights in zip(self._tokens, self._weights, strict=True)]
 
+    def straight(self, tokens: int) -> float:
+        """Up to how many tokens later a mean may be taken at once: not across a point, nor over much of a slope."""
+        edges = sorted({at for tokens in self._tokens for at in tokens})
+        passed = bisect_right(edges, tokens)
+        if passed == len(edges):
+            return math.inf
+        slope = self._linear and passed > 0
+        return min(edges[passed] - tokens, (edges[passed] - edges[passed - 1]) / _SLOPE_STEPS if slope else math.inf)
+
     def _between(self, at: Sequence[int], weights: Sequence[int], tokens: int) -> int:
         passed = bisect_right(at, tokens)
         if not passed:
@@ -79,6 +95,15 @@ class ScheduleChooser(VaryingChooser):
 
     def update(self, totals: Sequence[int], run_tokens: int) -> None:
         self.reweigh(self._made(self._curve.weights(run_tokens)), self._anchor.totals)
+
+    def mean_shares(self, span: Span) -> Floats:
+        shares = np.zeros(len(self._children.out))
+        for place, part in _MEAN:
+            shares += part * normal(self._made(self._curve.weights(round(span.begin + place * span.tokens))))
+        return shares
+
+    def horizon(self, run_tokens: int, rate: float) -> float:
+        return self._curve.straight(run_tokens)
 
     def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self._made(self._anchor.weights), self._anchor.totals

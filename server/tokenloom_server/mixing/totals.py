@@ -45,7 +45,7 @@ class SourceTotal:
         return picks + max(1, rest // self.pick_tokens)
 
 
-def rows_of(extent: SizeEstimate, epochs: float) -> int:
+def rows_of(epoch_rows: int, epochs: float) -> int:
     """The rows of all epochs, of a fraction of one the part that is read. Epochs have an end."""
     whole, fraction = divmod(Fraction(repr(epochs)), 1)
-    return whole * extent.rows + math.ceil(fraction * extent.rows)
+    return whole * epoch_rows + math.ceil(fraction * epoch_rows)

@@ -11,13 +11,17 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tokenloom_server.mixing.credits import rescaled
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser, OwesTokens
-from tokenloom_server.mixing.policy import Chooser, NodeStart, SavedNode
+from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, SavedNode, Span, normal
 from tokenloom_server.mixing.weights import reduced
 
 #: Picks of the run between two updates of weights. A part of the order's rules.
 UPDATE_PICKS = 256
+#: The part of what a child has left that a plan gives at once.
+_STEP = 0.05
 
 
 class Left(NamedTuple):
@@ -101,13 +105,26 @@ class EstimatingChooser(VaryingChooser):
     def update(self, totals: Sequence[int], run_tokens: int) -> None:
         self.reweigh(self._made(totals), tuple(totals))
 
+    def mean_shares(self, span: Span) -> Floats:
+        # Those in the middle of the span.
+        shares = super().mean_shares(span)
+        picks = [own + round(span.picks / 2 * share) for own, share in zip(self._children.picks, shares, strict=True)]
+        return normal(self._made(self._anchor.totals, picks))
+
+    def horizon(self, run_tokens: int, rate: float) -> float:
+        shares = super().mean_shares(Span(run_tokens, 0, 0))
+        rests = np.maximum(1, np.subtract(self._anchor.totals, self._children.picks))
+        picks = np.maximum(1, _STEP * rests) / np.maximum(shares, 1e-300)
+        return float(picks.min()) * self._shape.pick_tokens / rate
+
     def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         totals = list(self._anchor.totals)
         totals[child] = self._children.picks[child]
         return self._made(totals), tuple(totals)
 
-    def _made(self, totals: Sequence[int]) -> tuple[int, ...]:
-        live, picks = self._children.live, self._children.picks
+    def _made(self, totals: Sequence[int], picks: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Weights where so many ``picks`` were given; as many as there were if not given."""
+        live, picks = self._children.live, self._children.picks if picks is None else picks
         rests = [max(1, totals[i] - picks[i]) for i in live]
         left = [Left(rest, max(rest, totals[i])) for i, rest in zip(live, rests, strict=True)]
         return self._of_live(self._rule(left))
