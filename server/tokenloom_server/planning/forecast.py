@@ -141,18 +141,17 @@ class _Simulation:
             if source in part.config.measured_sources
         }
         self._mixer = Mixer(part.config, state.nodes, estimates)
+        self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()
 
     def _decide(self, picks: int) -> int:
         """Decides up to so many picks as the run does it; returns how many there were."""
         mixer, done = self._mixer, 0
-        weights = mixer.mix_weights
         while done < picks and self.reason is None:
             index = self._index // self._config.pick_samples
             some = min(picks - done, _BURST, mixer.begin(index, self.tokens, self._rows_picked))
-            if mixer.mix_weights is not weights:
-                self._cut()
+            self._follow_weights()
             plan = mixer.plan(some)
             ready = self._ready(plan)
             if ready:
@@ -161,13 +160,13 @@ class _Simulation:
             done += ready
             if ready < some:
                 source = mixer.pick(lambda source: bool(self._left[source]))
+                self._follow_weights()
                 self._note_endings()
                 if source == NOTHING:
                     self.reason = mixer.why_over()
                 else:
                     self._count(np.bincount([source], minlength=len(self._left)))
                     done += 1
-            weights = mixer.mix_weights
         return done
 
     def _leap(self, picks: int) -> None:
@@ -216,6 +215,14 @@ class _Simulation:
                 self.segments = merged(self.segments, MAX_SEGMENTS)
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()
 
+    def _follow_weights(self) -> None:
+        """Ends a segment where other weights are in force than in it."""
+        if self._mixer.mix_weights is self._mix_weights:
+            return
+        before, self._weights, self._mix_weights = self._weights, self._mixer.weights(), self._mixer.mix_weights
+        if self._weights != before:
+            self._cut()
+
     def _note_endings(self) -> None:
         found = self._mixer.endings()
         for key, ending in found.items():
@@ -224,8 +231,6 @@ class _Simulation:
                 self._endings.append(noted)
                 if ending.source is not None:
                     self._out_at[ending.source] = noted
-        if len(found) > len(self._known):
-            self._cut()
         self._known = found
 
     def _state(self) -> State:
