@@ -27,7 +27,8 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Ledger, Opening, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import Opening, StoredRevision, StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 

@@ -1,11 +1,6 @@
-"""What both ledgers refuse, in the same words: what the ledger holds, what the call had, what it means."""
+"""What the rules refuse, in words: what the ledger holds, what the call says, and what to do."""
 
 from __future__ import annotations
-
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import (
@@ -18,7 +13,7 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Opening, StoredRevision, date_of
+from tokenloom_server.ledger.records import date_of
 
 
 def no_such_run(uid: str, stream: str) -> NotFound:
@@ -149,32 +144,8 @@ def revision_too_early(uid: str, stream: str, newest: int, found: int, had: int)
     )
 
 
-def check_revision(uid: str, stream: str, revision: StoredRevision) -> None:
-    """Refuses integers that a reader of JSON or Lua cannot hold."""
-    _check_integers(uid, stream, [("revision", revision.number), ("sample_index", revision.sample_index)])
-
-
-def check_commit(uid: str, stream: str, commit: Commit) -> None:
-    """Refuses integers that a reader of JSON or Lua cannot hold."""
-    named = [("sample_index", commit.sample_index), ("total_tokens", commit.total_tokens)]
-    for spec, counters in commit.counters.items():
-        named += [(f"{field} of {spec}", getattr(counters, field)) for field in ("samples", "rows", "tokens")]
-    _check_integers(uid, stream, named)
-
-
-def _check_integers(uid: str, stream: str, named: Sequence[tuple[str, int]]) -> None:
-    for name, number in named:
-        if not 0 <= number <= MAX_COUNTER:
-            raise LedgerError(
-                f"Run {uid}, stream {stream}: {name} is {number}; expected 0 to {MAX_COUNTER} (2^53 - 1), the integers "
-                f"that every reader of the ledger holds exactly."
-            )
-
-
-def opening_mark(epoch: int, opening: Opening, committed: Commit) -> str:
-    """Equal for repetitions of one opening write, which an unknown outcome makes necessary, and for nothing else.
-
-    ``opened_at`` is left out: it is for people, and a repetition may be stamped anew.
-    """
-    fields = asdict(opening) | {"opened_at": 0, "epoch": epoch, "digest": committed.digest}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+def out_of_range(uid: str, stream: str, name: str, number: int) -> LedgerError:
+    return LedgerError(
+        f"Run {uid}, stream {stream}: {name} is {number}; expected 0 to {MAX_COUNTER} (2^53 - 1), the integers that "
+        f"every reader of the ledger holds exactly."
+    )

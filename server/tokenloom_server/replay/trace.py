@@ -26,7 +26,7 @@ from tokenloom_server.core.state import (
     digest_hex,
 )
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.pipeline import BatchPlan, StepGroup
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tokenloom_server.ledger.base import date_of
+from tokenloom_server.ledger.records import date_of
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo
 

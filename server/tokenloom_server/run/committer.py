@@ -10,7 +10,7 @@ import logging
 import threading
 
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
-from tokenloom_server.ledger.base import Commit
+from tokenloom_server.ledger.records import Commit
 from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.run.coordinator import ActiveGeneration, RunCoordinator
 

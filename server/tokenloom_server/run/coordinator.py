@@ -34,7 +34,8 @@ from tokenloom_server.errors import (
     StorageError,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import Commit, Counters, Opening, StoredRun, date_of
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.pipeline import BatchPlan, StepGroup
 from tokenloom_server.order.record import Order

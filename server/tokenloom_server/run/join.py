@@ -21,7 +21,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.coordinator import RunCoordinator

@@ -20,7 +20,7 @@ from tokenloom_server.api.service import Runs, ServedRun
 from tokenloom_server.config.mixture_file import TRAIN
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, TokenloomError
-from tokenloom_server.ledger.base import Commit
+from tokenloom_server.ledger.records import Commit
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
 from tokenloom_server.replay.evaluation import EvaluationCall, Slice
