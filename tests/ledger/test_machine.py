@@ -278,7 +278,7 @@ LUA_MUTANTS = {
     "fence": ("commit", "and is_present(ARGV[3])"),
     "deduplication": ("commit", "if index <= committed then return {1, field('sample_index')} end"),
     "digest": ("commit", "if index == committed and ARGV[8] ~= field('digest') then return refused() end"),
-    "holder": ("renew", "if field('lease_holder') ~= ARGV[7] then return refused() end"),
+    "holder": ("renew", "if field('lease_holder') ~= ARGV[3] then return refused() end"),
     "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then return refused() end"),
     "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
     "number": ("revise", "if number ~= newest + 1 then return refused(same) end"),

@@ -38,9 +38,10 @@ Nothing here expires, and nothing but ``open`` and ``commit`` writes the committ
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from tokenloom_server.errors import LedgerError
@@ -262,22 +263,15 @@ class RedisLedger(Ledger):
             raise refusals.uid_taken(new_uid, stream, name, holder)
 
 
-def _script(command: Command, clock: Callable[[], float]) -> tuple[str, Sequence[str | float]]:
-    """The script of a command, and its arguments after uid and epoch."""
+def _script(command: Command, clock: Callable[[], float]) -> tuple[str, Sequence[Any]]:
+    """The script that is named as the command, and its arguments after uid and epoch: the command's fields, where it
+    has no need of others. None is an empty argument."""
+    name = re.sub(r"\B(?=[A-Z])", "_", type(command).__name__).lower()
     match command:
         case commands.Create():
-            return "create", (command.name, command.stream, command.record)
-        case commands.Acquire():
-            return "acquire", (command.holder, command.lease_s, command.above, CLOCK_SLACK_S)
-        case commands.Renew():
-            heard_at = "" if command.heard_at is None else command.heard_at
-            return "renew", (command.generation, command.known, command.lease_s, heard_at, command.holder)
-        case commands.Release():
-            return "release", ()
-        case commands.Adopt():
-            return "adopt", (command.new_uid,)
+            return name, (command.name, command.stream, command.record)
         case commands.Open(opening=opening):
-            return "open", (
+            return name, (
                 opening.generation,
                 opening.attempt,
                 opening_mark(command.epoch, opening, command.committed),
@@ -292,22 +286,16 @@ def _script(command: Command, clock: Callable[[], float]) -> tuple[str, Sequence
                 opening.opened_at,
                 *_committed(command.committed, clock()),
             )
-        case commands.ClaimSlot():
-            return "claim_slot", (command.generation, command.rank, command.nonce)
         case commands.Commit():
             member = _member(command.generation, command.commit.sample_index) if command.journal else ""
-            return "commit", (command.generation, member, command.known, *_committed(command.commit, clock()))
-        case commands.ThinJournal():
-            return "thin_journal", ()
-        case commands.Pin():
-            return "pin", () if command.pin is None else (command.pin,)
+            return name, (command.generation, member, command.known, *_committed(command.commit, clock()))
         case commands.Revise(revision=revision):
-            return "revise", (revision.number, revision.sample_index, _json(revision))
-        case commands.DropRevisions():
-            return "drop_revisions", (command.number,)
+            return name, (revision.number, revision.sample_index, _json(revision))
         case commands.SaveSnapshot(snapshot=snapshot):
-            return "save_snapshot", (snapshot.id, snapshot.text, _json(snapshot))
-    raise AssertionError(f"no script for {command!r}")
+            return name, (snapshot.id, snapshot.text, _json(snapshot))
+    values = [getattr(command, field.name) for field in fields(command) if field.name not in ("uid", "stream", "epoch")]
+    slack = (CLOCK_SLACK_S,) if isinstance(command, commands.Acquire) else ()
+    return name, ["" if value is None else value for value in (*values, *slack)]
 
 
 def _committed(commit: Commit, committed_at: float) -> list[str | float]:
@@ -331,8 +319,8 @@ def _head(
     command: Command, now: str, values: Sequence[str | None], newest_revision: str | None, item: str | None
 ) -> Head | None:
     """What ``refused`` of ``lua/run.lua`` answers; None where there is no such run."""
-    fields = {name: value for name, value in zip(_HEAD_FIELDS, values, strict=True) if value is not None}
-    if not fields:
+    run = {name: value for name, value in zip(_HEAD_FIELDS, values, strict=True) if value is not None}
+    if not run:
         return None
     items: dict[str, Any] = {}
     if item is not None:
@@ -347,14 +335,14 @@ def _head(
                 items = {"same_number": StoredRevision(**json.loads(item))}
     return Head(
         now=float(now),
-        name=fields["name"],
-        uid=fields["uid"],
-        epoch=int(fields["epoch"]),
-        lease=_lease(fields),
-        generation=int(fields["generation"]),
-        opening_mark=fields.get("opening_mark", ""),
-        sample_index=int(fields.get("sample_index", 0)),
-        digest=fields.get("digest", ""),
+        name=run["name"],
+        uid=run["uid"],
+        epoch=int(run["epoch"]),
+        lease=_lease(run),
+        generation=int(run["generation"]),
+        opening_mark=run.get("opening_mark", ""),
+        sample_index=int(run.get("sample_index", 0)),
+        digest=run.get("digest", ""),
         newest_revision=None if newest_revision is None else StoredRevision(**json.loads(newest_revision)),
         **items,
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
@@ -108,7 +109,7 @@ def decide(head: Head | None, command: Command) -> Refusal | Writes:
     refusal = None if is_adopted else refuse_uid(command.uid, command.stream, head.uid)
     if refusal is None and isinstance(command, LeaderCommand):
         refusal = _refuse_epoch(head, command)
-    return refusal or _decide(head, command)
+    return refusal or _RULES[type(command)](head, command)
 
 
 def refuse_uid(uid: str, stream: str, actual_uid: str | None) -> Refusal | None:
@@ -144,35 +145,6 @@ def opening_mark(epoch: int, opening: Opening, committed: records.Commit) -> str
     """
     fields = asdict(opening) | {"opened_at": 0, "epoch": epoch, "digest": committed.digest}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _decide(head: Head, command: Command) -> Refusal | Writes:
-    match command:
-        case commands.Acquire():
-            return _acquire(head, command)
-        case commands.Renew():
-            return _renew(head, command)
-        case commands.Release():
-            return Writes(lease=replace(head.lease, lapses_at=0.0) if head.lease is not None else None)
-        case commands.Adopt():
-            return _adopt(head, command)
-        case commands.Open():
-            return _open(head, command)
-        case commands.ClaimSlot():
-            return _claim_slot(head, command)
-        case commands.Commit():
-            return _commit(head, command)
-        case commands.ThinJournal():
-            return Writes(thin_journal=True)
-        case commands.Pin():
-            return Writes(run={"pin": command.pin})
-        case commands.Revise():
-            return _revise(head, command)
-        case commands.DropRevisions():
-            return Writes(drop_revisions=command.number)
-        case commands.SaveSnapshot():
-            return _save_snapshot(head, command)
-    raise AssertionError(f"no rule for {command!r}")
 
 
 # Guards: each returns the refusal, or None where nothing is wrong.
@@ -312,3 +284,20 @@ def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writ
     if head.snapshot_text != command.snapshot.text:
         return refusals.snapshot_differs(command.uid, command.stream, command.snapshot.id)
     return Writes()
+
+
+#: By command; those that are short stand here.
+_RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
+    commands.Acquire: _acquire,
+    commands.Renew: _renew,
+    commands.Release: lambda head, command: Writes(lease=replace(head.lease, lapses_at=0.0) if head.lease else None),
+    commands.Adopt: _adopt,
+    commands.Open: _open,
+    commands.ClaimSlot: _claim_slot,
+    commands.Commit: _commit,
+    commands.ThinJournal: lambda head, command: Writes(thin_journal=True),
+    commands.Pin: lambda head, command: Writes(run={"pin": command.pin}),
+    commands.Revise: _revise,
+    commands.DropRevisions: lambda head, command: Writes(drop_revisions=command.number),
+    commands.SaveSnapshot: _save_snapshot,
+}
