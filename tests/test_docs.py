@@ -16,10 +16,9 @@ from tokenloom_server.api.auth import RPCS, Scope
 from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
 from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
-from tokenloom_server.api.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
-from tokenloom_server.api.rest.app import MAX_PLANS, create_app
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
-from tokenloom_server.api.rest.http import MAX_CONNECTIONS
+from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
@@ -41,7 +40,7 @@ from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.tools import export, viewer
 from typer.main import get_command
 
-from tests.support.memory_service import MemoryService
+from tests.support.doc_tables import TABLES, written
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -224,16 +223,10 @@ def test_the_bound_of_skips_is_on_the_page_of_checkpoints() -> None:
     assert f"{MAX_SKIPPED_TOKENS:,} tokens" in section("checkpoints", "Skip a bad range")
 
 
-def test_every_metric_is_on_its_page() -> None:
-    for figure in (*RUN_FIGURES, *SOURCE_FIGURES, *RANK_FIGURES):
-        assert f"| `{figure.name}` | {figure.meaning} |" in page("metrics")
-
-
-def test_every_route_is_on_its_page() -> None:
-    app = create_app(MemoryService(), version="0")
-    for path, operations in app.openapi()["paths"].items():
-        for method in operations:
-            assert f"| `{method.upper()} {path}` |" in page("rest")
+def test_the_tables_of_routes_and_metrics_are_those_of_the_code() -> None:
+    for name, make in TABLES.items():
+        text = PAGES[f"docs/{name}"]
+        assert written(text, make()) == text, "'make tables' writes it anew"
 
 
 def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
