@@ -71,8 +71,7 @@ class Receipts:
         if not oldest <= index <= committed.sample_index:
             raise BeyondHorizon(
                 f"sample {index} is outside of what run {coordinator.name!r} can prove: its ledger has samples "
-                f"{oldest} to "
-                f"{committed.sample_index} (committed)"
+                f"{oldest} to {committed.sample_index} (committed)"
             )
         state = at_hand if at_hand.sample_index == index else self._peeks.state_at(index)
         specs = timeline.at(index).specs
