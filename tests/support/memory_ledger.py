@@ -107,11 +107,11 @@ class MemoryLedger(Ledger):
 
     # Writes.
 
-    def _execute(self, command: Command) -> int | None:
+    def _execute(self, command: Command) -> int:
         with self._store.lock:
             return self._execute_alone(command)
 
-    def _execute_alone(self, command: Command) -> int | None:
+    def _execute_alone(self, command: Command) -> int:
         run = self._store.run(command.uid, command.stream)
         head = None if run is None else self.head(run, command)
         decision = decide(head, command)

@@ -48,8 +48,8 @@ class Ledger(ABC):
     # Writes: each is a command, and the rules (``rules.py``) say what becomes of it.
 
     @abstractmethod
-    def _execute(self, command: Command) -> int | None:
-        """Does what ``decide`` says of the command, as a whole or not at all. Raises its refusal."""
+    def _execute(self, command: Command) -> int:
+        """Does what ``decide`` says, as a whole or not at all, and returns its answer. Raises its refusal."""
 
     def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
         """Takes the lease for ``lease_s`` seconds and raises the server epoch, beyond ``above`` too; returns it:
@@ -57,9 +57,7 @@ class Ledger(ABC):
 
         Raises ``LeaseHeld`` while another holder's lease has not lapsed. The same holder's own is taken over at once.
         """
-        epoch = self._execute(commands.Acquire(uid, stream, holder, lease_s, above))
-        assert epoch is not None
-        return epoch
+        return self._execute(commands.Acquire(uid, stream, holder, lease_s, above))
 
     def renew(
         self,
@@ -122,9 +120,7 @@ class Ledger(ABC):
         or below the committed index, it changes nothing. Raises ``NotLeader``, ``Fenced``, ``LedgerRolledBack``
         where the committed index is below ``known``, and ``OrderMismatch`` where it has another digest.
         """
-        index = self._execute(commands.Commit(uid, stream, epoch, generation, commit, journal, known))
-        assert index is not None
-        return index
+        return self._execute(commands.Commit(uid, stream, epoch, generation, commit, journal, known))
 
     def thin_journal(self, uid: str, stream: str, epoch: int) -> None:
         """Removes every second entry of each generation, never its first. Raises ``NotLeader``."""

@@ -158,7 +158,7 @@ class RedisLedger(Ledger):
 
     # Writes: a script each.
 
-    def _execute(self, command: Command) -> int | None:
+    def _execute(self, command: Command) -> int:
         refusal = refuse_integers(command)
         if refusal is not None:
             raise refusal
@@ -167,7 +167,7 @@ class RedisLedger(Ledger):
         self._homes[command.uid, command.stream] = home
         return answer
 
-    def _run_script(self, command: Command, home: str, *more: str) -> int | None:
+    def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
         script, arguments = _script(command, self._clock)
         epoch = command.epoch if isinstance(command, LeaderCommand) else ""
@@ -175,16 +175,16 @@ class RedisLedger(Ledger):
             script, keys_of(home, command.stream), [command.uid, epoch, *arguments, *more]
         )
         if done:
-            return int(answer[0]) if answer else None
+            return int(answer[0]) if answer else 0
         decision = decide(_head(command, *answer), command)
         assert not isinstance(decision, Writes), f"script {script} refused what the rules allow: {command}"
         raise decision
 
-    def _adopt(self, command: commands.Adopt, home: str) -> int | None:
+    def _adopt(self, command: commands.Adopt, home: str) -> int:
         """In three steps, because the new uid's key and the run's may lie in two slots of a cluster."""
         self._run_script(command, home, "check")
         if command.new_uid == command.uid:
-            return None
+            return 0
         self._announce(home, command.stream, command.new_uid)
         return self._run_script(command, home, "do")
 

@@ -72,8 +72,8 @@ class RunFields(TypedDict, total=False):
 class Writes:
     """What a command changes. Where everything is left out it changes nothing: what it asks for is so already."""
 
-    #: What the call returns.
-    answer: int | None = None
+    #: What the call returns: the epoch, or the committed sample index; 0 where it returns nothing.
+    answer: int = 0
     run: RunFields = field(default_factory=RunFields)
     #: A new run of this name.
     created: commands.Create | None = None
@@ -134,7 +134,7 @@ def refuse_integers(command: Command) -> Refusal | None:
             return None
     for name, number in named:
         if not 0 <= number <= MAX_COUNTER:
-            return refusals.out_of_range(command.uid, command.stream, name, number)
+            return refusals.out_of_range(command, name, number)
     return None
 
 
@@ -152,21 +152,20 @@ def opening_mark(epoch: int, opening: Opening, committed: records.Commit) -> str
 
 def _refuse_epoch(head: Head, command: LeaderCommand) -> Refusal | None:
     if head.epoch != command.epoch:
-        return refusals.not_leader(command.uid, command.stream, head.epoch, command.epoch)
+        return refusals.not_leader(command, head.epoch)
     return None
 
 
 def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit) -> Refusal | None:
     if head.generation == 0 or head.generation != command.generation:
-        return refusals.fenced(command.uid, command.stream, head.generation, command.generation)
+        return refusals.fenced(command, head.generation)
     return None
 
 
 def _refuse_rolled_back(head: Head, command: commands.Renew | commands.Commit) -> Refusal | None:
     """Where (generation, committed index) is less than what the server knows; a new generation may begin anywhere."""
-    present, known = (head.generation, head.sample_index), (command.generation, command.known)
-    if present < known:
-        return refusals.rolled_back(command.uid, command.stream, *present, *known)
+    if (head.generation, head.sample_index) < (command.generation, command.known):
+        return refusals.rolled_back(command, head.generation, head.sample_index)
     return None
 
 
@@ -188,7 +187,7 @@ def _create(head: Head | None, command: commands.Create) -> Refusal | Writes:
 def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
     lease = head.lease
     if lease is not None and lease.holder != command.holder and lease.left_s(head.now):
-        return refusals.lease_held(command.uid, command.stream, lease.holder, lease.acquired_at, lease.left_s(head.now))
+        return refusals.lease_held(command, lease, lease.left_s(head.now))
     epoch = max(head.epoch, command.above) + 1
     taken = Lease(
         holder=command.holder,
@@ -215,7 +214,7 @@ def _adopt(head: Head, command: commands.Adopt) -> Refusal | Writes:
     if head.uid != command.uid:  # a repetition
         return Writes()
     if head.generation:
-        return refusals.opened_already(command.uid, command.stream, head.generation, command.new_uid)
+        return refusals.opened_already(command, head.generation)
     if command.new_uid == command.uid:
         return Writes()
     if head.uid_holder is not None:
@@ -229,9 +228,9 @@ def _open(head: Head, command: commands.Open) -> Refusal | Writes:
     if (opening.generation, mark) == (head.generation, head.opening_mark):  # a repetition
         return Writes()
     if head.attempt_generation is not None:
-        return refusals.attempt_used(command.uid, command.stream, opening.attempt, head.attempt_generation)
+        return refusals.attempt_used(command, head.attempt_generation)
     if opening.generation <= head.generation:
-        return refusals.generation_too_low(command.uid, command.stream, head.generation, opening.generation)
+        return refusals.generation_too_low(command, head.generation)
     return Writes(
         run={"generation": opening.generation, "opening_mark": mark, "pin": None},
         opening=opening,
@@ -247,7 +246,7 @@ def _claim_slot(head: Head, command: commands.ClaimSlot) -> Refusal | Writes:
     if refusal is not None:
         return refusal
     if head.slot_nonce not in (None, command.nonce):
-        return refusals.slot_taken(command.uid, command.stream, command.generation, command.rank)
+        return refusals.slot_taken(command)
     return Writes(slot=(command.rank, command.nonce))
 
 
@@ -257,7 +256,7 @@ def _commit(head: Head, command: commands.Commit) -> Refusal | Writes:
         return refusal
     commit = command.commit
     if commit.sample_index == head.sample_index and commit.digest != head.digest:
-        return refusals.order_mismatch(command.uid, command.stream, head.sample_index, head.digest, commit.digest)
+        return refusals.order_mismatch(command, head.digest)
     if _is_committed(head, commit.sample_index):
         return Writes(answer=head.sample_index)
     entry = JournalEntry(generation=command.generation, sample_index=commit.sample_index, state=commit.state)
@@ -270,11 +269,9 @@ def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:
         return Writes()
     number = newest.number if newest is not None else 0
     if revision.number != number + 1:
-        return refusals.revision_number(command.uid, command.stream, number, revision.number)
+        return refusals.revision_number(command, number)
     if newest is not None and revision.sample_index < newest.sample_index:
-        return refusals.revision_too_early(
-            command.uid, command.stream, number, newest.sample_index, revision.sample_index
-        )
+        return refusals.revision_too_early(command, newest)
     return Writes(revision=revision)
 
 
@@ -282,7 +279,7 @@ def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writ
     if head.snapshot_text is None:
         return Writes(snapshot=command.snapshot)
     if head.snapshot_text != command.snapshot.text:
-        return refusals.snapshot_differs(command.uid, command.stream, command.snapshot.id)
+        return refusals.snapshot_differs(command)
     return Writes()
 
 

@@ -83,11 +83,11 @@ class SqliteLedger(Ledger):
 
     # Writes.
 
-    def _execute(self, command: Command) -> int | None:
+    def _execute(self, command: Command) -> int:
         with self._file.writing() as connection:
             return self._execute_in(connection, command)
 
-    def _execute_in(self, connection: sqlite3.Connection, command: Command) -> int | None:
+    def _execute_in(self, connection: sqlite3.Connection, command: Command) -> int:
         run, head = self._head(connection, command)
         decision = decide(head, command)
         if not isinstance(decision, Writes):
