@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.order.size_estimates import SizeEstimate
 
@@ -31,7 +32,7 @@ ESTIMATED = ("soft_sequential", "balance_remaining")
 POLICIES = ("least_consumed", "weighted", "round_robin", "sequential", *ESTIMATED, "schedule")
 
 
-def mixture(policy: str, sources: int, nested: bool) -> config.RunConfig:
+def mixture(policy: str, sources: int, nested: bool) -> RunConfig:
     """So many sources under one node, or under about sqrt(sources) nodes under one."""
     weights = np.exp(np.random.default_rng(3).uniform(0, np.log(20), sources)).round(2).tolist()
     leaves: list[dict[str, Any]] = [{"source": f"parquet:{number}.parquet:ids"} for number in range(sources)]

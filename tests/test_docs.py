@@ -16,14 +16,15 @@ from tokenloom_server.api.auth import RPCS, Scope
 from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
 from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
 from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
-from tokenloom_server.api.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
-from tokenloom_server.api.rest.app import MAX_PLANS, create_app
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
-from tokenloom_server.api.rest.http import MAX_CONNECTIONS
+from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.spec import SCHEMES
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
@@ -39,51 +40,121 @@ from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.tools import export, viewer
 from typer.main import get_command
 
-from tests.support.memory_service import MemoryService
+from tests.support.doc_tables import TABLES, written
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
 PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
+#: Every Markdown file that people read, by its path from the root.
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for folder in (ROOT, DOCS, ROOT / "tests" / "chaos")
+    for path in sorted(folder.glob("**/*.md" if folder == DOCS else "*.md"))
+}
 
 
-def test_every_field_of_the_mixture_file_is_in_the_readme() -> None:
-    section = README.split("## The mixture file")[1].split("\n## ")[0]
-    documented = set(re.findall(r"`([a-z_]+)`", section))
+def page(name: str) -> str:
+    """The text of a page below docs/."""
+    return PAGES[f"docs/{name}.md"]
+
+
+def section(name: str, heading: str) -> str:
+    """A page's part below one heading of the second level."""
+    return page(name).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def outside_code(text: str) -> str:
+    """A page without its blocks of code, where a bracket is no link and a hash no heading."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", outside_code(text), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        number = 0
+        while (name := f"{anchor}-{number}" if number else anchor) in found:
+            number += 1
+        found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_a_file_and_a_heading_of_it(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", outside_code(PAGES[name])):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(PAGES[str(file.relative_to(ROOT))]), target
+
+
+def test_the_index_leads_to_every_page() -> None:
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", page("README"))}
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"README.md"}
+    assert pages <= linked
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/")])
+def test_a_page_begins_with_its_title_and_a_sentence_that_says_what_it_is_for(name: str) -> None:
+    title, text = PAGES[name].split("\n", 1)
+    assert re.match(r"# \S", title)
+    assert re.match(r"\n[A-Z*`][^\n]+", text), "after the title comes a paragraph"
+
+
+def test_every_field_of_the_mixture_file_is_on_its_page() -> None:
+    documented = set(re.findall(r"`([a-z_]+)`", page("mixture-file")))
     fields = {name for model in (RunConfig, NodeConfig, SourceConfig) for name in model.model_fields}
     # Ids are the server's, and presence is a revision's.
     assert fields - {"id", "presence"} <= documented
 
 
-def test_every_source_scheme_is_in_the_readme() -> None:
-    assert all(f"`{form}`" in README for form in SCHEMES.values())
+def test_every_source_scheme_is_on_the_page_of_the_mixture_file() -> None:
+    assert all(f"`{form}`" in page("mixture-file") for form in SCHEMES.values())
 
 
-def test_the_readmes_mixture_file_is_valid() -> None:
-    text = README.split("```yaml\n")[1].split("```")[0]
-    found = config.parse(yaml.safe_load(text), where="README.md")
-    assert next(source.name for source in found.sources) == "code"
+@pytest.mark.parametrize("name", PAGES)
+def test_every_mixture_file_that_a_page_shows_whole_is_valid(name: str) -> None:
+    for text in re.findall(r"^```yaml\n(.*?)^```", PAGES[name], re.DOTALL | re.MULTILINE):
+        if text.startswith("run:"):
+            assert config.parse(yaml.safe_load(text), where=name).run
 
 
-def test_the_readmes_python_names_what_the_client_exports() -> None:
-    names = re.findall(r"from tokenloom import (\w+)", README)
-    assert names
-    assert all(hasattr(tokenloom, name) for name in names)
+@pytest.mark.parametrize("name", PAGES)
+def test_the_python_of_a_page_names_what_the_client_exports(name: str) -> None:
+    imported = re.findall(r"from tokenloom import ([\w, ]+)", PAGES[name])
+    assert {each for line in imported for each in line.split(", ")} <= set(dir(tokenloom))
 
 
-def test_the_commands_that_the_readme_names_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z]+)", README)) - {"one"} <= targets
+@pytest.mark.parametrize("name", PAGES)
+def test_the_commands_that_a_page_names_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^    |`)make ([a-z-]+)", PAGES[name], re.MULTILINE)) <= targets
+    named = set(re.findall(r"(?:^    (?:\$ )?|`)tokenloom ([a-z]+)", PAGES[name], re.MULTILINE))
+    assert named <= set(get_command(command_line).commands)  # type: ignore[attr-defined]
+
+
+def test_every_command_is_in_the_index() -> None:
     commands = get_command(command_line).commands  # type: ignore[attr-defined]
-    assert set(re.findall(r"tokenloom (serve|validate|stats|demo|[a-z]+) (?:mixture|http|grpc)", README)) <= set(
-        commands
-    )
+    table = section("README", "Commands")
+    assert all(f"| `tokenloom {name}` |" in table for name in commands)
 
 
-def test_every_error_is_in_the_reference_with_its_statuses() -> None:
+def test_every_option_of_the_server_is_documented() -> None:
+    serve = get_command(command_line).commands["serve"]  # type: ignore[attr-defined]
+    names = {name for option in serve.params for name in option.opts if name.startswith("--")}
+    where = page("running") + page("access") + section("mixture-file", "A mixture without a file")
+    assert {name for name in names - {"--help"} if not re.search(rf"`{name}[ `]", where)} == set()
+
+
+def test_every_error_is_on_its_page_with_its_statuses() -> None:
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.TokenloomError) and kind is not errors.TokenloomError:
-            assert f"| `{name}` | {kind.grpc_status} | {kind.http_status} |" in REFERENCE
+            assert f"| `{name}` | {kind.grpc_status} | {kind.http_status} |" in page("errors")
 
 
 def test_the_client_has_a_class_for_every_error_that_the_server_can_send() -> None:
@@ -94,40 +165,39 @@ def test_the_client_has_a_class_for_every_error_that_the_server_can_send() -> No
     assert sent <= by_name
 
 
-def test_the_bounds_of_plans_are_in_the_reference() -> None:
-    section = REFERENCE.split("## Plans")[1].split("\n## ")[0]
+def test_the_bounds_of_plans_are_on_their_page() -> None:
+    text = page("plans")
     for size in (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES):
-        assert f"{size // 2**20} MiB" in section
-    assert f"| plans at a time over REST | {MAX_PLANS};" in REFERENCE
+        assert f"{size // 2**20} MiB" in text
+    assert f"| plans at a time over REST | {MAX_PLANS};" in page("limits")
     for number in (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS):
-        assert f" {number} " in section
+        assert f" {number} " in text
 
 
 def test_the_bounds_of_reported_losses_are_in_the_docs() -> None:
-    section = REFERENCE.split("## Losses")[1].split("\n## ")[0]
+    bounds = section("losses", "Bounds")
     for number in (losses.MAX_POINTS, losses.MAX_CELLS, losses.MIN_POINTS):
-        assert f"{number:,} " in section or f"{number:,}." in section
-    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+        assert f"{number:,} " in bounds or f"{number:,}." in bounds
     for number in (
         losses.MAX_POINTS,
         reporting.QUEUED,
         inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default,
     ):
-        assert f"{number:,} " in page
+        assert f"{number:,} " in page("losses")
     assert (reporting.CALL_S, reporting.PAUSE_S) == (5, 2), "as the table of deadlines says"
 
 
-def test_the_bounds_of_peeks_are_in_the_reference() -> None:
-    section = REFERENCE.split("## Peeks")[1].split("\n## ")[0]
+def test_the_bounds_of_peeks_are_on_their_page() -> None:
+    text = section("inspecting", "Peek: the samples at an index")
     for bound in (f"{peeking.AHEAD_SAMPLES:,} samples", f"{peeking.MAX_PEEKS} per run", f"{peeking.REST_S:g} s"):
-        assert bound in section
-    assert f"{peeking.MAX_STEP_BYTES // 2**20} MiB" in section
+        assert bound in text
+    assert f"{peeking.MAX_STEP_BYTES // 2**20} MiB" in text
     peek = get_command(command_line).commands["peek"]  # type: ignore[attr-defined]
     assert f"{peeking.AHEAD_SAMPLES:,} samples" in peek.help
 
 
-def test_the_bounds_of_traces_are_in_the_reference() -> None:
-    section = REFERENCE.split("## Traces")[1].split("\n## ")[0]
+def test_the_bounds_of_traces_are_on_their_page() -> None:
+    text = section("inspecting", "Trace: the documents of a sample")
     for bound in (
         f"{tracing.MAX_TOKENS:,} tokens",
         f"{tracing.MAX_TEXT_TOKENS:,} with text",
@@ -136,45 +206,40 @@ def test_the_bounds_of_traces_are_in_the_reference() -> None:
         f"the {peeking.MAX_PEEKS} peeks",
         f"{peeking.AHEAD_SAMPLES:,} samples",
     ):
-        assert bound in section
-    assert all(f"`{status}`" in section for status in get_args(traced.Status))
+        assert bound in text
+    assert all(f"`{status}`" in text for status in get_args(traced.Status))
 
 
-def test_the_bounds_of_prepared_shards_and_exports_are_in_the_reference() -> None:
-    section = REFERENCE.split("## Prepared shards")[1].split("\n## ")[0]
-    assert all(f" {bound:,} " in section for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS))
-    section = REFERENCE.split("## Exports")[1].split("\n## ")[0]
-    assert f" {export.BATCH_IDS:,} " in section
-    assert f"| {viewer.PATIENCE_S:g} s " in section
+def test_the_bounds_of_prepared_shards_and_exports_are_on_their_pages() -> None:
+    assert all(
+        f" {bound:,} " in section("prepare", "Details")
+        for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)
+    )
+    assert f" {export.BATCH_IDS:,} " in section("export", "Details")
+    assert f"| {viewer.PATIENCE_S:g} s " in section("export", "Details")
 
 
-def test_the_bound_of_skips_is_in_the_reference() -> None:
-    assert f"{MAX_SKIPPED_TOKENS:,} tokens" in REFERENCE.split("## Skips")[1].split("\n## ")[0]
+def test_the_bound_of_skips_is_on_the_page_of_checkpoints() -> None:
+    assert f"{MAX_SKIPPED_TOKENS:,} tokens" in section("checkpoints", "Skip a bad range")
 
 
-def test_every_metric_is_in_the_reference() -> None:
-    for figure in (*RUN_FIGURES, *SOURCE_FIGURES, *RANK_FIGURES):
-        assert f"| `{figure.name}` | {figure.meaning} |" in REFERENCE
+def test_the_tables_of_routes_and_metrics_are_those_of_the_code() -> None:
+    for name, make in TABLES.items():
+        text = PAGES[f"docs/{name}"]
+        assert written(text, make()) == text, "'make tables' writes it anew"
 
 
-def test_every_route_is_in_the_reference() -> None:
-    app = create_app(MemoryService(), version="0")
-    for path, operations in app.openapi()["paths"].items():
-        for method in operations:
-            assert f"| `{method.upper()} {path}` |" in REFERENCE
-
-
-def test_every_rpc_is_in_the_reference_with_its_token() -> None:
-    section = REFERENCE.split("## Tokens and TLS")[1].split("\n## ")[0]
-    rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|control)\b", section, re.MULTILINE))
+def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
+    table = section("access", "What each RPC asks for")
+    rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|control)\b", table, re.MULTILINE))
     words = {Scope.OPEN: "none", Scope.READ: "reading", Scope.CONTROL: "control"}
     for method, scope in RPCS.items():
         name = method.rpartition("/")[2]
         assert [token for names, token in rows.items() if f"`{name}`" in names] == [words[scope]], method
 
 
-def test_every_bound_is_in_the_reference() -> None:
-    section = REFERENCE.split("| bound | |")[1].split("\n## ")[0]
+def test_every_bound_is_on_the_page_of_limits() -> None:
+    bounds = section("limits", "Bounds")
     aside = REFUSAL_THREADS + OPEN_THREADS + FIGURE_THREADS + PEEK_THREADS
     for bound in (
         aside,
@@ -187,7 +252,7 @@ def test_every_bound_is_in_the_reference() -> None:
         MAX_REVISIONS,
         MAX_CONNECTIONS,
     ):
-        assert re.search(rf"[| ]{bound:,}\b", section), bound
+        assert re.search(rf"[| ]{bound:,}\b", bounds), bound
     for size in (
         MAX_REQUEST_BYTES,
         MAX_BODY_BYTES,
@@ -197,29 +262,16 @@ def test_every_bound_is_in_the_reference() -> None:
         MAX_REPORT_BYTES,
     ):
         unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
-        assert f"{size // unit} {name}" in section
+        assert f"{size // unit} {name}" in bounds
 
 
-def test_every_setting_of_the_entry_is_in_the_reference() -> None:
-    section = REFERENCE.split("## Tokens and TLS")[1].split("\n## ")[0]
+def test_every_setting_of_the_environment_is_documented() -> None:
+    settings = section("access", "Settings")
     sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
     elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_"}
-    assert {name for name in variables - elsewhere if f"`{name}`" not in section} == set()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "THREAT_MODEL.md"),
-        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
-    ],
-)
-def test_links_between_the_documents_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert ((ROOT / name).parent / target).exists(), target
+    assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
 
 
 def test_the_service_behind_rest_is_the_one_that_the_server_has() -> None:

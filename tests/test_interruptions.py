@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
 from support.timelines import revised
-from tokenloom_server.config.mixture_file import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk, worst_distance
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import NOTHING
 from tokenloom_server.mixing.round_robin import levelled

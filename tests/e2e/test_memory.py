@@ -1,4 +1,4 @@
-"""A rank that stops reading: what the server holds stays below the formula of docs/reference.md, however long."""
+"""A rank that stops reading: what the server holds stays below the formula of docs/limits.md, however long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOOK_S = 2.0
 
 
 def bound(window_steps: int, world_size: int, batch_size: int) -> int:
-    """Bytes beyond an idle server's: the formula of docs/reference.md, as it stands there."""
+    """Bytes beyond an idle server's: the formula of docs/limits.md, as it stands there."""
     message_steps = max(1, min(MIB // 2 // (batch_size * SAMPLE_BYTES), 64))
     group_steps = message_steps  # so few sources and ranks
     held = (window_steps + group_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import Walk
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.schedule import Schedule
 from tokenloom_server.mixing.totals import SourceTotal, rows_of

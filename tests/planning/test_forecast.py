@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import corpora
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order.pipeline import initial_state
 from tokenloom_server.order.size_estimates import SizeEstimate, measure

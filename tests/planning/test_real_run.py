@@ -12,7 +12,8 @@ import pytest
 from support import corpora
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange, Setting
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.order.record import Order

@@ -1,4 +1,7 @@
-"""``python -m tests.simulation SEED`` replays one world with its events; ``--worlds N`` runs N of them."""
+"""``python -m tests.simulation SEED`` replays one world with its events; ``--worlds N`` runs N of them.
+
+``--write`` writes down the digests of what happens in the worlds that the tests run.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from tests.simulation import events
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import World
 
@@ -23,8 +27,12 @@ _AT_ONCE = 20
 def main(
     seed: Annotated[int, typer.Argument(help="the world to replay, or the first of --worlds")] = 0,
     worlds: Annotated[int, typer.Option(help="how many worlds to run, from that seed on")] = 0,
+    write: Annotated[bool, typer.Option("--write", help="write down the digests of the tests' worlds")] = False,
 ) -> None:
     """Replays one world and prints its events, or runs many and prints the seeds that failed."""
+    if write:
+        events.write()
+        raise typer.Exit
     if worlds:
         raise typer.Exit(run_many(range(seed, seed + worlds)))
     raise typer.Exit(replay(seed))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 from tokenloom_server.ledger.base import Counters, StoredRevision
 from tokenloom_server.order.exclusions import Exclusions

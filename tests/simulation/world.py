@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,

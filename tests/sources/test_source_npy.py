@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.corpora import flat
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order.record import Order
@@ -256,7 +257,7 @@ def test_another_override_of_the_end_is_another_order_and_survives_the_record(tm
         child = {"source": "npy:a.npy"} | ({} if override is None else {"add_eot": override})
         mixture = {"policy": "least_consumed", "children": [child]}
         run = order(tmp_path, "npy:a.npy", mixture=mixture)
-        digests[override] = run.config.digest
+        digests[override] = order_digest(run.config)
         again = Order.load(run.config, tmp_path, None, run.record())
         assert ids_of(again) == ids_of(run)
     assert digests[None] == digests["auto"]

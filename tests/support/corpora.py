@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.order.record import Order
 
 #: One of each scheme; between them empty rows, a null, several shards, rows longer than a sample.

@@ -101,8 +101,8 @@ STEPS, RANKS = 8, 2
 _LEASE = ("lease_acquired_at", "lease_lapses_at")
 
 
-def conversation(folder: Path) -> dict[str, str]:
-    """What a server and rank 0 of 2 say to each other about each of ``MIXTURES``, the run's record, and snapshots."""
+def write_mixtures(folder: Path) -> list[Path]:
+    """The files of ``MIXTURES``, and what they read."""
     write_jsonl(folder / "docs-0.jsonl", text_rows(9, 3, 8))
     write_jsonl(folder / "docs-1.jsonl", text_rows(7, 4, 8))
     write_txt(folder / "lines.txt", text_rows(24, 5, 9))
@@ -111,7 +111,12 @@ def conversation(folder: Path) -> dict[str, str]:
     for run, document in MIXTURES.items():
         paths.append(folder / f"{run}.yaml")
         paths[-1].write_text(yaml.safe_dump({"run": run} | document), encoding="utf-8")
-    server = ServerProcess(folder / "server", *paths).start()
+    return paths
+
+
+def conversation(folder: Path) -> dict[str, str]:
+    """What a server and rank 0 of 2 say to each other about each of ``MIXTURES``, the run's record, and snapshots."""
+    server = ServerProcess(folder / "server", *write_mixtures(folder)).start()
     try:
         with grpc.insecure_channel(server.grpc) as channel:
             stub = DataLoaderStub(channel)

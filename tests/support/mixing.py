@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES

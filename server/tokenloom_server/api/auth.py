@@ -48,36 +48,6 @@ RPCS: Mapping[str, Scope] = {
 #: The RPCs of trainers: each of a world has one open, all the time.
 TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
 
-#: By method and path, as the app names them.
-ROUTES: Mapping[tuple[str, str], Scope] = {
-    ("GET", "/v1/runs"): Scope.READ,
-    ("GET", "/v1/runs/{run}/stats"): Scope.READ,
-    ("GET", "/v1/runs/{run}/losses"): Scope.READ,
-    ("GET", "/v1/runs/{run}/plan"): Scope.READ,
-    ("GET", "/v1/runs/{run}/plan.svg"): Scope.READ,
-    ("GET", "/v1/runs/{run}/receipt"): Scope.READ,
-    ("GET", "/v1/runs/{run}/report"): Scope.READ,
-    ("POST", "/v1/runs/{run}/snapshots"): Scope.CONTROL,
-    ("GET", "/v1/runs/{run}/snapshots"): Scope.READ,
-    ("GET", "/v1/runs/{run}/snapshots/{snapshot_id}"): Scope.READ,
-    ("POST", "/v1/runs/{run}/restore"): Scope.CONTROL,
-    ("GET", "/v1/runs/{run}/samples/{index}"): Scope.READ,
-    ("GET", "/v1/runs/{run}/steps/{step}"): Scope.READ,
-    ("POST", "/v1/runs/{run}/fork"): Scope.CONTROL,
-    ("GET", "/v1/runs/{run}/mixture"): Scope.READ,
-    ("PATCH", "/v1/runs/{run}/mixture"): Scope.CONTROL,
-    ("DELETE", "/v1/runs/{run}/mixture/revisions/{number}"): Scope.CONTROL,
-    ("GET", "/metrics"): Scope.READ,
-    ("GET", "/openapi.json"): Scope.READ,
-    ("GET", "/healthz"): Scope.OPEN,
-    ("GET", "/readyz"): Scope.OPEN,
-    # A browser sends no token when it opens the page; the page's script asks for one.
-    ("GET", "/"): Scope.OPEN,
-    ("GET", "/page/page.css"): Scope.OPEN,
-    ("GET", "/page/page.js"): Scope.OPEN,
-    ("GET", "/page/icon.svg"): Scope.OPEN,
-}
-
 
 class Access:
     """The tokens of a server, as digests: no text of one is kept, so none can be shown."""

@@ -25,7 +25,7 @@ from tokenloom_server.ledger.open import open_ledger
 
 if TYPE_CHECKING:
     from tokenloom_server.api.service import Runs
-    from tokenloom_server.config.mixture_file import RunConfig
+    from tokenloom_server.config.run import RunConfig
 
 _log = logging.getLogger(__name__)
 

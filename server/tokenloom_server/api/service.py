@@ -13,7 +13,9 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import began_with, differences, refuse
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.config.mixture_file import TRAIN, NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot

@@ -13,7 +13,7 @@ from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenloom_server.config.data_roots import DataRoots
-    from tokenloom_server.config.mixture_file import RunConfig
+    from tokenloom_server.config.run import RunConfig
 
 #: The heading in --help of what stands instead of a mixture file.
 PANEL = "A mixture without a file"

@@ -8,13 +8,15 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.mixture_file import OUTSIDE_THE_ORDER, SOURCE_OUTSIDE_THE_ORDER, NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.order_fields import OUTSIDE_THE_ORDER, SOURCE_OUTSIDE_THE_ORDER, order_fields
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 
 
 def differences(config: RunConfig, record: str) -> dict[str, str]:
     """By field, how a mixture file differs from a run's record, both values named."""
-    return dict(_differences(json.loads(record)["config"], json.loads(canonical(config.order_fields())), ""))
+    return dict(_differences(json.loads(record)["config"], json.loads(canonical(order_fields(config))), ""))
 
 
 def refuse(config: RunConfig, different: Mapping[str, str]) -> None:

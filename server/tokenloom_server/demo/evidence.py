@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.demo import proof, receipts
 from tokenloom_server.demo.plan import Plan
 from tokenloom_server.demo.proof import Disproved

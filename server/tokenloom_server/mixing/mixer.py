@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.mixture_file import Child, NodeConfig, RunConfig
+from tokenloom_server.config.node import Child, NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape, Policy

@@ -26,13 +26,11 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import differences, refuse
-from tokenloom_server.config.mixture_file import (
-    NodeConfig,
-    RunConfig,
-    SourceConfig,
-    weight_text,
-)
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.order_fields import order_digest, order_fields, weight_text
 from tokenloom_server.config.row_rules import RowRules
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ORDER_VERSION, Cursor, SourceState, State
 from tokenloom_server.errors import ConfigError, LedgerError, TokenizerError
 from tokenloom_server.mixing.mixer import node_shapes
@@ -425,7 +423,7 @@ class Order:
         record = {
             "format": RECORD_FORMAT,
             "order_version": ORDER_VERSION,
-            "config": self.config.order_fields(),
+            "config": order_fields(self.config),
             "tokenizer": self._tokenizer_record(),
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
@@ -449,7 +447,7 @@ class Order:
             "run": self.name,
             "seed": self.config.seed,
             "order_version": ORDER_VERSION,
-            "config_digest": self.config.digest,
+            "config_digest": order_digest(self.config),
             "manifest_digest": self.manifest.digest,
             "tokenizer": self._tokenizer_record(),
         }

@@ -13,15 +13,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from tokenloom_server.config.faults import explain
 from tokenloom_server.config.mixture_change import Addition, MixtureChange, Setting
-from tokenloom_server.config.mixture_file import (
-    Child,
-    NodeConfig,
-    RunConfig,
-    SourceConfig,
-    explain,
-    given_by_the_server,
-)
+from tokenloom_server.config.mixture_file import given_by_the_server
+from tokenloom_server.config.node import Child, NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.credits import carried

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.ledger.base import StoredRevision

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Cursor, SourceState, State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order.record import Order

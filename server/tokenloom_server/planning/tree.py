@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.totals import rows_of
 from tokenloom_server.order.size_estimates import SizeEstimate

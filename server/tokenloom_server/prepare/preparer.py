@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom_server.config.mixture_file import BYTES_TOKENIZER
 from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
@@ -23,7 +22,7 @@ from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, J
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
 from tokenloom_server.sources import short_form
-from tokenloom_server.tokenizer.definition import tokenizer_files
+from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, tokenizer_files
 
 _log = logging.getLogger(__name__)
 

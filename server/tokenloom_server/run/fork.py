@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.order import snapshot

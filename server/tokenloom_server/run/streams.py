@@ -14,7 +14,10 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.mixture_file import TRAIN, NodeConfig, RunConfig, order_of_mixture
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.order_fields import mixture_order_fields
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, NotFound
 from tokenloom_server.ledger.base import Ledger
@@ -147,7 +150,7 @@ def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
         {
             "format": FORMAT,
             "order_version": ORDER_VERSION,
-            "mixture": order_of_mixture(mixture, config),
+            "mixture": mixture_order_fields(mixture, config),
             "manifest": json.loads(manifest.to_json()),
         }
     )
@@ -161,7 +164,7 @@ def _frozen(config: RunConfig, name: str, mixture: NodeConfig, record: str) -> M
                 f"run {config.run!r}: the record of stream {name!r} has {field} {found.get(field)!r}, this server "
                 f"honours {ours!r}: serve it with the Tokenloom release that began it"
             )
-    if found["mixture"] != json.loads(canonical(order_of_mixture(mixture, config))):
+    if found["mixture"] != json.loads(canonical(mixture_order_fields(mixture, config))):
         raise ConfigError(
             f"streams.{name}: its mixture is not the one that it began with, and its samples would be others; put it "
             f"back, or give the new one a name of its own. It began with {canonical(found['mixture'])}"

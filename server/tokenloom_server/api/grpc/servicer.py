@@ -17,7 +17,7 @@ from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc.auth_interceptor import MAX_REQUEST_BYTES, abort, authorization_of
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice
 from tokenloom_server.api.service import Runs, ServedRun
-from tokenloom_server.config.mixture_file import TRAIN
+from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, TokenloomError
 from tokenloom_server.order.pipeline import BatchPlan

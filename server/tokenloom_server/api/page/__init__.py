@@ -1,4 +1,4 @@
-"""The page at ``/``: static files that ask the REST interface for a run's figures once a second.
+"""The page at ``/``: static files that ask the REST interface for a run's stats once a second.
 
 The files are read once, when the app is made, and named one by one: a request never becomes a path.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from tokenloom_server.api.rest.routes import Backend, Routes
 
 #: URL → (file in this package, media type).
 FILES = {
@@ -20,15 +18,6 @@ FILES = {
 }
 
 
-def page_routes() -> list[Route]:
-    """One route per file."""
-    return [_route(url, name, media_type) for url, (name, media_type) in FILES.items()]
-
-
-def _route(url: str, name: str, media_type: str) -> Route:
-    content = files(__name__).joinpath(name).read_bytes()
-
-    async def serve(request: Request) -> Response:
-        return Response(content, media_type=media_type)
-
-    return Route(url, serve, methods=["GET"], include_in_schema=False)
+def add_routes(routes: Routes, backend: Backend) -> None:
+    for url, (name, media_type) in FILES.items():
+        routes.add_file(url, files(__name__).joinpath(name).read_bytes(), media_type)

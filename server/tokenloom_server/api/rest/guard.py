@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.auth import Scope as Needed
+from tokenloom_server.api.auth import Scope as TokenScope
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS, problem, quoted
 from tokenloom_server.errors import TokenloomError
 
@@ -55,13 +55,13 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, *, allowed_hosts: frozenset[str], access: Access, needed: Callable[[Scope], Needed]
+        self, app: ASGIApp, *, allowed_hosts: frozenset[str], access: Access, scope_of: Callable[[Scope], TokenScope]
     ) -> None:
-        """``needed`` finds what the route of a request asks for."""
+        """``scope_of`` says what the route of a request asks for."""
         self._app = app
         self._allowed_hosts = allowed_hosts
         self._access = access
-        self._needed = needed
+        self._scope_of = scope_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,10 +111,10 @@ class Guard:
     def _check_token(self, scope: Scope, headers: Headers) -> None:
         if not self._access.closed:
             return
-        needed = self._needed(scope)
-        found = headers.getlist("authorization")
+        needed = self._scope_of(scope)
+        sent = headers.getlist("authorization")
         try:
-            self._access.check(found[0] if len(found) == 1 else None, needed)
+            self._access.check(sent[0] if len(sent) == 1 else None, needed)
         except TokenloomError as error:
             # What RFC 6750 says to a client: which kind of token, and which scope was short.
             lacks = f', error="insufficient_scope", scope="{needed.name.lower()}"' if error.http_status == 403 else ""

@@ -15,7 +15,7 @@ from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenloom_server.api.rest.http import Http
+    from tokenloom_server.api.rest.uvicorn_server import Http
     from tokenloom_server.reports.stats import RunService
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RestServer:
             from importlib.metadata import version
 
             from tokenloom_server.api.rest.app import create_app
-            from tokenloom_server.api.rest.http import Http
+            from tokenloom_server.api.rest.uvicorn_server import Http
 
             app = create_app(
                 service,

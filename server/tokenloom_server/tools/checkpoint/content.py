@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenloom_server.config.mixture_file import NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.tools.checkpoint.file import Found
 
 #: No counter of any loader is beyond this; with larger ones nothing can be computed.

@@ -26,7 +26,7 @@ from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
-from tokenloom_server.api.auth import ROUTES, RPCS, Access, Scope
+from tokenloom_server.api.auth import RPCS, Access, Scope
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, PEEK_THREADS
 from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
@@ -144,13 +144,14 @@ def test_a_token_may_travel_in_the_clear_on_this_machine_and_where_it_is_allowed
 # REST: every route that the app has
 
 
-def routes() -> list[tuple[str, str]]:
-    app = create_app(MemoryService(), version="0")
-    return sorted((method, route.path) for route in app.routes for method in route.methods if method != "HEAD")
+APP = create_app(MemoryService(), version="0")
+#: By method and path.
+SCOPES = APP.resource_routes.scopes
 
 
 def test_every_route_has_a_scope_and_no_scope_is_for_a_route_that_is_gone() -> None:
-    assert set(routes()) == set(ROUTES)
+    routes = {(method, route.path) for route in APP.routes for method in route.methods if method != "HEAD"}
+    assert routes == set(SCOPES)
 
 
 def test_everybody_hears_whether_a_server_is_ready_and_readers_alone_why_not(
@@ -168,10 +169,10 @@ def test_everybody_hears_whether_a_server_is_ready_and_readers_alone_why_not(
 
 
 def test_only_health_and_the_pages_own_files_are_open() -> None:
-    assert {path for (_, path), scope in ROUTES.items() if scope is Scope.OPEN} == {
+    assert {path for (_, path), scope in SCOPES.items() if scope is Scope.OPEN} == {
         *("/healthz", "/readyz", "/", "/page/page.css", "/page/page.js", "/page/icon.svg")
     }
-    assert {method for (method, _), scope in ROUTES.items() if scope < Scope.CONTROL} == {"GET"}
+    assert {method for (method, _), scope in SCOPES.items() if scope < Scope.CONTROL} == {"GET"}
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +198,14 @@ def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.parametrize(("method", "path"), routes())
+@pytest.mark.parametrize(("method", "path"), sorted(SCOPES))
 def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     http: httpx.Client, service: MemoryService, method: str, path: str
 ) -> None:
     url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, step=3, number=1)
     bodies = {"POST": b'{"sample_index": 12}', "PATCH": b'{"reason": "because"}'}
     body = {"content": bodies[method]} if method in bodies else {}
-    needed = ROUTES[method, path]
+    needed = SCOPES[method, path]
     for what, (header, scope) in BROUGHT.items():
         service.revise(RUN, MixtureChange(reason="to be dropped"))
         service.calls = 0
@@ -264,7 +265,7 @@ def test_openapi_says_which_token_a_route_asks_for(http: httpx.Client) -> None:
     assert schema["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            needed = ROUTES[method.upper(), path]
+            needed = SCOPES[method.upper(), path]
             expected = None if needed is Scope.OPEN else [{"token": [needed.name.lower()]}]
             assert operation.get("security") == expected
             assert ("401" in operation["responses"]) is (expected is not None)

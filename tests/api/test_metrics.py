@@ -55,21 +55,21 @@ def service() -> MemoryService:
     return service
 
 
-def test_every_figure_equals_the_stats(service: MemoryService) -> None:
+def test_every_metric_equals_the_stats(service: MemoryService) -> None:
     found = scrape(service)
     for run in service.runs.values():
         of_run = {"run": run.run, "stream": run.stream}
-        rows: list[tuple[Any, dict[str, Any], Any]] = [(figure, {}, run) for figure in metrics.RUN_FIGURES]
-        rows += [(f, {"source": source.alias}, source) for f in metrics.SOURCE_FIGURES for source in run.sources]
-        rows += [(f, {"rank": rank.rank}, rank) for f in metrics.RANK_FIGURES for rank in run.ranks]
-        for figure, own, row in rows:
-            generation = {"generation": run.generation} if figure.is_counter else {}
-            expected = figure.read(row)
-            value = found.get(figure.name, {}).get(labels(**of_run, **own, **generation))
-            assert value == expected, figure.name
+        rows: list[tuple[Any, dict[str, Any], Any]] = [(metric, {}, run) for metric in metrics.RUN_METRICS]
+        rows += [(m, {"source": source.alias}, source) for m in metrics.SOURCE_METRICS for source in run.sources]
+        rows += [(m, {"rank": rank.rank}, rank) for m in metrics.RANK_METRICS for rank in run.ranks]
+        for metric, own, row in rows:
+            own |= {label: read(row) for label, read in metric.texts.items()}
+            generation = {"generation": run.generation} if metric.is_counter else {}
+            value = found.get(metric.name, {}).get(labels(**of_run, **own, **generation))
+            assert value == metric.value(row), metric.name
 
 
-def test_the_figures_come_from_the_fields_that_their_names_say(service: MemoryService) -> None:
+def test_metrics_come_from_the_fields_that_their_names_say(service: MemoryService) -> None:
     found = scrape(service)
     run = {"run": "wiki", "stream": "train"}
     assert found["tokenloom_committed_tokens_total"][labels(**run, generation=3)] == 2_097_152
@@ -98,8 +98,8 @@ def test_counters_are_counters_and_everything_else_is_a_gauge(service: MemorySer
 
 
 def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService) -> None:
-    listed = {figure.name for figure in (*metrics.RUN_FIGURES, *metrics.SOURCE_FIGURES, *metrics.RANK_FIGURES)}
-    listed |= {metrics.RUN_INFO.name, metrics.SOURCE_INFO.name, *metrics.SERVER_METRICS}
+    tables = (metrics.SERVER_METRICS, metrics.READ_METRICS, metrics.RUN_METRICS)
+    listed = {metric.name for table in (*tables, metrics.SOURCE_METRICS, metrics.RANK_METRICS) for metric in table}
     exposed = {name for name in scrape(service) if not name.startswith("tokenloom_process_")}
     assert exposed == listed
 

@@ -19,9 +19,9 @@ from support.memory_service import MemoryService, run_plan, run_stats
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.api.page import FILES
-from tokenloom_server.api.rest.app import MAX_PLANS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
+from tokenloom_server.api.rest.resources.plan import MAX_PLANS
 from tokenloom_server.api.rest.server import RestServer
 
 RUN = "wiki-and-code"

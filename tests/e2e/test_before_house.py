@@ -1,0 +1,171 @@
+"""What the wheel of the tag ``before-house`` wrote goes on with the code of today, and with equal digests.
+
+The wheel is kept as it was built from the tag. Its ledger and its trainers' states are read, or migrated, for ever;
+an older client is either served or refused with a clear word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.goldens import FOLDER, MIXTURES, write_mixtures
+from support.server_process import ServerProcess
+from tokenloom import RemoteDataset
+
+(WHEEL,) = (FOLDER / "before_house").glob("*.whl")
+#: What the server says to a client of the wheel: None where it serves it, else what the refusal's text has in it.
+OLD_CLIENT_IS_REFUSED_WITH: str | None = None
+#: Two launches of so many steps; the second begins with a state that is not the run's first.
+STEPS = (4, 2)
+
+#: A trainer: {run: digest by sample index}, and the state one step before its end.
+_TRAINER = """
+import json, sys
+from tokenloom import RemoteDataset
+asked = json.loads(sys.argv[1])
+found = {}
+for run, url in asked["urls"].items():
+    digests = {}
+    for resume, steps in zip(asked["resume"], asked["steps"]):
+        with RemoteDataset(url, asked["batch_size"][run], resume=resume, takeover=True) as dataset:
+            batches = iter(dataset)
+            for step in range(steps):
+                state = dataset.state_dict()
+                if next(batches, None) is not None:
+                    digests[dataset.sample_index] = dataset.digest
+    found[run] = {"digests": digests, "state": state}
+import tokenloom
+print(json.dumps([tokenloom.__file__, found]))
+"""
+
+
+def batch_size(run: str) -> int | None:
+    return None if "batching" in MIXTURES[run] else 2
+
+
+def read(dataset: RemoteDataset, steps: int = 10**6) -> dict[int, str]:
+    """The digests of its next steps, by sample index."""
+    digests: dict[int, str] = {}
+    with dataset:
+        for _, _batch in zip(range(steps), dataset, strict=False):
+            digests[dataset.sample_index] = dataset.digest
+    return digests
+
+
+def read_to_the_end(url: str, run: str) -> dict[int, str]:
+    """A launch more wherever one ends, as at a phase with another sequence length."""
+    found: dict[int, str] = {}
+    while more := read(RemoteDataset(url, batch_size(run), resume="latest" if found else None, takeover=True)):
+        found |= more
+    return found
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which Python has the wheel's packages in place of the tree's."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(WHEEL) as archive:
+        archive.extractall(folder)
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_mixtures(tmp_path_factory.mktemp("mixtures"))
+
+
+def train_with_the_wheel(
+    server: ServerProcess, environment: dict[str, str], *, resume: tuple[str | None, ...], steps: tuple[int, ...]
+) -> subprocess.CompletedProcess[str]:
+    asked = {
+        "urls": {run: server.url(run) for run in MIXTURES},
+        "batch_size": {run: batch_size(run) for run in MIXTURES},
+        "resume": resume,
+        "steps": steps,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", _TRAINER, json.dumps(asked)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str], environment: dict[str, str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    path, found = json.loads(done.stdout)
+    assert path.startswith(environment["PYTHONPATH"]), "it was the wheel's client"
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def today(mixtures: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of today's code, with a ledger of its own."""
+    server = ServerProcess(tmp_path_factory.mktemp("today"), *mixtures).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def whole(today: ServerProcess) -> dict[str, dict[int, str]]:
+    """The digests of every run, uninterrupted."""
+    return {run: read_to_the_end(today.url(run), run) for run in MIXTURES}
+
+
+def test_a_ledger_and_a_state_of_then_go_on_with_equal_digests(
+    old: dict[str, str], mixtures: list[Path], whole: dict[str, dict[int, str]], tmp_path: Path
+) -> None:
+    before = ServerProcess(tmp_path / "server", *mixtures, environment=old).start()
+    try:
+        written = said(train_with_the_wheel(before, old, resume=(None, "latest"), steps=STEPS), old)
+    finally:
+        before.terminate()
+    after = ServerProcess(tmp_path / "server", *mixtures)
+    assert after.ledger_file.exists()
+    after.start()
+    try:
+        for run in MIXTURES:
+            digests = {int(index): digest for index, digest in written[run]["digests"].items()}
+            assert digests.items() <= whole[run].items(), f"{run}: what the wheel trained on"
+            end, state = max(digests), written[run]["state"]
+
+            latest = read(RemoteDataset(after.url(run), batch_size(run), resume="latest", takeover=True), 2)
+            assert latest == {i: d for i, d in whole[run].items() if i in latest}, f"{run}: the ledger"
+            assert not latest or min(latest) > end
+
+            for url, local in ((after.url(run), False), (str(mixtures[[*MIXTURES].index(run)]), True)):
+                dataset = RemoteDataset(url, batch_size(run), local=local, takeover=not local)
+                dataset.load_state_dict(state)
+                assert dataset.sample_index < end
+                found = read(dataset)
+                assert min(found) <= end
+                assert found.items() <= whole[run].items(), f"{run}: the state, local={local}"
+    finally:
+        after.terminate()
+
+
+def test_a_client_of_then_is_served_or_refused_with_a_clear_word(
+    old: dict[str, str], today: ServerProcess, whole: dict[str, dict[int, str]]
+) -> None:
+    done = train_with_the_wheel(today, old, resume=("fresh",), steps=(3,))
+
+    if OLD_CLIENT_IS_REFUSED_WITH is None:
+        for run, found in said(done, old).items():
+            digests = {int(index): digest for index, digest in found["digests"].items()}
+            assert len(digests) == 3
+            assert digests.items() <= whole[run].items(), run
+    else:
+        assert done.returncode != 0
+        assert OLD_CLIENT_IS_REFUSED_WITH in done.stderr
