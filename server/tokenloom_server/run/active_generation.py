@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenloom_server.config.mixture_file import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.ledger.base import Commit, Opening, StoredRun, date_of
 from tokenloom_server.order.pipeline import StepGroup

@@ -21,6 +21,10 @@ class ChangeCommands(RunState):
         """Openings, revisions and forks: one at a time, since each builds on what the one before made."""
         return self._one_change
 
+    def is_changing(self) -> bool:
+        """Whether one is under way."""
+        return self._one_change.locked()
+
     # --- openings ----------------------------------------------------------------------------------
 
     def busy(self, process: str) -> str | None:

@@ -186,8 +186,8 @@ class GenerationOpener:
             raise ResumePointNeeded(
                 f"run {self._coordinator.name!r} has progress (sample {committed.sample_index}) and the trainer "
                 "brought no state; load its checkpoint with load_state_dict, or say resume='latest' (go on at that "
-                "sample), resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the ledger is "
-                "ahead of the trainer's weights, so this is not guessed"
+                "sample), resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the "
+                "ledger is ahead of the trainer's weights, so this is not guessed"
             )
         return _Start(history.beginning(), 0)
 

@@ -192,6 +192,7 @@ class RunState:
             state=self._committed_state,
             committed_at=self._committed_at,
             generation=generation.number if generation is not None else 0,
+            start_index=generation.ramp.start_index if generation is not None else 0,
             produced_index=generation.index_of(generation.produced) if generation is not None else 0,
             ended=end.reason if end is not None else None,
             over=generation is not None and generation.over,

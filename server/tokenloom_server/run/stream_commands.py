@@ -131,10 +131,7 @@ class StreamCommands(RunState):
                 if item is not None:
                     self._wake_producer()
                     if self._up_since is not None:
-                        _log.info(
-                            "%s: first batch %.2f s after the server was up", self.name, self.clock() - self._up_since
-                        )
-                        self._up_since = None
+                        self._log_first_batch(self._up_since)
                     return item
                 # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
                 if self._error is not None and active.generation.consumed_all(session.rank):

@@ -83,7 +83,8 @@ class Position(NamedTuple):
     committed_at: float | None
     #: The number of the present generation; 0 for none.
     generation: int
-    #: The sample index up to which the present generation is produced; 0 for none.
+    #: The sample indices at which it began, and up to which it is produced; 0 for none.
+    start_index: int
     produced_index: int
     #: Why the data ended, as soon as that is produced; and whether all until there is committed.
     ended: str | None
