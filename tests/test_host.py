@@ -427,7 +427,7 @@ def test_an_attempt_id_opens_once(place: Place) -> None:
         with pytest.raises(AttemptUsed, match="one"):
             again.join_handler.join(call_of(rank, attempt="one"))
     assert place.stored().opening is not None
-    assert served.coordinator.position().generation
+    assert served.coordinator.view().generation.number
 
 
 @pytest.mark.parametrize(
@@ -1099,7 +1099,7 @@ def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> 
         for _ in range(20):
             trainer.take(1)
             trainer.settle()
-    assert isinstance(coordinator.error, OrderMismatch)
+    assert isinstance(coordinator.view().error, OrderMismatch)
     committed = place.stored().committed
     assert committed is not None
     assert (committed.sample_index, committed.digest) == (4, "f" * 32)
@@ -1162,7 +1162,7 @@ def test_a_loss_is_told_until_the_ledger_has_caught_up_perhaps_by_another_server
     coordinator.lead(
         coordinator.lease.epoch, found, coordinator.timeline, coordinator.clock(), coordinator.clock() + 15
     )
-    assert isinstance(coordinator.error, LedgerRolledBack) == told
+    assert isinstance(coordinator.view().error, LedgerRolledBack) == told
 
 
 def test_ranks_that_hear_of_a_busy_run_ask_for_longer_than_rank_0(place: Place) -> None:
@@ -1438,7 +1438,7 @@ def test_an_opening_that_never_reached_the_ledger_leaves_the_launch_before_as_it
         patiently(lambda rank=rank: rank.connect(served))  # type: ignore[misc]
     trainer.take(5)
     trainer.settle()
-    assert served.coordinator.position().generation == 1
+    assert served.coordinator.view().generation.number == 1
     assert counters_of(place) == recount(served, trainer.taken())
 
 
@@ -1540,7 +1540,7 @@ def test_what_still_produces_when_the_interpreter_ends_is_no_fault(
     ends.set()
     for worker in served.coordinator._workers:
         worker.join(PATIENCE_S)
-    assert served.coordinator.error is None
+    assert served.coordinator.view().error is None
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -1710,7 +1710,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.settle()
 
     ledger.meanwhile = meanwhile
-    index = served.coordinator.revision_window().first_revisable + behind
+    index = served.coordinator.view().first_revisable + behind
     revision = served.revising.revise(heavier(sample_index=index))
     assert revision.sample_index == index
     trainer.take(20)

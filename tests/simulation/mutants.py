@@ -14,7 +14,7 @@ from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.slots import Slot
-from tokenloom_server.run.views import RevisionWindow
+from tokenloom_server.run.views import RunView
 
 from tests.support.memory_ledger import MemoryLedger, Run, Store
 
@@ -117,13 +117,7 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
 def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A revision may hold from a sample on that was produced already."""
 
-    right = RunCoordinator._revision_window
-
-    def revision_window(self: RunCoordinator) -> RevisionWindow:
-        committed = self._committed
-        return right(self)._replace(first_revisable=committed.sample_index + 1 if committed is not None else 0)
-
-    patch.setattr(RunCoordinator, "_revision_window", revision_window)
+    patch.setattr(RunView, "first_revisable", property(lambda self: self.commit.sample_index + 1))
     return MemoryLedger
 
 

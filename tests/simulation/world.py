@@ -421,10 +421,11 @@ class World(Scheduler):
     def _make_snapshot(self, server: Server, save: bool) -> str | None:
         """The server's own state at some index is the trainer's; saved, it can be resumed from."""
         coordinator, launch = server.coordinator, self.launches[-1]
-        position = coordinator.position() if coordinator is not None else None
-        if coordinator is None or position is None or not position.generation:
+        view = coordinator.view() if coordinator is not None else None
+        if coordinator is None or view is None or not view.generation.number:
             return None
-        index = self.rng.randint(position.start_index, max(position.start_index, position.commit.sample_index))
+        low = view.generation.start_index
+        index = self.rng.randint(low, max(low, view.commit.sample_index))
         try:
             text, at = server.served.history.snapshot(index)
             self.checker.look_at_text(text, at)
@@ -471,7 +472,7 @@ class World(Scheduler):
             return
         asked = {"reason": f"at {self.now:.3f}", **self._change(coordinator.timeline.at(2**40).config)}
         if self.rng.random() < 0.4:
-            asked["sample_index"] = coordinator.revision_window().first_revisable + self.rng.choice([0, 1, 7, 30])
+            asked["sample_index"] = coordinator.view().first_revisable + self.rng.choice([0, 1, 7, 30])
         try:
             revision = server.served.revising.revise(MixtureChange.model_validate(asked))
         except (ConfigError, LedgerError) as error:

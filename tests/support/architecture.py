@@ -132,11 +132,7 @@ IMPURE = (
 #: A live run's lock and all that it guards belong to one object, whose class lies in these modules. Others hold it, and
 #: its present generation, under these names; they send commands and read views.
 COORDINATOR = tuple(
-    f"{SERVER}.run.{name}"
-    for name in (
-        *("coordinator", "run_state", "active_generation"),
-        *("lease_commands", "change_commands", "stream_commands", "work_commands"),
-    )
+    f"{SERVER}.run.{name}" for name in ("coordinator", "stream_commands", "run_state", "active_generation")
 )
 COORDINATED = frozenset({"coordinator", "_coordinator", "active"})
 

@@ -229,8 +229,8 @@ class Runs:
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         served = self.get(run)
-        position = served.coordinator.position()
-        return served.planner.plan(position.timeline, position.state, until_tokens)
+        view = served.coordinator.view()
+        return served.planner.plan(view.timeline, view.state, until_tokens)
 
     def plan_from_start(self, run: str, until_tokens: int | None) -> RunPlan:
         """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at
@@ -376,8 +376,8 @@ class Runs:
         )
 
     def mixture(self, run: str) -> MixtureInfo:
-        window = self.get(run).coordinator.revision_window()
-        timeline, index = window.timeline, window.committed_index
+        view = self.get(run).coordinator.view()
+        timeline, index = view.timeline, view.commit.sample_index
         config = timeline.at(index).config
         return MixtureInfo(
             run=run,
@@ -401,7 +401,7 @@ class Runs:
                 if segment.phase is not None
             ],
             revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-            first_revisable=window.first_revisable,
+            first_revisable=view.first_revisable,
         )
 
     def revise(self, run: str, change: MixtureChange) -> RevisionInfo:

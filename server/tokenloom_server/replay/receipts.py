@@ -63,8 +63,8 @@ class Receipts:
         """At a sample index, None for the committed one. Raises ``BeyondHorizon`` for what is not committed, or lies
         before what this run's ledger has, and what going forward raises."""
         coordinator = self._coordinator
-        position = coordinator.position()
-        timeline, at_hand, committed = position.timeline, position.state, position.commit
+        view = coordinator.view()
+        timeline, at_hand, committed = view.timeline, view.state, view.commit
         lineage = lineage_of(self._history.openings())
         oldest = lineage[0].start_index if lineage else 0
         index = committed.sample_index if sample_index is None else sample_index
@@ -107,10 +107,10 @@ class Receipts:
         """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
         coordinator = self._coordinator
         openings = self._history.openings()
-        position = coordinator.position()
-        timeline, state, committed = position.timeline, position.state, position.commit
+        view = coordinator.view()
+        timeline, state, committed, end = view.timeline, view.state, view.commit, view.generation.end
         # The end is known as soon as it is produced; here it counts once it is reached.
-        ended = position.ended if position.over else None
+        ended = end.reason if end is not None and view.generation.over else None
         index = committed.sample_index
         if state.sample_index != index:
             # The server was restarted, and has the boundary before it.

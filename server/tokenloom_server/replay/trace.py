@@ -162,10 +162,10 @@ class Traces:
     def _check_produced(self, what: str, index: int, opening: Opening) -> None:
         """That the present generation came so far."""
         coordinator = self._coordinator
-        position = coordinator.position()
-        at = position.commit.sample_index
-        if position.generation == opening.generation:
-            at = max(at, position.produced_index)
+        view = coordinator.view()
+        at = view.commit.sample_index
+        if view.generation.number == opening.generation:
+            at = max(at, view.generation.produced_index)
         if index >= at:
             raise BeyondHorizon(
                 f"{what} of run {coordinator.name!r} was not delivered: it begins at sample {index}, and generation "

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.ledger.base import Commit, Opening, StoredRun, date_of
+from tokenloom_server.ledger.base import StoredRun, date_of
 from tokenloom_server.order.pipeline import StepGroup
-from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.sizing import steps_of, window_steps
 
 
 class LedgerLoss(NamedTuple):
@@ -31,18 +29,39 @@ class LedgerLoss(NamedTuple):
         return back or stored.opening.opened_at > self.noticed_at
 
 
-class HeldState(NamedTuple):
-    """What is at hand of a sample index of the present generation."""
+class RankView(NamedTuple):
+    """A rank of the present generation."""
 
-    generation: int
-    sample_index: int
-    #: What the ledger has.
-    commit: Commit
-    #: Up to this sample index production may go, and by so many steps after the committed one.
-    horizon_index: int
-    window_steps: int
-    #: The group of the boundary before the index, digest and total tokens at it; None where it is not in memory.
-    point: tuple[StepGroup, str, int] | None
+    rank: int
+    connected: bool
+    #: Sample index up to which it has consumed.
+    position: int
+    #: Of its last message, by the coordinator's clock; None where it was never heard.
+    last_heard: float | None
+
+
+class GenerationView(NamedTuple):
+    """The present generation at one moment; the defaults are of none."""
+
+    number: int = 0
+    #: Sample indices at which it began, up to which it is produced, and up to which it may be.
+    start_index: int = 0
+    produced_index: int = 0
+    horizon_index: int = 0
+    #: The first state boundary after all that may have been produced.
+    first_unproduced: int = 0
+    #: Where production ended, if it did; and whether all until there is committed.
+    end: EndOfData | None = None
+    over: bool = False
+    world_size: int = 0
+    #: Of the next step to commit.
+    batch_size: int = 0
+    #: Steps that are produced and not committed, and how many may be.
+    held_steps: int = 0
+    window_steps: int = 1
+    #: When all of its ranks had been heard; None where one was not.
+    heard_at: float | None = None
+    ranks: Sequence[RankView] = ()
 
 
 @dataclass(slots=True)
@@ -61,39 +80,27 @@ class ActiveGeneration:
     #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
     process: str
 
-    @classmethod
-    def of(
-        cls,
-        opening: Opening,
-        base: State,
-        committed: Commit,
-        config: RunConfig,
-        timeline: Timeline,
-        message_steps: Callable[[int], int],
-        *,
-        resumed: bool,
-        epoch: int,
-        process: str,
-    ) -> ActiveGeneration:
-        """``message_steps``: steps of a full message, by the batch size. ``resumed``: after a restart of the server,
-        where production has to meet the committed digest again."""
-        ramp = steps_of(opening)
-        steps, rest = ramp.steps_until(committed.sample_index)
-        generation = Generation(
-            opening.generation,
-            opening.attempt,
-            ramp,
-            # A client may hold all steps of an optimiser step, and has more to go on with.
-            [
-                max(config.window_steps or window_steps(timeline.sample_bytes, plan), 2 * ramp.accumulate)
-                for plan in ramp.plans
-            ],
-            [message_steps(plan.batch_size) for plan in ramp.plans],
-            pads_last_step=config.last_step == "pad",
-            committed=steps + bool(rest),
+    def view(self) -> GenerationView:
+        generation = self.generation
+        ranks = [
+            RankView(slot.rank, slot.connected, generation.index_of(slot.consumed), slot.last_heard)
+            for slot in generation.slots
+        ]
+        return GenerationView(
+            number=generation.number,
+            start_index=generation.ramp.start_index,
+            produced_index=generation.index_of(generation.produced),
+            horizon_index=generation.ramp.index_of(generation.horizon),
+            first_unproduced=self._first_unproduced(),
+            end=generation.end,
+            over=generation.over,
+            world_size=generation.ramp.world_size,
+            batch_size=generation.ramp.at_step(generation.committed).batch_size,
+            held_steps=max(0, generation.produced - generation.committed),
+            window_steps=generation.window_steps,
+            heard_at=generation.slots.heard_at(),
+            ranks=ranks,
         )
-        expected_digest = committed.digest if resumed else None
-        return cls(generation, base, expected_digest, epoch, opening.opened_at, process)
 
     def trained_on(self, now: float, liveness_s: float) -> str | None:
         """Who trains on it, if each rank was heard within ``liveness_s``; None where nobody does."""
@@ -119,7 +126,7 @@ class ActiveGeneration:
             return min(steps, max(0, generation.ramp.steps_until(limit)[0] - generation.produced))
         return steps
 
-    def first_unproduced(self) -> int:
+    def _first_unproduced(self) -> int:
         """The first state boundary after all that may have been produced."""
         generation = self.generation
         # After a restart ranks may hold more than is produced again, and more than this server's own window allows.
@@ -147,15 +154,7 @@ class ActiveGeneration:
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
 
-    def held_state(self, sample_index: int | None, committed: Commit) -> HeldState:
-        """At a sample index; None for the committed one."""
-        generation = self.generation
-        index = committed.sample_index if sample_index is None else sample_index
-        horizon_index = generation.ramp.index_of(generation.horizon)
-        held = self._point_at(index)
-        return HeldState(generation.number, index, committed, horizon_index, generation.window_steps, held)
-
-    def _point_at(self, index: int) -> tuple[StepGroup, str, int] | None:
+    def point_at(self, index: int) -> tuple[StepGroup, str, int] | None:
         """(group of the boundary before it, digest, total tokens) at a sample index; None where that is not held."""
         generation = self.generation
         boundary = generation.ramp.boundary(index)

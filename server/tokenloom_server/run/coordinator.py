@@ -11,18 +11,40 @@ once the new one is durable.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
-from tokenloom_server.errors import LedgerRolledBack, NotLeader, SourceError, TokenloomError
+from tokenloom_server.core.state import State
+from tokenloom_server.errors import (
+    LedgerError,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotLeader,
+    OrderMismatch,
+    ServerStopping,
+    SourceError,
+    TokenloomError,
+)
+from tokenloom_server.ledger.base import Commit, Opening, StoredRun
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.change_commands import ChangeCommands
-from tokenloom_server.run.lease_commands import LeaseCommands
+from tokenloom_server.run.resume_choice import ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
-from tokenloom_server.run.work_commands import WorkCommands
+from tokenloom_server.run.views import CommitTask, ProductionTask, RunView
+
+_log = logging.getLogger(__name__)
+
+#: Commits are remembered this far apart, seconds, for rates and window shares.
+RECENT_EVERY_S = 0.25
+#: Refused attempts that are remembered, so that waiting ranks hear why.
+_REMEMBERED_REFUSALS = 64
 
 
-class RunCoordinator(LeaseCommands, ChangeCommands, StreamCommands, WorkCommands):
+class RunCoordinator(StreamCommands):
     """Owns one run of this server. Thread-safe."""
 
     _workers: tuple[threading.Thread, ...] = ()
@@ -55,6 +77,306 @@ class RunCoordinator(LeaseCommands, ChangeCommands, StreamCommands, WorkCommands
         if dead is not None and not self._stopping:
             return f"its thread {dead} has ended; restart the server, and report its log"
         return f"the ledger is away: {self._ledger_error}" if self._ledger_error is not None else None
+
+    # --- the lease (``leadership``) ----------------------------------------------------------------
+
+    def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
+        """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
+        with self._lock:
+            self._lease = self._lease.taken(epoch, until)
+            self._timeline, self._revising_at, self._uid = timeline, None, stored.uid
+            self._wakes.everyone()
+            self._drop_generation()
+            self._committed = self._committed_at = self._ledger_error = None
+            self._committed_state = timeline.initial()
+            # Whoever still trains hears of a loss until a trainer's state makes the ledger right again, perhaps by
+            # another server.
+            is_lost = isinstance(self._error, LedgerRolledBack) and not self._loss.made_right(stored)
+            error = self._error if is_lost else None
+            self._take_up(stored)
+            self._error = error
+            self._up_since = since if self._up_since is None else min(since, self._up_since)
+            self._wakes.everyone()
+        if stored.opening is not None and stored.committed is not None:
+            _log.info(
+                "%s: leads at server epoch %d; generation %d goes on after sample %d",
+                self.name, epoch, stored.opening.generation, stored.committed.sample_index,
+            )  # fmt: skip
+
+    def _take_up(self, stored: StoredRun) -> None:
+        """The generation that the ledger has."""
+        if stored.opening is None or stored.committed is None:
+            return
+        base = self._timeline.decode(stored.committed.state)
+        self._committed_state, self._committed_at = base, stored.committed_at
+        active = self._install(stored.opening, base, stored.committed, resumed=True)
+        if stored.lease is not None and stored.lease.heard_at is not None:
+            active.generation.slots.all_heard(self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at))
+
+    def extend(self, until: float) -> None:
+        """The lease was renewed."""
+        with self._lock:
+            self._lease = self._lease.renewed(until)
+
+    def stand_by(self, reason: str) -> None:
+        """Another server leads; ``reason`` names it."""
+        with self._lock:
+            self._lease = self._lease.standing_by(reason)
+
+    def suspend(self, reason: str) -> None:
+        """The lease lapsed, and nobody knows whether another server has it: streams end until it is renewed."""
+        with self._lock:
+            is_news = self._lease.stands_by_for != reason
+            self._lease = self._lease.standing_by(reason)
+            self._wakes.everyone()
+        if is_news:
+            _log.error(
+                "%s: the lease lapsed, so nothing is sent until the ledger is back, for another server may lead: %s",
+                self.name, reason,
+            )  # fmt: skip
+
+    def on_lease_lost(self, error: TokenloomError) -> None:
+        """Another server leads, or the ledger lost the run: this one writes and sends nothing more."""
+        _log.error("%s: leads no longer: %s: %s", self.name, error.name, error)
+        with self._lock:
+            if isinstance(error, LedgerRolledBack):
+                self._error = error
+                self._note_loss(self.committed_through)
+            self._end_leading(self._lease.lost(str(error)))
+
+    def await_lease_work(self, ledger_waits: int, ended: Callable[[], bool], timeout_s: float) -> None:
+        """Waits, bounded, until the lease has to be taken anew more often than ``ledger_waits`` times, or until
+        ``ended`` (see ``wake_lease``)."""
+        with self._lock:
+            self._wakes.lease.wait_for(lambda: ended() or self._lease.ledger_waits != ledger_waits, timeout_s)
+
+    def wake_lease(self) -> None:
+        """Makes ``await_lease_work`` look whether it has ended."""
+        with self._lock:
+            self._wakes.lease.notify_all()
+
+    # --- openings (``join``) -----------------------------------------------------------------------
+
+    def one_change(self) -> AbstractContextManager[object]:
+        """Openings, revisions and forks: one at a time, since each builds on what the one before made."""
+        return self._one_change
+
+    def is_changing(self) -> bool:
+        """Whether one is under way."""
+        return self._one_change.locked()
+
+    def busy(self, process: str) -> str | None:
+        """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
+        None where nobody does."""
+        with self._lock:
+            active = self._active
+            if active is None or self._error is not None or (process and active.process == process):
+                return None
+            return active.trained_on(self.clock(), self.timeouts.liveness_s)
+
+    def open_generation(self, uid: str, opening: Opening, start: State, committed: Commit, process: str) -> None:
+        """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
+        with self._lock:
+            try:
+                self.ledger.open(uid, self.stream, self._lease.epoch, opening, committed)
+            except LedgerUnavailable as error:
+                self._await_ledger("a generation was opened", error)
+                raise
+            self._uid = uid
+            self._refused.clear()
+            self._committed_state, self._committed_at = start, opening.opened_at
+            self._install(opening, start, committed, resumed=False, process=process)
+
+    def reopen(self, opening: Opening, process: str) -> None:
+        """Rank 0 asks again for what it opened. Raises ``NotLeader`` where that is being taken up anew."""
+        with self._lock:
+            active = self._active
+            if active is None or active.generation.number != opening.generation:
+                raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
+            # The ledger does not know which process that is.
+            active.process = process
+            self._refused.clear()
+
+    def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
+        """Rank 0 of an attempt was refused: the other ranks hear the same."""
+        with self._lock:
+            self._refused[attempt, choice] = error
+            while len(self._refused) > _REMEMBERED_REFUSALS:
+                self._refused.pop(next(iter(self._refused)))
+            self._wakes.changed.notify_all()
+
+    def has_opened(self, attempt: str, choice: ResumeChoice) -> bool:
+        """Whether rank 0 of an attempt opened the present generation. Raises ``ServerStopping``, and what rank 0 was
+        refused with."""
+        with self._lock:
+            if self._stopping:
+                raise ServerStopping("the server is stopping; join again when it is back")
+            refusal = self._refused.get((attempt, choice))
+            if not self._is_open(attempt) and refusal is not None:
+                raise refusal
+            return self._is_open(attempt)
+
+    def is_decided(self, attempt: str, choice: ResumeChoice) -> bool:
+        """Whether a rank that waits for rank 0 has to look again: it opened the attempt, was refused, or cannot."""
+        with self._lock:
+            return self._is_decided(attempt, choice)
+
+    def await_rank_0(self, attempt: str, choice: ResumeChoice, timeout_s: float) -> None:
+        """Waits, bounded, until ``is_decided``."""
+        with self._lock:
+            self._wakes.changed.wait_for(lambda: self._is_decided(attempt, choice), timeout_s)
+
+    def _is_decided(self, attempt: str, choice: ResumeChoice) -> bool:
+        is_refused = (attempt, choice) in self._refused
+        return self._stopping or not self.leads() or self._is_open(attempt) or is_refused
+
+    def _is_open(self, attempt: str) -> bool:
+        return self._active is not None and self._active.generation.attempt == attempt
+
+    def claim_slot(self, generation: int, rank: int, nonce: str) -> None:
+        """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
+        self.ledger.claim_slot(self._uid, self.stream, self._lease.epoch, generation, rank, nonce)
+        with self._lock:
+            if self._active is not None and self._active.generation.number == generation:
+                slot = self._active.generation.slots[rank]
+                slot.last_heard, slot.left = self.clock(), False
+
+    # --- the timeline (``revise``, ``fork``) ---------------------------------------------------------
+
+    @contextmanager
+    def production_held(
+        self, choose: Callable[[RunView], int], *, dry_run: bool = False
+    ) -> Iterator[tuple[RunView, int]]:
+        """Makes production wait before the sample index that ``choose`` gives, until ``change_timeline`` or until an
+        error ends the context; ``dry_run``: only chooses. Raises ``NotLeader``, and what ``choose`` does."""
+        with self._lock:
+            self.require_lead()
+            view = self._view()
+            index = choose(view)
+            if not dry_run:
+                self._revising_at = index
+        try:
+            yield view, index
+        except BaseException:
+            self.put_in_force(view.lease.epoch)
+            raise
+
+    def change_timeline(self, epoch: int, timeline: Timeline, write: Callable[[], object]) -> None:
+        """Writes a change of the timeline, and puts it in force once the ledger has it. Raises what ``write`` does."""
+        try:
+            write()
+        except LedgerUnavailable as error:
+            with self._lock:
+                if self._lease.epoch == epoch:
+                    self._await_ledger("a revision was written", error)
+            raise
+        self.put_in_force(epoch, timeline)
+
+    def put_in_force(self, epoch: int, timeline: Timeline | None = None) -> None:
+        """What the ledger has is in force, and production goes on; None: nothing was changed."""
+        with self._lock:
+            if self._lease.epoch != epoch:
+                return  # the run was taken up anew since, with what the ledger has
+            self._revising_at = None
+            if timeline is not None:
+                self._timeline = timeline
+                if self._active is None:
+                    self._committed_state = timeline.initial()
+            self._wakes.everyone()
+
+    # --- production (``producer``) -------------------------------------------------------------------
+
+    def production_task(self, *, wait: bool) -> ProductionTask | None:
+        """The steps that are wanted; None where the server stops, or, without ``wait``, where none are wanted now."""
+        with self._lock:
+            if wait:
+                self._wakes.producer.wait_for(lambda: self._stopping or self._steps_wanted())
+            active, steps = self._active, self._steps_wanted()
+            if self._stopping or active is None or not steps:
+                return None
+            produced = active.generation.produced
+            plan = active.generation.ramp.at_step(produced)
+            return ProductionTask(active, self._timeline, plan, steps, produced - plan.group_begin(produced))
+
+    def publish(self, task: ProductionTask, group: StepGroup, ended: str | None, dropped_samples: int) -> None:
+        """The group got steps, or the data ended: for the ranks, if the generation is still the present one."""
+        with self._lock:
+            active, generation = task.active, task.active.generation
+            if active is not self._active:
+                return
+            if not task.published:
+                generation.add_group(group)
+            generation.filled(ended, dropped_samples)
+            try:
+                active.check_order(ended is not None)
+            except OrderMismatch as error:
+                self._alarm(error)
+                return
+            if ended is not None:
+                _log.info("%s: end of data at sample %d: %s", self.name, group.end, ended)
+            for rank in range(len(generation.slots)):
+                self._wake_rank(rank)
+            self._wake_committer()
+
+    # --- commits (``committer``) ---------------------------------------------------------------------
+
+    def await_commit(self, not_before_s: float, may_hurry: bool) -> CommitTask | None:
+        """Waits as ``commit_rest_s`` says; None where the server stops and all is written."""
+        with self._lock:
+            while (rest_s := self._commit_rest_s(not_before_s, may_hurry)) is None or rest_s > 0:
+                self._wakes.committer.wait(rest_s)
+            return self._commit_task()
+
+    def commit_task(self) -> CommitTask | None:
+        """What is to be committed now; None for nothing new."""
+        with self._lock:
+            return self._commit_task()
+
+    def commit_rest_s(self, not_before_s: float, may_hurry: bool) -> float | None:
+        """How long the committer rests before it writes, seconds: 0 where a commit is due, None until it is woken.
+
+        Not before a time, unless the server stops or, with ``may_hurry``, the window would fill up meanwhile.
+        """
+        with self._lock:
+            return self._commit_rest_s(not_before_s, may_hurry)
+
+    def _commit_rest_s(self, not_before_s: float, may_hurry: bool) -> float | None:
+        self._committer_idle = not self._commit_due_steps() and not self._stopping
+        if self._committer_idle:
+            return None
+        if self._stopping or (may_hurry and self._is_backlog()):
+            return 0.0
+        return max(0.0, not_before_s - self.clock())
+
+    def _commit_task(self) -> CommitTask | None:
+        active, steps = self._active, self._commit_due_steps()
+        if active is None or not steps:
+            return None
+        group = active.generation.group_of(steps - 1)
+        return CommitTask(active, self._timeline, self._uid, group, steps, self.committed_through)
+
+    def on_committed(self, task: CommitTask, commit: Commit, state: State) -> None:
+        """The ledger holds what the task asked for."""
+        with self._lock:
+            if self._ledger_error is not None:
+                _log.info("%s: the ledger is back; committed through sample %d", self.name, commit.sample_index)
+            self._ledger_error = None
+            if task.active is not self._active:
+                return
+            task.active.generation.set_committed(task.steps)
+            self._committed, self._committed_state, self._committed_at = commit, state, self.wall_clock()
+            now = self.clock()
+            if now - self._recent[-1][0] >= RECENT_EVERY_S:
+                self._recent.append((now, commit))
+            self._wakes.changed.notify_all()
+            self._wake_producer()
+
+    def on_ledger_away(self, sample_index: int, error: LedgerUnavailable) -> None:
+        """A commit waits for the ledger. Raises ``LedgerError`` where the server stops, and cannot wait."""
+        with self._lock:
+            self._ledger_error = str(error)
+            if self._stopping:
+                raise LedgerError(f"stopped with sample {sample_index} uncommitted: {error}")
 
     # --- failures ----------------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ class History:
         if generation not in (None, openings[-1].generation):
             assert generation is not None
             return Known(state, opening.generation, self._farthest(generation, timeline), timeline)
-        commit = coordinator.position().commit
+        commit = coordinator.view().commit
         if opening is openings[-1] and state.sample_index < commit.sample_index <= index:
             # After the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = timeline.decode(commit.state)
@@ -328,27 +328,26 @@ class History:
         not. Raises ``BeyondHorizon`` naming the limits.
         """
         coordinator = self._coordinator
-        held = coordinator.held_state(sample_index)
-        # Out of the lock: the state of many sources is a long text, and the ranks' streams would wait for it.
-        if held is None:
+        view = coordinator.view()
+        generation, commit = view.generation, view.commit
+        if not generation.number:
             if sample_index:
                 raise BeyondHorizon(
                     f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet"
                 )
-            timeline = coordinator.timeline
+            timeline = view.timeline
             return self._sealed(0, timeline.encode(timeline.initial()), 0, digest_hex(0), 0), 0
-        index, commit = held.sample_index, held.commit
-        if index > held.horizon_index:
+        index = commit.sample_index if sample_index is None else sample_index
+        if index > generation.horizon_index:
             raise BeyondHorizon(
-                f"sample {index} is beyond the horizon {held.horizon_index}: {commit.sample_index} is committed, and "
-                f"production may go {held.window_steps} steps further"
+                f"sample {index} is beyond the horizon {generation.horizon_index}: {commit.sample_index} is committed, "
+                f"and production may go {generation.window_steps} steps further"
             )
         if index == commit.sample_index:
-            text = self._sealed(held.generation, commit.state, index, commit.digest, commit.total_tokens)
-        elif held.point is not None:
-            group, digest, tokens = held.point
-            resume_state = resume_state_of(coordinator.timeline, group)
-            text = self._sealed(held.generation, resume_state, index, digest, tokens)
+            text = self._sealed(generation.number, commit.state, index, commit.digest, commit.total_tokens)
+        elif (point := coordinator.point_at(index)) is not None:
+            group, digest, tokens = point
+            text = self._sealed(generation.number, resume_state_of(view.timeline, group), index, digest, tokens)
         else:
             text = self._recomputed(index)
         return text, index

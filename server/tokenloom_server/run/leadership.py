@@ -139,7 +139,9 @@ class Leadership(threading.Thread):
     def _renew(self) -> float:
         coordinator = self._coordinator
         began = coordinator.clock()
-        heard = coordinator.heard()
+        view = coordinator.view()
+        generation = view.generation
+        heard_at = generation.heard_at
         try:
             coordinator.ledger.renew(
                 coordinator.uid,
@@ -147,9 +149,9 @@ class Leadership(threading.Thread):
                 coordinator.lease.epoch,
                 self._holder,
                 self._lease_s,
-                heard.at,
-                heard.generation,
-                heard.committed_index,
+                None if heard_at is None else coordinator.wall_clock() - (view.now - heard_at),
+                generation.number,
+                view.commit.sample_index if generation.number else 0,
             )
         except (NotLeader, LedgerRolledBack) as error:
             coordinator.on_lease_lost(error)

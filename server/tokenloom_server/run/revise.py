@@ -18,7 +18,7 @@ from tokenloom_server.ledger.base import StoredRevision
 from tokenloom_server.order import snapshot
 from tokenloom_server.order.timeline import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.views import RevisionWindow
+from tokenloom_server.run.views import RunView
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ class Revising:
         with (
             coordinator.one_change(),
             coordinator.production_held(
-                lambda window: _index_of(coordinator.name, change, window), dry_run=change.dry_run
-            ) as (window, index),
+                lambda view: _index_of(coordinator.name, change, view), dry_run=change.dry_run
+            ) as (view, index),
         ):
-            timeline, epoch = window.timeline, window.epoch
-            content = timeline.revise(change, index, window.generation)
+            timeline, epoch = view.timeline, view.lease.epoch
+            content = timeline.revise(change, index, view.generation.number)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,
@@ -79,13 +79,13 @@ class Revising:
         coordinator = self._coordinator
         with (
             coordinator.one_change(),
-            coordinator.production_held(lambda window: _droppable(coordinator.name, number, window)) as (window, _),
+            coordinator.production_held(lambda view: _droppable(coordinator.name, number, view)) as (view, _),
         ):
-            revisions, epoch = window.timeline.revisions, window.epoch
+            revisions, epoch = view.timeline.revisions, view.lease.epoch
             kept, dropped = revisions[: number - 1], revisions[number - 1 :]
             coordinator.change_timeline(
                 epoch,
-                window.timeline.with_revisions(kept),
+                view.timeline.with_revisions(kept),
                 lambda: coordinator.ledger.drop_revisions(coordinator.uid, coordinator.stream, epoch, number),
             )
         for revision in dropped:
@@ -163,10 +163,10 @@ class Revising:
             )  # fmt: skip
 
 
-def _index_of(run: str, change: MixtureChange, window: RevisionWindow) -> int:
+def _index_of(run: str, change: MixtureChange, view: RunView) -> int:
     """The sample index from which on a change is to hold. Raises ``LimitExceeded``, ``ConfigError`` and
     ``BeyondHorizon``."""
-    timeline, end, least = window.timeline, window.end, window.first_revisable
+    timeline, end, least = view.timeline, view.generation.end, view.first_revisable
     if len(timeline.revisions) >= MAX_REVISIONS and not change.dry_run:
         raise LimitExceeded(
             f"run {run!r} has {len(timeline.revisions)} revisions, and a run may have {MAX_REVISIONS}: "
@@ -196,10 +196,10 @@ def _index_of(run: str, change: MixtureChange, window: RevisionWindow) -> int:
     return wished
 
 
-def _droppable(run: str, number: int, window: RevisionWindow) -> int:
+def _droppable(run: str, number: int, view: RunView) -> int:
     """The sample index from which on a revision holds. Raises ``NotFound``, and ``BeyondHorizon`` where it cannot be
     dropped any more."""
-    revisions, least = window.timeline.revisions, window.first_unproduced
+    revisions, least = view.timeline.revisions, view.generation.first_unproduced
     if not 1 <= number <= len(revisions):
         raise NotFound(f"run {run!r} has {len(revisions)} revisions, and none of number {number}")
     index = revisions[number - 1].sample_index

@@ -15,15 +15,17 @@ from collections.abc import Callable
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Commit, Ledger, Opening, StoredRun
+from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run import sizing
-from tokenloom_server.run.active_generation import ActiveGeneration, HeldState, LedgerLoss
-from tokenloom_server.run.attempts import RefusedAttempts
+from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
 from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.resume_choice import ResumeChoice
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_server.run.views import Position, RankView, RevisionWindow, RunView
+from tokenloom_server.run.views import RunView
 from tokenloom_server.run.wakes import Wakes
 
 _log = logging.getLogger(__name__)
@@ -70,7 +72,9 @@ class RunState:
         self._loss = LedgerLoss(0, 0, 0.0)
         # (time, commit) over the last minute or so, for rates and window shares.
         self._recent: deque[tuple[float, Commit]] = deque(maxlen=512)
-        self._refused = RefusedAttempts()
+        # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
+        # resume point. The oldest are forgotten.
+        self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
         self._stopping = False
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
@@ -92,11 +96,6 @@ class RunState:
     @property
     def lease(self) -> LeaseState:
         return self._lease
-
-    @property
-    def error(self) -> TokenloomError | None:
-        """What stopped the run, for all ranks."""
-        return self._error
 
     @property
     def stopping(self) -> bool:
@@ -137,79 +136,31 @@ class RunState:
         sources = len(timeline.segments[-1].order.specs)
         return sizing.group_steps(timeline.sample_bytes, world_size, batch_size, sources)
 
-    def position(self) -> Position:
-        with self._lock:
-            return self._position()
-
-    def held_state(self, sample_index: int | None) -> HeldState | None:
-        """What is at hand of a sample index, None for the committed one; None before the first generation."""
-        with self._lock:
-            if self._active is None or self._committed is None:
-                return None
-            return self._active.held_state(sample_index, self._committed)
-
-    def revision_window(self) -> RevisionWindow:
-        """From where on a revision may hold."""
-        with self._lock:
-            return self._revision_window()
-
     def view(self) -> RunView:
-        """All that the run's stats are made of."""
         with self._lock:
-            now, generation = self.clock(), self._active.generation if self._active is not None else None
-            return RunView(
-                position=self._position(),
-                leads=self.leads(),
-                epoch=self._lease.epoch,
-                error=self._error,
-                ledger_error=self._ledger_error,
-                waiting_for=self._waiting_for(),
-                now=now,
-                recent=tuple(self._recent),
-                world_size=generation.ramp.world_size if generation is not None else 0,
-                batch_size=generation.ramp.at_step(generation.committed).batch_size if generation is not None else 0,
-                held_steps=max(0, generation.produced - generation.committed) if generation is not None else 0,
-                window_steps=generation.window_steps if generation is not None else 1,
-                ranks=[
-                    RankView(
-                        rank=slot.rank,
-                        connected=slot.connected,
-                        position=generation.index_of(slot.consumed),
-                        last_heard_s=None if slot.last_heard is None else now - slot.last_heard,
-                    )
-                    for slot in generation.slots
-                ]
-                if generation is not None
-                else [],
-            )
+            return self._view()
 
-    def _position(self) -> Position:
-        generation = self._active.generation if self._active is not None else None
-        end = generation.end if generation is not None else None
-        return Position(
+    def _view(self) -> RunView:
+        return RunView(
             timeline=self._timeline,
+            lease=self._lease,
+            leads=self.leads(),
             commit=self._committed or commit_of(self._timeline, self._timeline.initial(), ""),
             state=self._committed_state,
             committed_at=self._committed_at,
-            generation=generation.number if generation is not None else 0,
-            start_index=generation.ramp.start_index if generation is not None else 0,
-            produced_index=generation.index_of(generation.produced) if generation is not None else 0,
-            ended=end.reason if end is not None else None,
-            over=generation is not None and generation.over,
+            recent=tuple(self._recent),
+            now=self.clock(),
+            error=self._error,
+            ledger_error=self._ledger_error,
+            waiting_for=self._waiting_for(),
+            generation=self._active.view() if self._active is not None else GenerationView(),
         )
 
-    def _revision_window(self) -> RevisionWindow:
-        active, revisions = self._active, self._timeline.revisions
-        first_unproduced = active.first_unproduced() if active is not None and self._committed is not None else 0
-        return RevisionWindow(
-            timeline=self._timeline,
-            epoch=self._lease.epoch,
-            generation=active.generation.number if active is not None else 0,
-            committed_index=self.committed_through,
-            first_unproduced=first_unproduced,
-            first_revisable=max(revisions[-1].sample_index if revisions else 0, first_unproduced),
-            end=active.generation.end if active is not None else None,
-        )
+    def point_at(self, sample_index: int) -> tuple[StepGroup, str, int] | None:
+        """(group of the boundary before it, digest, total tokens) at a sample index of the present generation; None
+        where that is not in memory."""
+        with self._lock:
+            return self._active.point_at(sample_index) if self._active is not None else None
 
     def _waiting_for(self) -> str:
         """What production or delivery waits for, for people; empty where it waits for nothing."""
@@ -226,18 +177,28 @@ class RunState:
     def _install(
         self, opening: Opening, base: State, committed: Commit, *, resumed: bool, process: str = ""
     ) -> ActiveGeneration:
-        """Makes a generation the present one; see ``ActiveGeneration.of``."""
-        active = ActiveGeneration.of(
-            opening,
-            base,
-            committed,
-            self.order.config,
-            self._timeline,
-            self.message_steps,
-            resumed=resumed,
-            epoch=self._lease.epoch,
-            process=process,
+        """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
+        the committed digest again."""
+        ramp, config = sizing.steps_of(opening), self.order.config
+        steps, rest = ramp.steps_until(committed.sample_index)
+        generation = Generation(
+            opening.generation,
+            opening.attempt,
+            ramp,
+            # A client may hold all steps of an optimiser step, and has more to go on with.
+            [
+                max(
+                    config.window_steps or sizing.window_steps(self._timeline.sample_bytes, plan),
+                    2 * ramp.accumulate,
+                )
+                for plan in ramp.plans
+            ],
+            [self.message_steps(plan.batch_size) for plan in ramp.plans],
+            pads_last_step=config.last_step == "pad",
+            committed=steps + bool(rest),
         )
+        expected_digest = committed.digest if resumed else None
+        active = ActiveGeneration(generation, base, expected_digest, self._lease.epoch, opening.opened_at, process)
         self._wakes.everyone()
         self._active = active
         self._wakes.set_ranks(len(active.generation.slots))

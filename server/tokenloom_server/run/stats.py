@@ -42,8 +42,8 @@ class StatsReader:
     def read(self) -> RunStats:
         coordinator = self._coordinator
         view = coordinator.view()
-        position, now = view.position, view.now
-        timeline, committed, state = position.timeline, position.commit, position.state
+        now, generation = view.now, view.generation
+        timeline, committed, state = view.timeline, view.commit, view.state
         recent = [entry for entry in view.recent if now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
         reported, losses = self._losses.newest()
         order = timeline.at(state.sample_index)
@@ -54,36 +54,35 @@ class StatsReader:
         engine = order.engine
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
         in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
-        farthest = max((rank.position for rank in view.ranks), default=0)
-        committed_at = position.committed_at
+        farthest = max((rank.position for rank in generation.ranks), default=0)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
             streams=list(coordinator.order.config.stream_names),
             run_uid=coordinator.uid,
             seed=order.config.seed,
-            generation=position.generation,
+            generation=generation.number,
             leads=view.leads,
-            server_epoch=view.epoch,
-            world_size=view.world_size,
-            batch_size=view.batch_size,
+            server_epoch=view.lease.epoch,
+            world_size=generation.world_size,
+            batch_size=generation.batch_size,
             sequence_length=order.config.sequence_length,
             sample_index=committed.sample_index,
-            produced_index=max(position.produced_index, committed.sample_index),
+            produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
             total_tokens=committed.total_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=tokens_per_s,
-            window_fill=min(1.0, view.held_steps / view.window_steps),
+            window_fill=min(1.0, generation.held_steps / generation.window_steps),
             waiting_for=view.waiting_for,
-            ended=position.ended,
+            ended=generation.end.reason if generation.end is not None else None,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=in_force,
             next_revision=_planned(timeline, in_force, committed.total_tokens, tokens_per_s),
             reported=reported,
             sources=[
-                self._source(order, i, source, committed, earlier, totals, position.over, shares[i], losses.get(i))
+                self._source(order, i, source, committed, earlier, totals, generation.over, shares[i], losses.get(i))
                 for i, source in enumerate(state.sources)
             ],
             ranks=[
@@ -92,9 +91,9 @@ class StatsReader:
                     connected=rank.connected,
                     position=rank.position,
                     lag=farthest - rank.position,
-                    last_heard_s=None if rank.last_heard_s is None else round(rank.last_heard_s, 3),
+                    last_heard_s=None if rank.last_heard is None else round(now - rank.last_heard, 3),
                 )
-                for rank in view.ranks
+                for rank in generation.ranks
             ],
             ledger=LedgerStats(
                 backend=coordinator.ledger.description,
@@ -102,8 +101,8 @@ class StatsReader:
                 error=view.ledger_error,
                 last_commit_index=committed.sample_index,
                 last_commit_age_s=None
-                if committed_at is None
-                else max(0.0, round(coordinator.wall_clock() - committed_at, 3)),
+                if view.committed_at is None
+                else max(0.0, round(coordinator.wall_clock() - view.committed_at, 3)),
             ),
         )
 
