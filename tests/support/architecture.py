@@ -21,7 +21,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("core", "storage"),
         ("config", "ledger"),
         ("mixing", "sources"),
-        ("tokenizer",),
+        ("catalog", "tokenizer"),
         ("packing",),
         ("order",),
         ("planning", "prepare"),
@@ -111,15 +111,8 @@ PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
         *("core", "mixing", "packing", "order.batch_schedule", "order.pipeline", "run.generation", "run.slots"),
-        *(
-            "run.active_generation",
-            "run.attempts",
-            "run.commits",
-            "run.delivery",
-            "run.lease_state",
-            "run.resume_choice",
-        ),
-        *("run.sizing", "run.views"),
+        *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.resume_choice", "run.sizing"),
+        *("run.views",),
         *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
         *("tokenizer.engine", "tokenizer.masked", "tokenizer.text"),
     )
