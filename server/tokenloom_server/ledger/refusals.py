@@ -78,12 +78,13 @@ def given_out_twice(name: str, epoch: int, holder: str | None) -> NotLeader:
 def fenced(command: commands.ClaimSlot | commands.Commit, generation: int) -> Fenced | LedgerRolledBack:
     if generation < command.generation:
         return LedgerRolledBack(
-            f"{_run(command)}: the ledger is at generation {generation}, but the call's is {command.generation}. {_REMEDY}"
+            f"{_run(command)}: the ledger is at generation {generation}, but the call's is {command.generation}. "
+            f"{_REMEDY}"
         )
     present = f"the ledger is at generation {generation}" if generation else "the ledger has no generation of it yet"
     return Fenced(
-        f"{_run(command)}: {present}, the call belongs to generation {command.generation}. "
-        f"That generation is over: its trainers must end, and drop what they have buffered."
+        f"{_run(command)}: {present}, the call belongs to generation {command.generation}. That generation is over: "
+        "its trainers must end, and drop what they have buffered."
     )
 
 
