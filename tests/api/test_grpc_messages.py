@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.catalog import CATALOG
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import _varint, encode_delivery
 from tokenloom_server.config import mixture_file as config
@@ -33,6 +34,7 @@ def test_the_bytes_are_the_message_field_by_field(
             "mixture": {"policy": "weighted", "children": [{"source": "txt:a.txt:text"}]},
         },
         where="test",
+        catalog=CATALOG,
     )
     order = Order.create(found, tmp_path, None)
     ledger = SqliteLedger(tmp_path / "ledger.db")
