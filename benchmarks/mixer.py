@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_server.catalog import built_in
+from tokenloom_server.catalog import built_in_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
@@ -53,8 +53,8 @@ def mixture(policy: str, sources: int, nested: bool) -> RunConfig:
             "end_of_text_id": 0,
             "mixture": {"policy": policy, "children": leaves},
         },
-        built_in(),
         where="the mixer's benchmark",
+        catalog=built_in_catalog(),
     )
 
 

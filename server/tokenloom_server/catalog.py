@@ -1,11 +1,12 @@
-"""What a mixture file may name, of all packages: made once at an entry point, and handed down from there."""
+"""What mixture files are read against: made once by an entry point, and handed down."""
 
 from __future__ import annotations
 
 from tokenloom_server.config.catalog import Catalog
-from tokenloom_server.mixing import catalog as mixing
+from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.sources.catalog import SourceCatalog
 
 
-def built_in() -> Catalog:
-    """What this release has."""
-    return Catalog(policies=mixing.policies())
+def built_in_catalog() -> Catalog:
+    """All that this release knows."""
+    return Catalog(SourceCatalog(), policies())

@@ -16,13 +16,13 @@ import httpx
 import pytest
 import yaml
 from conftest import StartServer
+from support.catalog import CATALOG
 from support.corpora import write_parquet
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
 from tokenloom import RemoteDataset
-from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.order.record import Order
@@ -76,7 +76,7 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
 
 def course_of(mixture: Path) -> Timeline:
     """The order of the run, worked out here and not by any server."""
-    return Timeline(Order.create(config.load(mixture, built_in()), mixture.parent, None))
+    return Timeline(Order.create(config.load(mixture, CATALOG), mixture.parent, None))
 
 
 def check(world: World, timeline: Timeline, begin: int = 0) -> list[Sample]:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
-from support.scripts import Forks, launch
+from support.scripts import launch
 from tokenloom import Batch, RemoteDataset
 from tokenloom.integrations import mesh
 from tokenloom.integrations.mesh import context_slice

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from tokenloom_server.catalog import built_in
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order.record import Order
 
+from support.catalog import CATALOG
 from support.corpora import numbers
 
 #: Latents of one of these shapes, by bucket.
@@ -71,7 +71,7 @@ def document(**fields: Any) -> dict[str, Any]:
 
 
 def order_of(folder: Path, found: dict[str, Any]) -> Order:
-    return Order.create(config.parse(found, built_in(), where="test"), folder, folder / "index")
+    return Order.create(config.parse(found, where="test", catalog=CATALOG), folder, folder / "index")
 
 
 def write_mixture(folder: Path, found: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""What a mixture file is read against: the policies that there are, and what a node may say under each of them.
+"""What a mixture file is read against: the source schemes and the policies that there are.
 
 The entry point makes one ``Catalog`` and hands it to ``load``; every config keeps the one that it was read against.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from tokenloom_server.config.spec import Spec
 
 #: As in the mixture file: a number, or [tokens, weight] points.
 FileWeight = float | list[tuple[int, float]]
@@ -31,10 +33,19 @@ class PolicyRules(Protocol):
         """Raises ``ValueError`` for weights of the children, in the file's order, that mean nothing."""
 
 
+class SourceSchemes(Protocol):
+    """Which source schemes are there? ``sources`` answers."""
+
+    def spec(self, text: str) -> Spec:
+        """A parsed spec. Raises ``ConfigError`` for an unknown scheme, and for a text that its scheme refuses."""
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """``policies`` by name, in the order in which errors list them."""
+    """All that mixture files can name and the packages above answer for; ``policies`` by name, in the order in which
+    errors list them."""
 
+    sources: SourceSchemes
     policies: Mapping[str, PolicyRules]
 
 

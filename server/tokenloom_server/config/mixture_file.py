@@ -18,7 +18,7 @@ from tokenloom_server.errors import ConfigError
 
 
 def load(path: Path, catalog: Catalog) -> RunConfig:
-    """Reads and validates a mixture file against what there is.
+    """Reads and validates a mixture file.
 
     Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
     """
@@ -36,11 +36,11 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
         raise ConfigError(f"{path}: is nested too deeply for a mixture file") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
-    return parse(document, catalog, where=str(path))
+    return parse(document, where=str(path), catalog=catalog)
 
 
-def parse(document: dict[str, Any], catalog: Catalog, *, where: str) -> RunConfig:
-    """Validates a mixture that was read already; ``where`` begins each line of an error."""
+def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfig:
+    """Validates a mixture that was read already; ``where`` begins each line of an error. Raises ``ConfigError``."""
     try:
         config = RunConfig.model_validate(document, context=catalog)
     except ValidationError as error:

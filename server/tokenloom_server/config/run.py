@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
-from pydantic import PrivateAttr, ValidationInfo, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from tokenloom_server.config.catalog import Catalog, catalog_of
 from tokenloom_server.config.node import NodeConfig, numbered, walk
@@ -22,14 +22,16 @@ class RunConfig(RunFields):
 
     _catalog: Catalog = PrivateAttr()
 
+    def model_post_init(self, context: Any) -> None:
+        self._catalog = catalog_of(context)
+
     @property
     def catalog(self) -> Catalog:
-        """What it was read against; whatever is made of it is, too."""
+        """What the run was read against."""
         return self._catalog
 
     @model_validator(mode="after")
-    def _check_and_number(self, info: ValidationInfo) -> Self:
-        self._catalog = catalog_of(info.context)
+    def _check_and_number(self) -> Self:
         check_run(self)
         if self.mixture.id < 0:
             # Frozen for everybody else; here the model is made.

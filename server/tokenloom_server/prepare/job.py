@@ -218,7 +218,7 @@ def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
     left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
     for _, source in config.named_sources():
         children.append(source.model_dump(exclude=set(left_out)))
-    document = config.model_dump() | {"mixture": {"policy": "sequential", "children": children}, "phases": []}
+    document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
     return RunConfig.model_validate(document, context=config.catalog)
 
 
