@@ -80,6 +80,7 @@ class _Simulation:
     def __init__(self, part: Part, state: State, exact_picks: int) -> None:
         self.tokens = state.total_tokens
         self._index = state.sample_index
+        self._until: int | None = None
         self._exact_picks = exact_picks
         #: Why the data ended; None while they go on.
         self.reason: str | None = None
@@ -93,7 +94,7 @@ class _Simulation:
 
     def go(self, until: int | None) -> None:
         """Goes on to the first sample that reaches so many tokens of the run, or to the end of data."""
-        size = self._config.pick_tokens
+        self._until, size = until, self._config.pick_tokens
         picks = MAX_COUNTER if until is None else max(0, -(-(until - self.tokens) // size))
         if min(picks, self._mixer.room, sum(self._left.tolist())) <= self._exact_picks:
             self._exact_picks -= self._decide(picks)
@@ -281,7 +282,7 @@ class _Simulation:
             live = zip(self._config.sources, self._supplies, self._mixer.shares(), strict=True)
             names = ", ".join(source.name for source, supply, share in live if supply.picks == MAX_COUNTER and share)
             return f"nothing ends any more: {names} is read for ever; say how many tokens to plan further"
-        return f"the run has the {self.tokens:,} tokens that were asked for"
+        return f"the run has the {self._until:,} tokens that were asked for"
 
 
 def _padded(shares: npt.NDArray[np.float64], sources: int) -> npt.NDArray[np.float64]:
