@@ -51,14 +51,6 @@ def test_a_second_launch_is_refused_while_the_first_lives_and_may_take_over_on_p
         assert len(trainer.lines()) == 5, "what was buffered is dropped"
 
 
-def test_a_job_that_was_killed_is_no_longer_busy_after_its_liveness(trained: tuple[ServerProcess, Trainer]) -> None:
-    server, trainer = trained
-    trainer.kill()
-    with RemoteDataset(server.url("busy"), 1, resume="latest") as second:
-        next(iter(second))
-        assert second.generation == 2
-
-
 def test_a_restarted_server_knows_that_the_run_is_alive(trained: tuple[ServerProcess, Trainer]) -> None:
     server, trainer = trained
     time.sleep(LIVENESS_S)  # the lease carries the last sign of life, at each renewal

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from conftest import StartServer
 from support.corpora import write_parquet
-from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
@@ -382,52 +381,6 @@ def test_excluded_rows_are_absent_from_then_on_and_counted(
         server.start()
 
 
-def test_what_is_paused_gives_nothing_and_goes_on_where_it_stood(
-    folder: Path, start_server: StartServer, mixture_of: Any
-) -> None:
-    run = "paused"
-    path = write_mixture(folder, run)
-    server = start_server(path)
-    mixture = mixture_of(server, run)
-    pause, resume = ({"set": [{"child": "b", "paused": value}]} for value in (True, False))
-    with World(server.url(run), RANKS, BATCH) as world:
-        until(world, 10)
-        mixture.revise(**pause)
-        mixture.revise(**resume, total_tokens=(2 * GROUP - 3) * LENGTH - 1)
-        until(world, GROUP + 10)
-        wait_for(lambda: bool(mixture.read()["paused"] == ["b"]), "the commit of the pause")
-        until(world, 3 * GROUP)
-    assert mixture.read()["paused"] == []
-    timeline = revised(revised(course_of(path), GROUP, **pause), 2 * GROUP - 3, **resume)
-    samples = check(world, timeline)
-    by_b = [index for index, sample in enumerate(samples) if sample.source == 1]
-    assert not any(GROUP <= index < 2 * GROUP - 3 for index in by_b)
-    ids = [token for index in by_b for token in samples[index].ids]
-    stream = [token for row in rows("b") for token in [*row, 0]]
-    assert ids == stream[: len(ids)]
-
-
-def test_a_phase_with_another_mixture_begins_at_its_tokens_and_takes_revisions(
-    folder: Path, start_server: StartServer, mixture_of: Any
-) -> None:
-    run = "annealed"
-    anneal = {"policy": "weighted", "children": [NODE["children"][1], LATE]}
-    begin = 150
-    path = write_mixture(folder, run, phases=[{"until_tokens": begin * LENGTH}, {"mixture": anneal}])
-    server = start_server(path)
-    mixture = mixture_of(server, run)
-    with World(server.url(run), RANKS, BATCH) as world:
-        until(world, 10)
-        assert [source.alias for source in world.ranks[0].sources] == ["a", "b", "c", "late"]
-        made = mixture.revise(set=[{"child": "late", "weight": 4}], sample_index=2 * GROUP)
-        until(world, 3 * GROUP)
-    samples = check(world, revised(course_of(path), made["sample_index"], set=[{"child": "late", "weight": 4}]))
-    assert {sample.source for sample in samples[:begin]} == {0, 1, 2}
-    assert {sample.source for sample in samples[begin:]} == {1, 3}
-    found = mixture.read()
-    assert [(phase["sample_index"], phase["number"]) for phase in found["phases"]] == [(0, 0), (begin, 1)]
-
-
 def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
     folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
 ) -> None:
@@ -455,35 +408,6 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
         samples = check(world, revised(course_of(path), made["sample_index"], **change), begin)
         assert {len(sample.ids) for sample in samples} == {4 * LENGTH}
         assert world.ranks[0].total_tokens == (begin + 4 * (world.sample_index - begin)) * LENGTH
-
-
-def test_a_ledger_that_is_away_refuses_a_change_and_all_is_consistent_behind_it(
-    folder: Path, start_server: StartServer, mixture_of: Any, tmp_path: Path
-) -> None:
-    run = "away"
-    redis_folder = tmp_path / "redis"
-    redis_folder.mkdir()
-    redis = RedisServer(redis_folder).start()
-    try:
-        path = write_mixture(folder, run)
-        server = start_server(path, ledger=redis.url(), flags=("--lease", 2))
-        mixture = mixture_of(server, run)
-        timeline = course_of(path)
-        with World(server.url(run), RANKS, BATCH) as world:
-            until(world, 10)
-            redis.stop()
-            refused(mixture.patch(set=[{"child": "a", "weight": 9}]), 503, "LedgerUnavailable")
-            redis.start()
-            until(world, 60)
-            wait_for(lambda: mixture.stats()["leads"], "the lease")
-            # Whether that one was written is the ledger's to say; it was stopped before.
-            assert mixture.read()["revisions"] == []
-            change = {"set": [{"child": "b", "weight": 9}]}
-            made = mixture.revise(**change)
-            until(world, 3 * GROUP)
-            check(world, revised(timeline, made["sample_index"], **change))
-    finally:
-        redis.stop()
 
 
 def test_two_changes_at_once_build_on_each_other(
@@ -595,31 +519,6 @@ def test_a_huge_or_deep_change_is_refused_and_harms_nothing(strict: Mixture) -> 
         text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
         text += json.dumps(LATE) + "]}" * depth + "}"
         assert strict.patch_text(text).status_code == (200 if depth == 50 else 422), depth
-
-
-def test_a_run_resumes_and_forks_with_fewer_epochs_than_a_source_had(
-    tmp_path: Path, start_server: StartServer, mixture_of: Any
-) -> None:
-    for name in ("a", "b", "c"):
-        write_parquet(tmp_path / f"{'a-0' if name == 'a' else name}.parquet", rows(name, 40), group=50)
-    more = [child | {"epochs": 9} for child in NODE["children"]]
-    path = write_mixture(tmp_path, "fewer", mixture=NODE | {"children": more})
-    once = write_mixture(tmp_path, "once", mixture=NODE | {"policy": "weighted"})
-    server = start_server(path, once)
-    change = {"set": [{"child": "a", "epochs": 1}]}
-    with World(server.url("fewer"), RANKS, BATCH) as world:
-        until(world, 200)
-        made = mixture_of(server, "fewer").revise(**change)
-        until(world, made["sample_index"] + 20)
-        state, begin = world.state(), world.sample_index
-    read = json.loads(state["tokenloom"])["resume_state"]["datasets"][0]
-    assert read["epoch"] >= 1, "the source was in its first epoch still, and nothing is tried"
-    timeline = revised(course_of(path), made["sample_index"], **change)
-    with World(server.url("fewer"), 1, 3, state=state) as world:
-        check(until(world, begin + 60), timeline, begin)
-        assert {sample.source for sample in world.receipt.samples.values()} == {1, 2}
-    with World(server.url("once"), 1, 1, fork_from=state) as world:
-        until(world, begin + 5)
 
 
 def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_phase(

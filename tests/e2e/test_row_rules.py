@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow as pa
-import pyarrow.parquet as pq
-import pytest
-import yaml
 from conftest import StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom import TokenloomError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/rows.md"
 
@@ -62,44 +57,3 @@ def test_the_example_of_the_docs_runs_and_its_rows_are_told(tmp_path: Path, star
     assert ways == {None, "psm", "spm"}
     metrics = httpx.get(f"{server.rest_url}/metrics", trust_env=False).text
     assert re.search(r"tokenloom_source_filtered_rows_total\{[^}]*\} [1-9]", metrics)
-
-
-def test_a_server_goes_on_serving_a_run_while_another_meets_a_malformed_file(
-    tmp_path: Path, start_server: StartServer
-) -> None:
-    rows = [[(i * 31 + j) % 256 for j in range(i % 40)] for i in range(600)]
-    for name in ("good", "bad"):
-        table = pa.table({"ids": pa.array(rows, pa.list_(pa.uint16()))})
-        pq.write_table(
-            table, tmp_path / f"{name}.parquet", row_group_size=200, write_page_checksum=True, compression="none"
-        )
-        document = {
-            "run": name,
-            "tokenizer": "bytes",
-            "sequence_length": 16,
-            "on_bad_row": "skip",
-            "mixture": {"policy": "sequential", "children": [{"source": f"parquet:{name}.parquet:ids"}]},
-        }
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    # In the middle of its second row group, which its fingerprint sees, so before the run begins.
-    column = pq.read_metadata(tmp_path / "bad.parquet").row_group(1).column(0)
-    data = bytearray((tmp_path / "bad.parquet").read_bytes())
-    data[column.data_page_offset + column.total_compressed_size // 2] ^= 0x10
-    (tmp_path / "bad.parquet").write_bytes(data)
-    server = start_server(tmp_path / "good.yaml", tmp_path / "bad.yaml")
-    stream = [token for row in rows if row for token in [*row, 256]]
-    with World(server.url("good"), 1, 2, prefetch_steps=2) as good, World(server.url("bad"), 1, 2) as bad:
-        good.steps(3)
-        with pytest.raises(TokenloomError, match=r"'bad\.parquet' cannot be read in row group 1 .*checksum"):
-            bad.run()
-        came = [token for sample in bad.receipt.sequence() for token in sample.ids]
-        # All whole steps of the first row group came before the error, and nothing else.
-        known = len([token for row in rows[:200] if row for token in [*row, 256]])
-        assert came == stream[: len(came)]
-        assert known - 2 * 32 < len(came) <= known
-        good.run()
-        found = [token for sample in good.receipt.sequence() for token in sample.ids]
-    assert found == stream[: len(found)]
-    assert len(stream) - len(found) < 32
-    assert "bad.parquet" in get(server, "/v1/runs/bad/stats")["error"]
-    assert get(server, "/v1/runs/good/stats")["error"] is None
