@@ -99,9 +99,8 @@ def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
         world.steps(2)
 
 
-@pytest.mark.parametrize("lost", ["everything", "the end"])
 def test_a_ledger_that_lost_data_is_told_and_a_trainers_state_makes_it_right_again(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tmp_path: Path, lost: str
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tmp_path: Path
 ) -> None:
     run = "rolled-back"
     redis = RedisServer(tmp_path).start()
@@ -114,7 +113,7 @@ def test_a_ledger_that_lost_data_is_told_and_a_trainers_state_makes_it_right_aga
             state = world.steps(3).state()
             wait_for(lambda: _committed(redis, run) == 14, "the commit")
             redis.kill()
-            redis.put_back(None if lost == "everything" else earlier)
+            redis.put_back(earlier)
             redis.start()
             with pytest.raises(LedgerRolledBack, match="lost"):
                 world.steps(40)

@@ -288,31 +288,6 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
 # Data roots
 
 
-def test_data_outside_of_the_data_roots_is_not_served(corpus: Corpus, tokenloom: CommandLine, tmp_path: Path) -> None:
-    mixture = corpus.mixture("rooted")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    addresses = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
-    for command in (("validate", mixture), ("serve", mixture, *addresses, "--ledger", f"sqlite:///{tmp_path}/l.db")):
-        done = tokenloom(*command, "--data-root", elsewhere)
-        message = " ".join(done.output.split())
-        assert done.status == 2
-        assert "ConfigError: mixture.children.0.source: " in message
-        assert "lies below no data root" in message
-    valid = tokenloom("validate", mixture, "--data-root", elsewhere, "--data-root", corpus.folder)
-    assert (valid.status, "valid" in valid.output) == (0, True), valid.output
-
-
-def test_data_roots_come_from_the_environment_too(corpus: Corpus, tmp_path: Path) -> None:
-    folders = [tmp_path / "one", corpus.folder]
-    folders[0].mkdir()
-    roots = {"TOKENLOOM_DATA_ROOTS": ":".join(map(str, folders))}
-    mixture = corpus.mixture("rooted-by-environment")
-    ServerProcess(tmp_path / "right", mixture, environment=roots).start().kill()
-    with pytest.raises(RuntimeError, match="lies below no data root"):
-        ServerProcess(tmp_path / "wrong", mixture, environment={"TOKENLOOM_DATA_ROOTS": str(folders[0])}).start()
-
-
 # What is written down
 
 

@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import yaml
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest
@@ -69,18 +66,6 @@ def settled(server: ServerProcess, run: str, sample_index: int) -> dict[str, Any
         assert time.monotonic() < deadline, f"sample {sample_index} is not committed: {found}"
         time.sleep(0.02)
     return found
-
-
-def mixture(folder: Path, spec: str, run: str, length: int, **fields: Any) -> Path:
-    """A mixture file of one source."""
-    document = {
-        "run": run,
-        "sequence_length": length,
-        "mixture": {"policy": "least_consumed", "children": [{"source": spec}]},
-    }
-    path = folder / f"{run}.yaml"
-    path.write_text(yaml.safe_dump(document | (fields or {"tokenizer": "bytes"})), encoding="utf-8")
-    return path
 
 
 def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
@@ -318,22 +303,3 @@ def test_the_command_says_where_the_data_end_and_what_is_wrong(
     # An address that is dead is no reason to give up where another is given.
     alive = url.removeprefix("grpc://")
     assert tokenloom("peek", f"grpc://127.0.0.1:1,{alive}", "--samples", 1).status == 0
-
-
-def test_the_command_shows_bytes_ids_and_no_control_characters(
-    tmp_path: Path, start_server: StartServer, tokenloom: CommandLine
-) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "bell \a and \x1b[31mred\x1b[0m, naïve"}) + "\n", "utf-8")
-    pq.write_table(pa.table({"ids": [[3, 1, 4, 1, 5, 9, 2, 6]]}), tmp_path / "ids.parquet")
-    server = start_server(
-        mixture(tmp_path, "jsonl:a.jsonl:text", "loud", 32),
-        mixture(tmp_path, "parquet:ids.parquet:ids", "plain", 4, vocab_size=10, end_of_text_id=0),
-    )
-    for options in ((), ("--text",)):
-        done = tokenloom("peek", server.url("loud"), *options)
-        assert "bell ␇ and ␛[31mred␛[0m, naïve<|endoftext|>" in done.output
-        assert "\x1b" not in done.output
-        assert "\a" not in done.output
-    done = tokenloom("peek", server.url("plain"), "--json")
-    assert [json.loads(line)["text"] for line in done.output.splitlines()[:2]] == [None, None]
-    assert "3 1 4 1" in tokenloom("peek", server.url("plain")).output

@@ -137,40 +137,6 @@ def test_losses_are_shown_and_move_nothing(
     assert len(samples) > 20
 
 
-def test_behind_a_restart_of_the_server_the_curve_is_empty_and_reports_go_on(
-    corpus: Corpus, start_server: StartServer
-) -> None:
-    server = start_server(corpus.mixture(RUN))
-    with RemoteDataset(server.url(RUN), 2, connect_timeout_s=30) as dataset:
-        batches = iter(dataset)
-
-        def report_one() -> None:
-            batch = next(batches)
-            place = {"sample_index": batch["sample_index"], "total_tokens": batch["total_tokens"]}
-            dataset.report({0: (2.0, 4)}, step=1, **place)
-
-        def curve() -> list[int]:
-            try:
-                found: list[int] = get(server, f"/v1/runs/{RUN}/losses")["sample_index"]
-            except httpx.TransportError:
-                return []
-            return found
-
-        def eventually(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 30
-            while not condition():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-
-        report_one()
-        eventually(lambda: curve() == [2])
-        server.kill()
-        server.start()
-        assert curve() == []
-        report_one()
-        eventually(lambda: curve() == [4])
-
-
 def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus) -> None:
     with RemoteDataset(str(corpus.mixture(RUN)), 4, local=True) as dataset:
         batch = next(iter(dataset))
