@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 from conftest import StartServer
+from support.catalog import CATALOG
 from support.corpora import write_parquet
 from support.server_process import CommandLine, ServerProcess
 from support.timelines import revised
@@ -72,7 +73,7 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
 
 def course_of(mixture: Path) -> Timeline:
     """The order of the run, worked out here and not by any server."""
-    return Timeline(Order.create(config.load(mixture), mixture.parent, None))
+    return Timeline(Order.create(config.load(mixture, CATALOG), mixture.parent, None))
 
 
 def check(world: World, timeline: Timeline, begin: int = 0) -> list[Sample]:
