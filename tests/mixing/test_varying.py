@@ -138,8 +138,7 @@ def test_totals_are_what_the_rows_that_were_picked_say() -> None:
 
 
 def test_rows_are_those_of_all_epochs() -> None:
-    extent = SizeEstimate(rows=11, tokens_per_1000_rows=1)
-    assert [rows_of(extent, epochs) for epochs in (1.0, 3.0, 0.5, 2.1)] == [11, 33, 6, 24]
+    assert [rows_of(11, epochs) for epochs in (1.0, 3.0, 0.5, 2.1)] == [11, 33, 6, 24]
 
 
 def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> None:
