@@ -19,7 +19,7 @@ from support.trainer import Sample, World, rolling_digest
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.tools import viewer
 from tokenloom_server.tools.export import export
@@ -88,9 +88,9 @@ def test_a_run_of_what_was_exported_has_the_same_samples(
         "run": "again", "vocab_size": 320, "end_of_text_id": 0, "add_eot": False, "sequence_length": LENGTH,
         "mixture": {"policy": "sequential", "children": [{"source": "megatron:range"}]},
     }  # fmt: skip
-    order = Order.create(config.parse(document, where="test"), tmp_path, None)
+    order = builder.create(config.parse(document, where="test"), tmp_path, None)
     blocks = order.packers()(0, order.initial().sources[0]).blocks()
-    found = [tuple(np.frombuffer(ids, order.dtype).tolist()) for block in blocks for ids in block.ids]
+    found = [tuple(np.frombuffer(ids, order.record.dtype).tolist()) for block in blocks for ids in block.ids]
     assert found == [sample.ids for sample in sequence[BEGIN:END]]
 
 

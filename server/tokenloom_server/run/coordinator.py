@@ -36,8 +36,8 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.base import Commit, Counters, Ledger, Opening, StoredRun, date_of
 from tokenloom_server.order.batch_schedule import Ramp
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, StepGroup
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.generation import Delivery, EndOfData, Generation
 
@@ -114,7 +114,7 @@ class RunCoordinator:
 
     def __init__(
         self,
-        order: Order,
+        order: PipelineFactory,
         ledger: Ledger,
         uid: str,
         timeouts: Timeouts,
@@ -123,7 +123,7 @@ class RunCoordinator:
     ) -> None:
         #: The order that the run's record gives, and that under its phases and revisions.
         self.order = order
-        order.io_stats.wait_at_most(timeouts.storage_timeout_s)
+        order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)
         self.timeline = Timeline(order)
         #: Production waits before this sample index: a revision from there on is being written.
         self.revising_at: int | None = None
@@ -183,7 +183,7 @@ class RunCoordinator:
         with self.lock:
             self.stopping = True
             self.wake_all()
-        self.order.io_stats.stop()
+        self.order.resources.io_stats.stop()
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -332,7 +332,7 @@ class RunCoordinator:
         would make that too large."""
         message = self.message_steps(batch_size)
         most = GROUP_BYTES // (batch_size * self.timeline.sample_bytes * world_size)
-        messages = min(1 + len(self.timeline.segments[-1].order.specs) // SOURCES_PER_MESSAGE, most // message)
+        messages = min(1 + len(self.timeline.segments[-1].order.record.specs) // SOURCES_PER_MESSAGE, most // message)
         return messages * message if messages else max(1, most)
 
     def window_steps(self, plan: BatchPlan) -> int:
@@ -527,7 +527,7 @@ class RunCoordinator:
         """What is at work where nobody waits for anything; for people."""
         if not active.generation.steps_wanted():
             return ""
-        io_stats = self.order.io_stats
+        io_stats = self.order.resources.io_stats
         # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
         if self.error is None and io_stats.waits_too_long():
             self._stop_for_all(StorageError(io_stats.given_up()))
@@ -707,7 +707,7 @@ class RunCoordinator:
                     rows=source.rows - source.skipped_rows,
                     tokens=source.tokens - source.skipped_tokens,
                 )
-                for spec, source in zip(self.timeline.at(state.sample_index).specs, state.sources, strict=True)
+                for spec, source in zip(self.timeline.at(state.sample_index).record.specs, state.sources, strict=True)
             },
         )
 

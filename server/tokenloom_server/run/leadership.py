@@ -120,7 +120,7 @@ class Leadership(threading.Thread):
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
             stored = coordinator.ledger.create_run(
-                coordinator.name, coordinator.stream, coordinator.uid, coordinator.order.record()
+                coordinator.name, coordinator.stream, coordinator.uid, coordinator.order.record.to_json()
             )
         epoch = coordinator.ledger.acquire(
             stored.uid, coordinator.stream, self._holder, self._lease_s, coordinator.epoch

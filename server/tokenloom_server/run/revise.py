@@ -163,8 +163,8 @@ class Revising:
         if found is None or stored is None:
             return
         timeline, epoch = coordinator.timeline, coordinator.epoch
-        if stored.opening is None and timeline.origin is None and found.origin is not None:
-            timeline = timeline.with_origin(Origin(**found.origin))
+        if stored.opening is None and timeline.origin is None and found.resume_state.origin is not None:
+            timeline = timeline.with_origin(Origin(**found.resume_state.origin))
         missing = [(index, content) for index, content in found.revisions if not timeline.holds(index, content)]
         if stored.opening is not None:
             # What was still to come when the state was saved, and is not here, may have been dropped since.
@@ -188,13 +188,13 @@ class Revising:
                 made_at=coordinator.wall_clock(),
                 author="",
                 reason="brought by a trainer's state",
-                content=canonical({**content, "generation": found.generation}),
+                content=canonical({**content, "generation": found.generation or 0}),
             )
             for number, (index, content) in enumerate(missing, start=len(timeline.revisions) + 1)
         ]
         timeline = timeline.with_revisions((*timeline.revisions, *revisions))
         # Before anything is written: that the state is one of this run under them.
-        snapshot.parse(text, coordinator.order.template("", coordinator.stream, 0), timeline.shape_at)
+        snapshot.parse(text, coordinator.order.record.template("", coordinator.stream, 0), timeline.shape_at)
         try:
             for revision in revisions:
                 coordinator.ledger.revise(coordinator.uid, coordinator.stream, epoch, revision)
@@ -247,4 +247,6 @@ def brings(run: str, text: str | bytes) -> snapshot.Foreign | None:
         found = snapshot.foreign(text)
     except SnapshotInvalid:
         return None
-    return found if found is not None and found.run == run and (found.revisions or found.origin) else None
+    if found is None or found.run != run:
+        return None
+    return found if found.revisions or found.resume_state.origin else None
