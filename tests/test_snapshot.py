@@ -130,6 +130,10 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
         shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
         nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
         sample_tokens=8,
+        names=(None,) * 200,
+        shuffles=("none",) * 200,
+        lanes=(1,) * 200,
+        mixture=(),
     )
     # As wide as honest counters get: 10^12 samples a source.
     samples = 10**12
