@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import tokenloom
 import yaml
+from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reporting
 from tokenloom_server import errors
 from tokenloom_server.api.auth import RPCS, Scope
@@ -25,7 +26,6 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.config.spec import SCHEMES
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
@@ -114,14 +114,14 @@ def test_every_field_of_the_mixture_file_is_on_its_page() -> None:
 
 
 def test_every_source_scheme_is_on_the_page_of_the_mixture_file() -> None:
-    assert all(f"`{form}`" in page("mixture-file") for form in SCHEMES.values())
+    assert all(f"`{form}`" in page("mixture-file") for form in (scheme.usage for scheme in SOURCES.schemes.values()))
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_mixture_file_that_a_page_shows_whole_is_valid(name: str) -> None:
     for text in re.findall(r"^```yaml\n(.*?)^```", PAGES[name], re.DOTALL | re.MULTILINE):
         if text.startswith("run:"):
-            assert config.parse(yaml.safe_load(text), where=name).run
+            assert config.parse(yaml.safe_load(text), where=name, catalog=CATALOG).run
 
 
 @pytest.mark.parametrize("name", PAGES)

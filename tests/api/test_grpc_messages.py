@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.catalog import CATALOG
 from support.corpora import encode_state
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import _varint, encode_delivery
@@ -34,6 +35,7 @@ def test_the_bytes_are_the_message_field_by_field(
             "mixture": {"policy": "weighted", "children": [{"source": "txt:a.txt:text"}]},
         },
         where="test",
+        catalog=CATALOG,
     )
     order = builder.create(found, tmp_path, None)
     ledger = SqliteLedger(tmp_path / "ledger.db")

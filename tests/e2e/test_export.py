@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
+from support.catalog import CATALOG, spec_of
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
 from tokenloom_server.order import builder
 from tokenloom_server.sources.open import open_source
@@ -61,7 +61,7 @@ def test_what_is_exported_is_read_back_and_is_what_trainers_get(
     assert f"100%  {END - BEGIN} samples" in done.output
     expected = sequence[BEGIN:END]
     spec = f"megatron:{out}" if form == "megatron" else f"parquet:{out}.parquet:ids"
-    source = open_source(Spec.parse(spec), tmp_path)
+    source = open_source(spec_of(spec), tmp_path)
     rows = [row for shard in range(len(source.shards)) for rows in source.read(shard, 0) for row in rows.column]
     assert [tuple(row.as_py()) for row in rows] == [sample.ids for sample in expected]
     said = json.loads(out.with_suffix(".json").read_text())
@@ -88,7 +88,7 @@ def test_a_run_of_what_was_exported_has_the_same_samples(
         "run": "again", "vocab_size": 320, "end_of_text_id": 0, "add_eot": False, "sequence_length": LENGTH,
         "mixture": {"policy": "sequential", "children": [{"source": "megatron:range"}]},
     }  # fmt: skip
-    order = builder.create(config.parse(document, where="test"), tmp_path, None)
+    order = builder.create(config.parse(document, where="test", catalog=CATALOG), tmp_path, None)
     blocks = order.packers()(0, order.initial().sources[0]).blocks()
     found = [tuple(np.frombuffer(ids, order.record.dtype).tolist()) for block in blocks for ids in block.ids]
     assert found == [sample.ids for sample in sequence[BEGIN:END]]

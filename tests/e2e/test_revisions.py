@@ -16,6 +16,7 @@ import httpx
 import pytest
 import yaml
 from conftest import StartServer
+from support.catalog import CATALOG
 from support.corpora import write_parquet
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
@@ -75,7 +76,7 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
 
 def course_of(mixture: Path) -> Timeline:
     """The order of the run, worked out here and not by any server."""
-    return Timeline(builder.create(config.load(mixture), mixture.parent, None))
+    return Timeline(builder.create(config.load(mixture, CATALOG), mixture.parent, None))
 
 
 def check(world: World, timeline: Timeline, begin: int = 0) -> list[Sample]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
+from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
@@ -156,7 +157,7 @@ class MemoryFactory(PipelineFactory):
 def order_of(mixture: str, window_steps: int) -> MemoryFactory:
     """A new order over the mixture of that name."""
     document = {"run": "world", "vocab_size": VOCAB, "end_of_text_id": END_OF_TEXT, "window_steps": window_steps}
-    parsed = config.parse(document | MIXTURES[mixture], where=mixture)
+    parsed = config.parse(document | MIXTURES[mixture], where=mixture, catalog=CATALOG)
     files = tuple(
         SourceFiles(
             source.source,

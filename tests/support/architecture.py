@@ -21,7 +21,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("core", "storage"),
         ("config", "ledger"),
         ("mixing", "sources"),
-        ("tokenizer",),
+        ("catalog", "tokenizer"),
         ("packing",),
         ("order",),
         ("planning", "prepare"),

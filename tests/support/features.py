@@ -13,6 +13,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 
+from support.catalog import CATALOG
 from support.corpora import numbers
 
 #: Latents of one of these shapes, by bucket.
@@ -71,7 +72,7 @@ def document(**fields: Any) -> dict[str, Any]:
 
 
 def order_of(folder: Path, found: dict[str, Any]) -> PipelineFactory:
-    return builder.create(config.parse(found, where="test"), folder, folder / "index")
+    return builder.create(config.parse(found, where="test", catalog=CATALOG), folder, folder / "index")
 
 
 def write_mixture(folder: Path, found: dict[str, Any]) -> Path:

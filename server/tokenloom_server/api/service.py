@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tokenloom_server.catalog import built_in_catalog
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import began_with, differences, refuse
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -96,22 +98,27 @@ class Runs:
         *,
         standby: bool = False,
         data_roots: DataRoots = _ANYWHERE,
+        catalog: Catalog | None = None,
     ) -> None:
         """``holder`` names this server in the ledger: equal for its own restart, and for no other server.
 
         ``standby``: where another server leads a run, wait for its lease instead of refusing to start.
+        ``catalog``: what mixture files are read against; all that this release knows if not given.
         """
         self._ledger = ledger
         self._holder = holder or uuid.uuid4().hex
         self._timeouts = timeouts or Timeouts()
         self._standby = standby
         self._data_roots = data_roots
+        self._catalog = catalog or built_in_catalog()
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
         """Brings up the run of a mixture file; see ``add_mixture``."""
         self._refuse_one_too_many(str(path))
-        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, revise, where=str(path))
+        return self.add_mixture(
+            config.load(path, self._catalog), path.resolve().parent, index_dir, revise, where=str(path)
+        )
 
     def add_mixture(
         self, found: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str

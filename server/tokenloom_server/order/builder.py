@@ -18,7 +18,6 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import differences, refuse
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.order.exclusions import Exclusions
@@ -28,9 +27,9 @@ from tokenloom_server.order.record import RunRecord, end_of_text, estimates_from
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.files import in_threads, order_warning
+from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
-from tokenloom_server.storage.urls import is_remote
+from tokenloom_server.sources.scheme import order_warning
 from tokenloom_server.tokenizer.choose import EngineRecord, choose_engine
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer, tokenizer_files
 
@@ -90,7 +89,7 @@ def load(
     check_named(config, resources)
     manifest = Manifest.from_json(canonical(recorded["manifest"]))
     resources.check_files(manifest)
-    listings = Listings()
+    listings = Listings(config.catalog.sources)
     verify(manifest, base_dir, listings)
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
@@ -262,7 +261,7 @@ def _chosen_engine(
             source.spec, manifest.shards(source.source), row_rules(config, source), end_of_text_id
         ),
         sources,
-        remote=any(map(_is_remote, sources)),
+        remote=any(source.spec.is_remote for source in sources),
     )
     texts = [
         (source, reader) for source, reader in zip(sources, readers, strict=True) if reader.content is Content.TEXT
@@ -277,7 +276,7 @@ def _chosen_engine(
     choice = choose_engine(
         definition,
         config.special_tokens_in_text,
-        in_threads(lambda text: _first_rows(text[1]), texts, remote=any(_is_remote(source) for source, _ in texts)),
+        in_threads(lambda text: _first_rows(text[1]), texts, remote=any(source.spec.is_remote for source, _ in texts)),
         cpu_clock_s=time.thread_time,
     )
     level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
@@ -290,10 +289,6 @@ def _first_rows(source: Source) -> pa.Array:
         for rows in source.read(shard, 0):
             return rows.column
     return pa.array([], pa.large_string())
-
-
-def _is_remote(source: SourceConfig) -> bool:
-    return is_remote(source.spec.location) or source.spec.scheme == "hf"
 
 
 def _refuse_new_text(factory: PipelineFactory, old: RunRecord) -> None:

@@ -18,9 +18,9 @@ from tokenloom_server.packing.buckets import Epochs
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.block_index import blocks
-from tokenloom_server.sources.buckets import Bucketing, bucket_index
-from tokenloom_server.sources.features import FeatureSource
 from tokenloom_server.sources.held_out import HeldOut
+from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
+from tokenloom_server.sources.tensors.source import FeatureSource
 
 _log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.record import estimates_from_json, estimates_to_json
 from tokenloom_server.order.revision import carry, changed, content_of, differences, merged, with_content, without
 from tokenloom_server.packing.base import PackerFactory
-from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
+from tokenloom_server.sources.scheme import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ class Timeline:
                 "the new files as a source of their own, or begin a new run"
             )
         known = _known_shards(order, source.source)
-        new = locations.more_shards(source.spec, known, order.resources.base_dir)
+        new = scheme_of(source.spec).more_shards(source.spec, known, order.base_dir)
         if not new:
             raise ConfigError(
                 f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"

@@ -14,7 +14,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
-from tokenloom_server.sources.open import reader_of
+from tokenloom_server.sources.scheme import scheme_of
 
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
@@ -224,9 +224,9 @@ class Figures:
             key = (source, shard)
             if key not in self._rows:
                 self._rows[key] = None
-                reader = reader_of(order.config.sources[source].spec, order.record.shards[source])
-                is_counted = reader in ("parquet", "arrow", "megatron")
-                if is_counted or order.record.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                scheme = scheme_of(order.config.sources[source].spec).reader(order.shards[source])
+                is_counted = scheme.stores_row_counts
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
                     try:
                         self._rows[key] = order.readers.open(source).row_count(shard)
                     except TokenloomError:

@@ -17,6 +17,7 @@ from tokenloom_server.order.snapshot import Foreign, Source
 from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
+from tokenloom_server.sources.scheme import scheme_of
 
 
 class Forking:
@@ -188,8 +189,8 @@ def _refuse_other_documents(theirs: PipelineFactory, ours: PipelineFactory) -> N
             pairs["seed"] = theirs.config.seed, ours.config.seed
         if source.fim is not None:
             pairs["place in the mixture (source id)"] = known.id, source.id
-        if source.spec.scheme == "npy":
-            pairs["end_of_text_id"] = (theirs.record.end_of_text_id, ours.record.end_of_text_id)
+        if scheme_of(source.spec).splits_at_end_of_text:
+            pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
         for field, values in pairs.items():
             if values[0] != values[1]:
                 raise SnapshotInvalid(

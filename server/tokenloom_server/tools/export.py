@@ -25,7 +25,7 @@ import xxhash
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.megatron import HEADER, MAGIC, TYPES, VERSION
+from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
 from tokenloom_server.tools.viewer import Following, Seen, Start
 
 ExportFormat = Literal["megatron", "parquet"]

@@ -1,4 +1,4 @@
-"""``parquet:GLOB:COLUMN``: row counts from the footers, rows from the one row group where reading begins."""
+"""Rows of Parquet files: counts from the footers, rows from the one row group where reading begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,18 +13,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
-from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.sources.parquet_lists import ListReader
-from tokenloom_server.sources.parquet_pages import Chunks, Unusual
+from tokenloom_server.sources import columns, files
+from tokenloom_server.sources.base import Content, Rows
+from tokenloom_server.sources.parquet import lists as parquet_lists
+from tokenloom_server.sources.parquet import pages as parquet_pages
+from tokenloom_server.sources.parquet.lists import ListReader
+from tokenloom_server.sources.parquet.pages import Chunks, Unusual
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.io_stats import IoStats
 
 _log = logging.getLogger(__name__)
 
@@ -45,26 +44,19 @@ BUFFER_BYTES = 1 << 20
 class ParquetSource(ShardedSource):
     """A source of Parquet files."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        shards: tuple[Shard, ...],
-        base_dir: Path,
-        io_stats: IoStats | None = None,
-        rules: RowRules = PLAIN,
-    ) -> None:
+    def __init__(self, request: ReadRequest) -> None:
         """Opens footers up to the first that has rows.
 
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir, io_stats, rules)
+        super().__init__(request)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         #: Of the files that were last opened at a row, the footers: who shuffles does so for each row group.
         self._footers: dict[int, _Footer] = {}
         self._refuse_empty_files("a Parquet file")
         with self._open_parquet(0, again=True) as opened:
-            self._content = columns.check_schema(opened.parquet.schema_arrow, spec, shards[0].path)
+            self._content = columns.check_schema(opened.parquet.schema_arrow, self._spec, self._shards[0].path)
             self._check(0, opened.parquet)
         self._refuse_without_rows(self.row_count)
 

@@ -1,4 +1,4 @@
-"""A glimpse of a file: names of columns and what they hold, of every scheme."""
+"""The columns of a file and what they hold, of every scheme."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.catalog import SOURCES
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.detect_columns import columns_of
@@ -25,25 +26,25 @@ FOUND = {"id": None, "text": Content.TEXT, "tokens": Content.IDS, "scores": None
 
 def test_columns_of_parquet_and_of_both_forms_of_arrow(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet")
-    assert dict(columns_of("parquet", "a.parquet", tmp_path)) == FOUND
+    assert dict(columns_of(SOURCES.schemes["parquet"], "a.parquet", tmp_path)) == FOUND
     for name, writer in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
         path = tmp_path / f"{name}.arrow"
         with writer(path, TABLE.schema) as sink:
             sink.write_table(TABLE)
-        assert dict(columns_of("arrow", str(path), tmp_path)) == FOUND
+        assert dict(columns_of(SOURCES.schemes["arrow"], str(path), tmp_path)) == FOUND
 
 
 def test_keys_of_json_lines_are_judged_by_their_first_value(tmp_path: Path) -> None:
     lines = [{"id": 1, "body": None, "ids": [1, 2]}, {"id": 2, "body": "a text", "late": "b"}, {"body": 3}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert dict(columns_of("jsonl", str(path), tmp_path)) == {
+    assert dict(columns_of(SOURCES.schemes["jsonl"], str(path), tmp_path)) == {
         "id": None,
         "body": Content.TEXT,
         "ids": Content.IDS,
         "late": Content.TEXT,
     }
-    assert dict(columns_of("txt", str(path), tmp_path)) == {"text": Content.TEXT}
+    assert dict(columns_of(SOURCES.schemes["txt"], str(path), tmp_path)) == {"text": Content.TEXT}
 
 
 @pytest.mark.parametrize(
@@ -60,4 +61,4 @@ def test_a_file_that_is_none_of_its_scheme_is_named(scheme: str, content: bytes,
     path = tmp_path / "broken"
     path.write_bytes(content)
     with pytest.raises(SourceError, match=f"broken' cannot be read as {scheme}"):
-        columns_of(scheme, str(path), tmp_path)
+        columns_of(SOURCES.schemes[scheme], str(path), tmp_path)

@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.sources import arrays, parquet_flat, parquet_pages, thrift
-from tokenloom_server.sources.parquet_flat import FlatColumn, FlatPage
-from tokenloom_server.sources.parquet_pages import FAULTS, PHYSICAL_TYPES, Chunk, Chunks, Dictionary, Page, Unusual
+from tokenloom_server.sources import arrays
+from tokenloom_server.sources.parquet import flat as parquet_flat
+from tokenloom_server.sources.parquet import pages as parquet_pages
+from tokenloom_server.sources.parquet import thrift
+from tokenloom_server.sources.parquet.flat import FlatColumn, FlatPage
+from tokenloom_server.sources.parquet.pages import FAULTS, PHYSICAL_TYPES, Chunk, Chunks, Dictionary, Page, Unusual
 from tokenloom_server.storage.file import File
 
 #: Pages are decoded together until they have this many values: each call has a fixed cost.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from tokenloom_server.sources import thrift
+from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.storage.file import File
 
 MAGIC = b"PAR1"

@@ -1,33 +1,23 @@
-"""``txt:GLOB:text``: plain text, one row per line."""
+"""Rows of plain text, one per line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import columns
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
-from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.sources.scheme import ReadRequest
 
 
-def open_txt(
-    spec: Spec,
-    shards: tuple[Shard, ...],
-    base_dir: Path,
-    index_dir: Path | None,
-    io_stats: IoStats | None = None,
-    rules: RowRules = PLAIN,
-) -> LinesSource:
+def open_txt(request: ReadRequest) -> LinesSource:
     """Opens a source of plain text. Raises ``SourceError`` when all of its files are empty."""
-    require_rows(spec, shards, base_dir, io_stats)
-    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode, io_stats, rules)
+    require_rows(request)
+    return LinesSource(request, Content.TEXT, decode)
 
 
 def decode(block: Block, where: str) -> Iterator[Rows]:

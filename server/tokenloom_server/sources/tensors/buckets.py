@@ -25,7 +25,7 @@ import xxhash
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.features import FeatureSource
+from tokenloom_server.sources.tensors.source import FeatureSource
 
 _log = logging.getLogger(__name__)
 

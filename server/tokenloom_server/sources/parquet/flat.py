@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tokenloom_server.sources.parquet_pages import (
+from tokenloom_server.sources.parquet.pages import (
     DATA_PAGE,
     DICTIONARY_PAGE,
     INT32,
@@ -24,7 +24,7 @@ from tokenloom_server.sources.parquet_pages import (
     RLE_DICTIONARY,
     Dictionary,
 )
-from tokenloom_server.sources.thrift import integer
+from tokenloom_server.sources.parquet.thrift import integer
 
 # Fields of a structure, in Thrift's compact protocol: how many numbers further, and the type.
 _I32, _I64, _BINARY, _LIST, _STRUCT, _STOP = 0x05, 0x06, 0x08, 0x09, 0x0C, b"\0"

@@ -1,4 +1,4 @@
-"""``npy:GLOB``: flat arrays of ids, in which an end-of-text id ends each document; mapped and not converted.
+"""Rows of flat arrays of ids, in which an end-of-text id ends each document; mapped and not converted.
 
 Three kinds of files. ``.npy`` files of numpy, one-dimensional, of any integer type. The ``.bin`` shards of llm.c and
 modded-nanogpt: 256 int32, which begin with a magic number, the version and the number of ids, then the ids. Raw ids, as
@@ -17,21 +17,21 @@ import logging
 import struct
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.spec import IDS, RAW_TYPES, Spec
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, line_index
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.flat_ids import FlatIds
+from tokenloom_server.sources.id_specs import IDS, RAW_TYPES
 from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.file import File
-from tokenloom_server.storage.io_stats import IoStats
 
 _log = logging.getLogger(__name__)
 
@@ -55,29 +55,21 @@ FORMAT = 1
 class NpySource(ShardedSource):
     """A source of flat arrays."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        shards: tuple[Shard, ...],
-        base_dir: Path,
-        index_dir: Path | None,
-        end_of_text_id: int | None,
-        io_stats: IoStats | None = None,
-    ) -> None:
+    def __init__(self, request: ReadRequest) -> None:
         """Reads headers up to the first file that has ids.
 
         Raises ``SourceError`` naming a file that is none of the three kinds, of another type, or truncated, and when
         no file has an id, or no end-of-text id is known.
         """
-        super().__init__(spec, shards, base_dir, io_stats)
-        if end_of_text_id is None:
+        super().__init__(request)
+        if request.end_of_text_id is None:
             raise SourceError(
-                f"source {str(spec)!r}: documents of flat arrays end with the end-of-text id, which is not known; set "
-                "end_of_text_id in the mixture file"
+                f"source {str(self._spec)!r}: documents of flat arrays end with the end-of-text id, which is not "
+                "known; set end_of_text_id in the mixture file"
             )
         self._content = Content.IDS
-        self._index_dir = index_dir
-        self._end_of_text_id = end_of_text_id
+        self._index_dir = request.index_dir
+        self._end_of_text_id = request.end_of_text_id
         self._indexes: dict[int, LineIndex] = {}
         self._refuse_empty_files("an array of ids")
         self._refuse_without_rows(lambda shard: self._layout(shard).ids)

@@ -1,18 +1,21 @@
-"""``hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN``: from a split of a dataset on the Hub to its files at a commit."""
+"""From a split of a dataset on the Hub to its files at a commit."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from tokenloom_server.config.spec import HubLocation, Spec
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.hub.location import HubLocation
+from tokenloom_server.sources.scheme import Scheme
 from tokenloom_server.storage.hub import splits
 from tokenloom_server.storage.hub.client import HubBusy, HubClient, HubRefused
 from tokenloom_server.storage.hub.files import HubPath
@@ -23,18 +26,36 @@ _T = TypeVar("_T")
 
 #: Where the Hub keeps what it made of a dataset: a folder per config, in it one per split, with Parquet files.
 CONVERSION = "refs/convert/parquet"
+#: What the names of those files end with.
+CONVERTED = ".parquet"
 
 #: Names that an error lists at most.
 LISTED = 12
 
 
+FileSchemes = Mapping[str, Scheme]
+"""By the ending of a file's name, the scheme that reads such files."""
+
+
+def reading_scheme(schemes: FileSchemes, path: str) -> Scheme | None:
+    """The scheme that reads a file of a repository, by its name; None for none."""
+    return schemes.get(splits.ending_of(path))
+
+
+def _most_common(schemes: FileSchemes, paths: Iterable[str]) -> Scheme | None:
+    """The scheme of most of the files, in doubt that of conversions; None where most cannot be read."""
+    counts = Counter(reading_scheme(schemes, path) for path in paths)
+    preferred = schemes[CONVERTED]
+    return max(counts, key=lambda scheme: (counts[scheme], scheme is preferred, scheme.name if scheme else ""))
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A split's files in a repository, all of one kind; ``kind`` is None where no reader reads them."""
+    """A split's files in a repository, all of one scheme; None where no scheme reads them."""
 
     repository: Repository
     paths: Sequence[str]
-    kind: str | None
+    scheme: Scheme | None
 
 
 class _NotThere(Exception):
@@ -77,7 +98,8 @@ class HubResolver:
     Safe for threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schemes: FileSchemes) -> None:
+        self._schemes = schemes
         self._client: HubClient | None = None
         self._asked = _Asked()
         self._lock = threading.Lock()
@@ -85,7 +107,7 @@ class HubResolver:
     def shards(self, spec: Spec) -> tuple[Shard, ...]:
         """The files of a spec's split, in the order in which `datasets` reads them; their paths are
         ``hf://datasets/ORG/NAME@COMMIT/PATH``. Raises ``SourceError``, which says what there is instead."""
-        location, where = spec.hub, f"source {str(spec)!r}"
+        location, where = HubLocation.parse(spec.location), f"source {str(spec)!r}"
         try:
             return self._resolve(location, spec.commit)
         except HubRefused as error:
@@ -102,15 +124,15 @@ class HubResolver:
     def _resolve(self, location: HubLocation, commit: str | None) -> tuple[Shard, ...]:
         repository = self._repository(location.repo, commit or location.revision)
         if location.revision == CONVERSION:
-            return self._taken(_converted(repository, location))
+            return self._taken(_converted(repository, location, self._schemes))
         if commit is not None and location.revision is None and repository.text("README.md") is None:
             with contextlib.suppress(_NotThere):  # what that run read was what the Hub converted
-                return self._taken(_converted(repository, location))
+                return self._taken(_converted(repository, location, self._schemes))
         try:
-            own: _Found | _NotThere = _own(repository, self._configs(repository), location)
+            own: _Found | _NotThere = _own(repository, self._configs(repository), location, self._schemes)
         except (_NotThere, splits.CardError) as error:
             own = _NotThere(str(error))
-        if isinstance(own, _Found) and own.kind == "parquet":
+        if isinstance(own, _Found) and own.scheme is self._schemes[CONVERTED]:
             return self._taken(own)
         # With a revision given, what is read is that revision and not what was once made of another.
         converted = self._conversion(location) if commit is None and location.revision is None else None
@@ -124,7 +146,7 @@ class HubResolver:
             return self._taken(converted)
         if isinstance(own, _NotThere):
             raise own
-        if own.kind is None:
+        if own.scheme is None:
             first = f"the first is {own.paths[0]!r}, {splits.ending_of(own.paths[0])}"
             raise _NotThere(
                 f"has {len(own.paths)} files for {_asked(location)} that cannot be read ({first}), and the Hub has no "
@@ -148,7 +170,7 @@ class HubResolver:
     def _conversion(self, location: HubLocation) -> _Found | None:
         """The split in the Hub's conversion; None where there is none, or not all of it."""
         try:
-            return _converted(self._repository(location.repo, CONVERSION), location)
+            return _converted(self._repository(location.repo, CONVERSION), location, self._schemes)
         except (HubRefused, _NotThere) as error:
             _log.debug("no conversion of %s: %s", location, error)
             return None
@@ -212,7 +234,9 @@ def _other(one: Shard, another: Shard) -> bool:
     return (one.size, one.fingerprint) != (another.size, another.fingerprint)
 
 
-def _own(repository: Repository, configs: Mapping[str, splits.Config], location: HubLocation) -> _Found:
+def _own(
+    repository: Repository, configs: Mapping[str, splits.Config], location: HubLocation, schemes: FileSchemes
+) -> _Found:
     """A split in a repository's own files, by its card or their names."""
     if location.config is None:
         config = next((config for config in configs.values() if config.is_default), None)
@@ -232,15 +256,15 @@ def _own(repository: Repository, configs: Mapping[str, splits.Config], location:
             f"has no file for {_asked(location)}, whose patterns are {_listed(found[location.split])}; its splits: "
             f"{_listed(found)}"
         )
-    kind = splits.most_common_kind(paths)
-    left = [path for path in paths if splits.kind_of(path) != kind]
-    if left and kind is not None:
+    scheme = _most_common(schemes, paths)
+    left = [path for path in paths if reading_scheme(schemes, path) is not scheme]
+    if left and scheme is not None:
         _log.warning(
             "the dataset %s: %d files of %s are not read, since most are %s (the first is %s)",
-            repository.name, len(left), _asked(location), kind, left[0],
+            repository.name, len(left), _asked(location), scheme.name, left[0],
         )  # fmt: skip
-        paths = [path for path in paths if splits.kind_of(path) == kind]
-    return _Found(repository, paths, kind)
+        paths = [path for path in paths if reading_scheme(schemes, path) is scheme]
+    return _Found(repository, paths, scheme)
 
 
 def _find(repository: Repository, pattern: str) -> Sequence[str]:
@@ -252,9 +276,9 @@ def _find(repository: Repository, pattern: str) -> Sequence[str]:
         raise splits.CardError(f"its card has the pattern {pattern!r}, which is none ({error})") from None
 
 
-def _converted(repository: Repository, location: HubLocation) -> _Found:
+def _converted(repository: Repository, location: HubLocation, schemes: FileSchemes) -> _Found:
     """A split in the Hub's own conversion: ``CONFIG/SPLIT/0000.parquet`` and so on."""
-    files = [file.path for file in repository.below("", deep=True) if file.path.endswith(".parquet")]
+    files = [file.path for file in repository.below("", deep=True) if file.path.endswith(CONVERTED)]
     folders = {tuple(path.split("/")[:-1]) for path in files}
     configs = sorted({folder[0] for folder in folders if len(folder) == 2})
     name = location.config or (configs[0] if len(configs) == 1 else "default")
@@ -269,7 +293,9 @@ def _converted(repository: Repository, location: HubLocation) -> _Found:
                 "the first gigabytes of it; name that one if it is what you want"
             )
         raise _NotThere(_no_split(location, name, found))
-    return _Found(repository, [path for path in files if path.startswith(f"{name}/{location.split}/")], "parquet")
+    return _Found(
+        repository, [path for path in files if path.startswith(f"{name}/{location.split}/")], schemes[CONVERTED]
+    )
 
 
 def _no_split(location: HubLocation, config: str, there: Sequence[str]) -> str:

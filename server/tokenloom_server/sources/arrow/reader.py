@@ -1,27 +1,25 @@
-"""``arrow:DIR:COLUMN``: Arrow files of a `datasets` ``save_to_disk`` folder, mapped and not copied."""
+"""Rows of Arrow files, mapped and not copied."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError, TokenloomError
-from tokenloom_server.sources import arrow_headers, columns, files
-from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
-from tokenloom_server.sources.base import Rows, Shard
+from tokenloom_server.sources import columns, files
+from tokenloom_server.sources.arrow import headers as arrow_headers
+from tokenloom_server.sources.arrow.file import ArrowFile, open_arrow
+from tokenloom_server.sources.arrow.headers import Batches, Bytes, Mapped
+from tokenloom_server.sources.base import Rows
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.storage.arrow_input import for_arrow
-from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.storage.file import Range
 from tokenloom_server.storage.local import LocalFile
 
 _Out = TypeVar("_Out")
@@ -34,24 +32,17 @@ class ArrowSource(ShardedSource):
     batch is read at a time.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        shards: tuple[Shard, ...],
-        base_dir: Path,
-        io_stats: IoStats | None = None,
-        rules: RowRules = PLAIN,
-    ) -> None:
+    def __init__(self, request: ReadRequest) -> None:
         """Walks the batch headers up to the first shard that has rows.
 
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir, io_stats, rules)
+        super().__init__(request)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
         schema = self._open_arrow(0, again=True).schema
-        self._content = columns.check_schema(schema, spec, shards[0].path)
+        self._content = columns.check_schema(schema, self._spec, self._shards[0].path)
         self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
@@ -63,11 +54,12 @@ class ArrowSource(ShardedSource):
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         rows = self.row_count(shard)
         # Other streams are followed from their beginning.
-        by_itself = self._batches[shard].plain or _is_file_format(self._open_arrow(shard).stream)
+        by_itself = self._batches[shard].plain or self._open_arrow(shard).is_file_format
         return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        file, stream, schema = self._open_arrow(shard)
+        opened = self._open_arrow(shard)
+        file, schema = opened.file, opened.schema
         self._check(shard, schema)
         first_batch, first_row = 0, 0
         if row > 0:
@@ -85,7 +77,7 @@ class ArrowSource(ShardedSource):
         fields = [schema.get_field_index(name) for name in selection.fields]
         with file:
             file.plan([Range(begin, file.size)])
-            batches = self._read_batches(shard, stream, fields, first_batch)
+            batches = self._read_batches(shard, opened, fields, first_batch)
             yield from self._read_from(shard, batches, selection, first_row, row)
 
     def _read_from(
@@ -104,10 +96,11 @@ class ArrowSource(ShardedSource):
                 yield from selection.rows(batch.slice(behind), first_row + behind, where)
             first_row += len(batch)
 
-    def _read_batches(self, shard: int, stream: Any, fields: list[int], first: int) -> Iterator[Any]:
+    def _read_batches(self, shard: int, opened: ArrowFile, fields: list[int], first: int) -> Iterator[Any]:
         """These fields, and perhaps others, of each record batch from the ``first`` on."""
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        if _is_file_format(stream):
+        stream = opened.stream
+        if opened.is_file_format:
             # Arrow copies the fields that it is told to include of a file, though not those of a stream;
             # that only pays where it spares decompressing the others.
             whole = not self._is_compressed(shard)
@@ -130,16 +123,17 @@ class ArrowSource(ShardedSource):
 
     def _has_rows(self, shard: int) -> bool:
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
-        file, stream, schema = self._open_arrow(shard, again=True)
+        opened = self._open_arrow(shard, again=True)
+        schema = opened.schema
         self._check(shard, schema)
         try:
             column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
             fields = [schema.get_field_index(column.names[0])]
-            return any(len(batch) for batch in self._read_batches(shard, stream, fields, 0))
+            return any(len(batch) for batch in self._read_batches(shard, opened, fields, 0))
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, error) from None
         finally:
-            file.close()
+            opened.file.close()
 
     def _check(self, shard: int, schema: Any) -> None:
         path = self._shards[shard].path
@@ -164,19 +158,11 @@ class ArrowSource(ShardedSource):
         except (ValueError, OSError) as error:
             raise self._damaged(shard, error) from None
 
-    def _open_arrow(self, shard: int, *, again: bool = False) -> _Opened:
-        """The mapped or remote file and its schema; ``again``: see ``_open``."""
+    def _open_arrow(self, shard: int, *, again: bool = False) -> ArrowFile:
+        """``again``: see ``_open``."""
         file = self._open(self._shards[shard], again=again)
         try:
-            if isinstance(file, LocalFile):
-                file.close()
-                stream = pa.memory_map(str(file.path))
-            else:
-                stream = for_arrow(file)
-            if _is_file_format(stream):
-                return _Opened(file, stream, pa.ipc.open_file(stream).schema)
-            stream.seek(0)
-            return _Opened(file, stream, pa.ipc.open_stream(stream).schema)
+            return open_arrow(file)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, error) from None
 
@@ -185,14 +171,3 @@ class ArrowSource(ShardedSource):
         return files.refused(where, error) or SourceError(
             f"{where} is not a readable Arrow file ({place}{error}); it is truncated or damaged: write or copy it again"
         )
-
-
-class _Opened(NamedTuple):
-    file: File
-    stream: Any
-    schema: Any
-
-
-def _is_file_format(stream: Any) -> bool:
-    stream.seek(0)
-    return arrow_headers.is_file_format(memoryview(stream.read_buffer(8)))

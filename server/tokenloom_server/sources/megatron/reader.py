@@ -1,4 +1,4 @@
-"""``megatron:PREFIX``: the indexed datasets of Megatron-LM, mapped and not converted.
+"""Rows of the indexed datasets of Megatron-LM, mapped and not converted.
 
 A dataset is two files. ``PREFIX.bin`` is the ids of all sequences, one behind the other. ``PREFIX.idx`` is, in
 little-endian order: nine bytes of magic, the version (uint64, 1), a code for the type of the ids (uint8), the numbers
@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, flat_ids
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.storage.io_stats import IoStats
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -47,15 +45,15 @@ class MegatronSource(ShardedSource):
     """A source of indexed datasets. Both files of each are shards, so that a manifest freezes both; the ``.idx`` has
     no rows of its own."""
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None = None) -> None:
+    def __init__(self, request: ReadRequest) -> None:
         """Reads headers up to the first that has documents.
 
         Raises ``SourceError`` naming a file that is not one of the format, or not what its other half says, and when
         no dataset has a document.
         """
-        super().__init__(spec, shards, base_dir, io_stats)
+        super().__init__(request)
         self._content = Content.IDS
-        self._by_path = {shard.path: shard for shard in shards}
+        self._by_path = {shard.path: shard for shard in self._shards}
         self._counts: dict[int, int] = {}
         self._refuse_without_rows(self.row_count)
 

@@ -1,4 +1,4 @@
-"""``jsonl:GLOB:COLUMN``: one JSON object per line, whose COLUMN is a string or a list of integers.
+"""Rows of JSON lines: one object per line, whose COLUMN is a string or a list of integers.
 
 Blocks go through Arrow's JSON reader. It skips blank lines, takes several objects on a line and one
 over several lines, and does not say which line is at fault; so its result counts only where each line
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays, columns, files
-from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
+from tokenloom_server.sources.base import BadRow, Content, Rows
 from tokenloom_server.sources.columns import Column
 from tokenloom_server.sources.lines import Block, LinesSource, blocks_of, not_utf8, require_rows
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
-from tokenloom_server.storage.io_stats import IoStats
 
 #: How far a source is searched for its first value that is not null, to learn whether it is text or ids.
 PROBE_BYTES = 64 << 20
@@ -42,30 +41,22 @@ LISTED_KEYS = 20
 _EXPECTED = {"string": "a string", "bool": "true or false", "double": "a number", "int64": "an integer"}
 
 
-def open_jsonl(
-    spec: Spec,
-    shards: tuple[Shard, ...],
-    base_dir: Path,
-    index_dir: Path | None,
-    io_stats: IoStats | None = None,
-    rules: RowRules = PLAIN,
-) -> LinesSource:
+def open_jsonl(request: ReadRequest) -> LinesSource:
     """Opens a source of JSON lines; reads up to the first value of each column that is not null.
 
     Raises ``SourceError`` when all files are empty, or a line before that value is malformed.
     """
-    require_rows(spec, shards, base_dir, io_stats)
-    found = _probe(spec, shards, base_dir, io_stats, rules)
-    content = _content_of(found[spec.column])
+    require_rows(request)
+    spec, rules = request.spec, request.rules
+    found = _probe(request)
     selection = Selection(rules, spec.column, found, f"source {str(spec)!r}")
     decode = Decoder(spec.column, rules, found, selection)
-    return LinesSource(spec, shards, base_dir, index_dir, content, decode, io_stats, rules)
+    return LinesSource(request, _content_of(found[spec.column]), decode)
 
 
-def _probe(
-    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None, rules: RowRules
-) -> dict[str, Column]:
+def _probe(request: ReadRequest) -> dict[str, Column]:
     """Where the columns that are read lie in an object, and what they hold, by the first lines that have them."""
+    spec, rules = request.spec, request.rules
     wanted, seen = rules.reads(spec.column), 0
     paths: dict[str, tuple[str, ...]] = {}
     # A column that is only compared is what the constant is, whatever its first value.
@@ -73,7 +64,7 @@ def _probe(
     kinds = {each.column: compared[each.kind] for each in rules.filter}
     for name in (spec.column, *rules.text_columns):
         kinds.pop(name, None)
-    for block, where in _all_blocks(spec, shards, base_dir, io_stats):
+    for block, where in _all_blocks(request):
         for i in range(len(block.ends)):
             at = f"{where}: line {block.first_row + i + 1}"
             try:
@@ -89,13 +80,11 @@ def _probe(
     return _found(spec, wanted, paths, kinds, "every row")
 
 
-def _all_blocks(
-    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None
-) -> Iterator[tuple[Block, str]]:
-    for shard in shards:
-        with files.open_shard(spec, shard, base_dir, io_stats) as file:
+def _all_blocks(request: ReadRequest) -> Iterator[tuple[Block, str]]:
+    for shard in request.shards:
+        with request.open(shard) as file:
             for block in blocks_of(file, shard):
-                yield block, files.where(spec, shard)
+                yield block, files.where(request.spec, shard)
 
 
 def _look_at(
