@@ -349,6 +349,10 @@ def _clocked(what: str, make: Callable[[], PipelineFactory], figures: Figures) -
 # --- order -----------------------------------------------------------------------------------------
 
 
+def _created(mixture: Path) -> PipelineFactory:
+    return builder.create(config.load(mixture, built_in_catalog()), mixture.parent, None)
+
+
 def measure_order(sources: int, shards: int, runs: int) -> Row:
     """``builder.create`` and ``builder.load`` of so many sources of so many shards (links to one file), in process."""
     corpus = IdCorpus(name=f"order-{sources}x{shards}", sources=(Documents(count=1_000),) * sources, links=shards)
@@ -358,9 +362,9 @@ def measure_order(sources: int, shards: int, runs: int) -> Row:
         mixture = workload.write(processes.folder)
         for run in range(runs + 1):
             figures: Figures = {}
-            read, folder = partial(config.load, mixture, built_in_catalog()), mixture.parent
-            order = _clocked("create", lambda: builder.create(read(), folder, None), figures)
-            _clocked("load", partial(builder.load, read(), folder, None, order.record.to_json()), figures)
+            order = _clocked("create", partial(_created, mixture), figures)
+            loaded = config.load(mixture, built_in_catalog())
+            _clocked("load", partial(builder.load, loaded, mixture.parent, None, order.record.to_json()), figures)
             if run:
                 row.runs.append(figures)
     return row

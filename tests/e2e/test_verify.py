@@ -164,7 +164,7 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
         ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: http://"),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
         ("{wide}/wide", "{folder}/none.json", "cannot be read"),
-        ("{wide}/wide", "{folder}/first/ledger.db", "expected"),
+        ("{wide}/wide", "{folder}/first/ledger.db", "SnapshotInvalid"),
         ("{wide}/wide", "grpc://127.0.0.1:1/run", "expected the REST address"),
         ("{wide}/wide", "http://127.0.0.1:1/run", "no answer"),
         ("{wide}/untouched", "{narrow}/narrow", "nothing is proven"),

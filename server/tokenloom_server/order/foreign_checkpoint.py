@@ -131,7 +131,9 @@ def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> PipelineFa
     schemes = timeline.first.config.catalog.sources
     for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
         order, length = segment.order, segment.order.config.sequence_length
-        samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.specs)
+        samples = sum(
+            (e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.record.specs
+        )
         reached = segment.begin <= samples and (behind is None or samples < behind.begin)
         if reached and timeline.tokens_at(samples) == samples * length:
             return order

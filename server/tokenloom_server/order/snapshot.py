@@ -461,6 +461,11 @@ class Foreign(_Snapshot):
         """(sample index, content) of the revisions that it carries."""
         return [(revision.sample_index, revision.content) for revision in self.resume_state.revisions or ()]
 
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """Where its run was forked from."""
+        return self.resume_state.origin
+
     def sources(self) -> tuple[Source, ...]:
         """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
         return tuple(

@@ -339,7 +339,7 @@ class Timeline:
                 "the new files as a source of their own, or begin a new run"
             )
         known = _known_shards(order, source.source)
-        new = scheme_of(source.spec).more_shards(source.spec, known, order.base_dir)
+        new = scheme_of(source.spec).more_shards(source.spec, known, order.resources.base_dir)
         if not new:
             raise ConfigError(
                 f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"

@@ -45,8 +45,8 @@ class Forking:
                 f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with coordinator.one_change:
-            epoch = coordinator.epoch
+        with coordinator.one_change():
+            epoch = coordinator.lease.epoch
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None
             origin = coordinator.timeline.origin
@@ -57,7 +57,7 @@ class Forking:
                         f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, found)
-                coordinator.revise(epoch, coordinator.timeline.with_origin(origin))
+                coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
             template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
@@ -132,7 +132,7 @@ class Forking:
         coordinator = self._coordinator
         ours = coordinator.order.record.template("", coordinator.stream, 0)
         fields = (found.config_digest, found.manifest_digest)
-        carries = found.revisions or found.resume_state.origin
+        carries = found.revisions or found.origin
         plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not carries
         same = plain and not coordinator.timeline.revisions
         parent = self._parent(found.run)
@@ -190,7 +190,7 @@ def _refuse_other_documents(theirs: PipelineFactory, ours: PipelineFactory) -> N
         if source.fim is not None:
             pairs["place in the mixture (source id)"] = known.id, source.id
         if scheme_of(source.spec).splits_at_end_of_text:
-            pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
+            pairs["end_of_text_id"] = (theirs.record.end_of_text_id, ours.record.end_of_text_id)
         for field, values in pairs.items():
             if values[0] != values[1]:
                 raise SnapshotInvalid(
