@@ -22,7 +22,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
-from tokenloom_server.ledger.base import Counters, StoredRevision
+from tokenloom_server.ledger.records import Counters, StoredRevision
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup, Switch
 from tokenloom_server.order.record import RunRecord
