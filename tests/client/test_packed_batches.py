@@ -14,8 +14,8 @@ import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
 from tokenloom.batch import IGNORED, Batch, Layout, Message
 from tokenloom.errors import ProtocolError
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import PADDING, BatchPlan
+from tokenloom_server.order.record import Order
 from tokenloom_server.packing.origins import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def layout_of(order: PipelineFactory, *asked: str) -> Layout:
+def layout_of(order: Order, *asked: str) -> Layout:
     """As a Join makes it."""
     return Layout(
         batch_size=BATCH,
         sequence_length=order.config.sequence_length,
-        id_type=order.record.dtype.newbyteorder("<").str,
+        id_type=order.dtype.newbyteorder("<").str,
         shifted=order.config.labels == "shifted",
         lengths=order.form.lengths,
         pads_left=order.form.padding == "left",
@@ -43,10 +43,10 @@ def layout_of(order: PipelineFactory, *asked: str) -> Layout:
     )
 
 
-def batches(order: PipelineFactory, *asked: str) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
+def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
     state, layout = order.initial(), layout_of(order, *asked)
-    parts = {i: order.spans(i, source, 10_000) for i, source in enumerate(state.sources)}
+    parts = {i: order.parts(i, source, 10_000) for i, source in enumerate(state.sources)}
     pipeline, columns = order.pipeline(state), layout.columns()
     plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_steps=2)
     while pipeline.ended is None:
@@ -85,7 +85,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def order(folder: Path, name: str, labels: str, **fields: Any) -> PipelineFactory:
+def order(folder: Path, name: str, labels: str, **fields: Any) -> Order:
     document = flat([CODE, DOCS, WIKI], labels=labels, sequence_length=24, last_step="pad", pad_id=0)
     return order_of(folder, document | PACKINGS[name] | fields)
 
@@ -149,7 +149,7 @@ def test_a_label_is_the_token_that_the_model_is_to_predict_there(
         for i, own in enumerate(parts):
             # By definition: the ids of the sample, and for each the document that it is of.
             ids = [(token, number) for number, part in enumerate(own) for token in part.ids.tolist()]
-            padding = [(0, -1)] * (found.form.width - len(ids))
+            padding = [(0, -1)] * (found.width - len(ids))
             ids = [*padding, *ids] if found.form.padding == "left" else [*ids, *padding]
             begins = {number: part.begin for number, part in enumerate(own)}
             expected = []

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.schedule import Schedule
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES, Left, balance_remaining, soft_sequential
 from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.order.size_estimates import SizeEstimate
 
 ESTIMATED = ("soft_sequential", "balance_remaining")
 

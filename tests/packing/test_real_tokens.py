@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, write_corpus
 from tokenloom.batch import IGNORED, Batch, Layout, Message
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
+from tokenloom_server.order.record import Order
 
 WORLD, BATCH, GROUP = 3, 2, 4
 FIM = {"fim": {"rate": 0.5, "ids": {"prefix": 1, "suffix": 2, "middle": 3}}}
@@ -31,11 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def layout_of(order: PipelineFactory) -> Layout:
+def layout_of(order: Order) -> Layout:
     return Layout(
         batch_size=BATCH,
         sequence_length=order.config.sequence_length,
-        id_type=order.record.dtype.newbyteorder("<").str,
+        id_type=order.dtype.newbyteorder("<").str,
         shifted=order.config.labels == "shifted",
         lengths=order.form.lengths,
         pads_left=order.form.padding == "left",
@@ -45,7 +45,7 @@ def layout_of(order: PipelineFactory) -> Layout:
     )
 
 
-def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[list[Batch]]:
+def steps(order: Order, pipeline: Pipeline | None = None) -> Iterator[list[Batch]]:
     """The batches of all ranks, step by step, from what each rank's stream carries. Groups are filled in bursts."""
     layout = layout_of(order)
     pipeline = pipeline or order.pipeline(order.initial())
@@ -78,7 +78,7 @@ def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[
             yield [message.batch(step, columns) for message in messages]
 
 
-def recount(order: PipelineFactory, batches: list[Batch]) -> tuple[int, int]:
+def recount(order: Order, batches: list[Batch]) -> tuple[int, int]:
     """From the tensors alone."""
     first = 1 if order.config.labels == "same" else 0
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)

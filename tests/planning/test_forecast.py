@@ -11,10 +11,9 @@ import pytest
 from support import corpora
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order.pipeline import initial_state
-from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.size_estimates import SizeEstimate, measure
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.picture import draw
 from tokenloom_server.planning.plan import RunPlan

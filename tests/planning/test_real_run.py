@@ -16,7 +16,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.record import Order
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import Part, forecast
@@ -94,17 +94,17 @@ def random_node(
     return node | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
 
 
-def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
+def order_of(folder: Path, root: dict[str, Any], seed: int) -> Order:
     return corpora.order_of(folder, corpora.mixture(mixture=root, sequence_length=LENGTH, seed=seed))
 
 
-def plan_of(order: PipelineFactory, state: State) -> RunPlan:
+def plan_of(order: Order, state: State) -> RunPlan:
     return forecast(
-        [Part(config=order.config, size_estimates=[measure(order, i) for i in range(len(order.record.specs))])], state
+        [Part(config=order.config, size_estimates=[measure(order, i) for i in range(len(order.specs))])], state
     )
 
 
-def run_out(order: PipelineFactory, state: State) -> tuple[State, dict[int, int]]:
+def run_out(order: Order, state: State) -> tuple[State, dict[int, int]]:
     """The state at the end, and by source id the sample index at which it turned out to be out."""
     pipeline = order.pipeline(state)
     found: dict[int, int] = {}
@@ -138,9 +138,7 @@ def tails(config: RunConfig, end: State) -> dict[int, float]:
     return found
 
 
-def check(
-    order: PipelineFactory, start: State, plan: RunPlan, end: State, out: dict[int, int], drawn: bool = False
-) -> None:
+def check(order: Order, start: State, plan: RunPlan, end: State, out: dict[int, int], drawn: bool = False) -> None:
     slack = tails(order.config, end)
     for i, (source, was) in enumerate(zip(plan.sources, end.sources, strict=True)):
         share = max(was.samples, 1) / end.sample_index

@@ -19,14 +19,13 @@ import numpy.typing as npt
 
 from tokenloom_server.config.node import Child, NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape, Policy
 from tokenloom_server.mixing.round_robin import RoundRobin
 from tokenloom_server.mixing.schedule import Points, Schedule
 from tokenloom_server.mixing.sequential import Sequential
-from tokenloom_server.mixing.totals import SourceTotal, rows_of
+from tokenloom_server.mixing.totals import SizeEstimate, SourceTotal, rows_of
 from tokenloom_server.mixing.varying import (
     UPDATE_SAMPLES,
     Estimated,

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.packing.best_fit import Window, windowed_samples
 from tokenloom_server.packing.documents import Encoder
-from tokenloom_server.packing.unpacked import unpacked_samples
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.line_index import BOM
@@ -35,6 +32,43 @@ READ_BYTES = 1 << 25
 ENCODED_BYTES = 1 << 22
 #: A source of lines with at most so many bytes in its files is counted; beyond that, rows follow from the sample.
 COUNTED_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class SizeEstimate:
+    """One epoch of a source: its ``rows``, and the tokens of 1,000 of them as samples count them: with begin- and
+    end-of-text ids and the padding that the packing makes, without what it cuts off.
+
+    ``tokens_per_1000_rows`` is an estimate, unless the source is so small that all of it was read.
+    """
+
+    rows: int
+    tokens_per_1000_rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one epoch."""
+        return self.rows * self.tokens_per_1000_rows // 1000
+
+
+class Readable(Protocol):
+    """What has sources, and makes tokens of their rows: an order."""
+
+    def open(self, source_id: int) -> Source: ...
+
+    def encoder(self, source_id: int, reader: Source) -> Encoder: ...
+
+    def kept(self, source_id: int, reader: Source) -> Source:
+        """A reader whose rows are those that give tokens; others are there as empty ones."""
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row makes samples of its own."""
+
+    def given(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
 
 
 class _Stratum(NamedTuple):
@@ -60,26 +94,6 @@ class _Budget(NamedTuple):
         )
 
 
-def _sample_tokens(factory: PipelineFactory, lengths: npt.NDArray[np.int64]) -> int:
-    """Tokens that the samples of consecutive rows count; ``lengths``: the tokens of each row."""
-    config = factory.config
-    if config.packing == "concat":
-        return int(lengths.sum())
-    if config.packing == "best_fit":
-        window = Window(config.pack_window_rows, config.pack_window_tokens)
-        return config.sequence_length * windowed_samples(lengths, factory.form, window)
-    return config.sequence_length * unpacked_samples(lengths, factory.form, splits=config.long_rows == "split")
-
-
-def _scaled(factory: PipelineFactory, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
-    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
-    every = np.concatenate(lengths)
-    total = int(every.sum())
-    if factory.config.packing == "none" or not total:
-        return tokens
-    return tokens * Fraction(_sample_tokens(factory, every), total)
-
-
 class _Sample(NamedTuple):
     """Rows with their bytes of text or ids; of the first ``encoded_bytes`` of these, the tokens, and the rows."""
 
@@ -90,46 +104,49 @@ class _Sample(NamedTuple):
     #: Tokens of each row that was encoded.
     lengths: npt.NDArray[np.int64]
 
-    def all_tokens(self, factory: PipelineFactory) -> Fraction:
+    def all_tokens(self, order: Readable) -> Fraction:
         """Tokens of all the rows, by their bytes; where each row makes samples of its own, those of the samples."""
-        if factory.config.packing == "none":
-            return Fraction(_sample_tokens(factory, self.lengths) * self.rows, self.encoded_rows)
+        if order.rows_alone:
+            return Fraction(order.given(self.lengths) * self.rows, self.encoded_rows)
         tokens = int(self.lengths.sum())
         if not self.encoded_bytes:
             return Fraction(tokens * self.rows, self.encoded_rows)
         return Fraction(tokens * self.bytes, self.encoded_bytes)
 
 
-def measure(factory: PipelineFactory, source_id: int) -> SizeEstimate:
-    """Measures one epoch of a source: its rows exactly with ``batching``, for Parquet and Arrow files and little text.
+def _given(order: Readable, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
+    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
+    every = np.concatenate(lengths)
+    total = int(every.sum())
+    return tokens if order.rows_alone or not total else tokens * Fraction(order.given(every), total)
+
+
+def measure(order: Readable, source_id: int) -> SizeEstimate:
+    """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
 
     Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
     and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
     or a row of the sample, that is not readable.
     """
-    readers = factory.readers
-    if factory.config.batching is not None:
-        epochs = readers.bucket_epochs(source_id)
-        return SizeEstimate(epochs.batches * epochs.size, 1000)
-    reader = readers.open(source_id)
-    encoder = factory.encoder(source_id, reader)
+    reader = order.open(source_id)
+    encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        return _of_many_lines(factory, reader, readers.kept(source_id, reader), encoder)
-    counts = readers.row_counts(source_id, reader)
+        return _of_many_lines(order, reader, order.kept(source_id, reader), encoder)
+    counts = order.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
     strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
     budget = _Budget.of(total, len(strata))
     tokens, lengths = Fraction(0), []
     for stratum in strata:
-        found = _sample(readers.kept(source_id, reader), encoder, stratum, budget)
-        tokens += found.all_tokens(factory) * stratum.rows / found.rows
+        found = _sample(order.kept(source_id, reader), encoder, stratum, budget)
+        tokens += found.all_tokens(order) * stratum.rows / found.rows
         lengths.append(found.lengths)
     stood_for = sum(stratum.rows for stratum in strata)
-    return SizeEstimate(sum(counts), round(1000 * _scaled(factory, tokens, lengths) / stood_for))
+    return SizeEstimate(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
 
 
-def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
+def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
     rows = size = 0
     tokens, lengths = Fraction(0), []
@@ -142,12 +159,12 @@ def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, 
         if not found.rows:
             continue  # a compressed file may hold nothing
         rows += found.rows
-        tokens += found.all_tokens(factory)
+        tokens += found.all_tokens(order)
         lengths.append(found.lengths)
         size += reader.head_bytes(shard, found.rows)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
     return SizeEstimate(
-        max(1, round(Fraction(total * rows, size))), round(1000 * _scaled(factory, tokens, lengths) / rows)
+        max(1, round(Fraction(total * rows, size))), round(1000 * _given(order, tokens, lengths) / rows)
     )
 
 

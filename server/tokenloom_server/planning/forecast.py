@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ChildState, Cursor, SourceState, State
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.record import Order
 from tokenloom_server.order.revision import carry
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.flow import Flowed, flow
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
@@ -22,7 +22,7 @@ from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.tree import Leaf, grow
 
 #: Measures a source of an order, by id.
-Measure = Callable[[PipelineFactory, int], SizeEstimate]
+Measure = Callable[[Order, int], SizeEstimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +55,14 @@ def parts_of(timeline: Timeline, measure: Measure, state: State) -> list[Part]:
     ]
 
 
-def _size_estimates(order: PipelineFactory, measure: Measure) -> Iterator[SizeEstimate | None]:
+def _size_estimates(order: Order, measure: Measure) -> Iterator[SizeEstimate | None]:
     for source in order.config.sources:
         if source.presence == "dropped":
             yield None
             continue
         extent = measure(order, source.id)
         # Rows that are left out are read as rows without tokens.
-        kept = max(0, extent.rows - order.record.excluded.count(source.source))
+        kept = max(0, extent.rows - order.excluded.count(source.source))
         per_row = extent.tokens_per_1000_rows * kept // extent.rows if extent.rows else 0
         yield SizeEstimate(extent.rows, per_row)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import State
-from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import forecast, parts_of
 from tokenloom_server.planning.plan import RunPlan
@@ -35,10 +34,10 @@ class Planner:
             self._last = timeline, state, until, plan
             return plan
 
-    def _extent(self, order: PipelineFactory, source_id: int) -> SizeEstimate:
-        key = (order.record.specs[source_id], order.record.shard_paths[source_id])
+    def _extent(self, order: Order, source_id: int) -> SizeEstimate:
+        key = (order.specs[source_id], order.shard_paths[source_id])
         if key not in self._measured:
             if self._measuring is not None:
                 self._measuring(order.config.sources[source_id].name)
-            self._measured[key] = measure(order, source_id)
+            self._measured[key] = order.measure(source_id)
         return self._measured[key]

@@ -10,9 +10,9 @@ import numpy as np
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.planning.shares import Floats, Span, shares_of
 
 

@@ -31,8 +31,8 @@ from tokenloom_server.errors import (
     TokenizerError,
     TokenloomError,
 )
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
+from tokenloom_server.order.record import Order
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
 from tokenloom_server.run.streams import Streams
@@ -111,7 +111,7 @@ class Kept:
     def __init__(
         self,
         name: str,
-        order: PipelineFactory,
+        order: Order,
         pool: ThreadPoolExecutor,
         room: Callable[[int], None],
         made: Callable[[int], None],
@@ -236,7 +236,7 @@ class Kept:
         if self._pipeline is None:
             self._pipeline = order.pipeline(self._state)
         count = 1 if self._careful else max(1, min(most, _TURN_TOKENS // order.config.sequence_length))
-        self._room(count * order.form.sample_bytes)
+        self._room(count * order.sample_bytes)
         plan = BatchPlan(start_index=self._state.sample_index, world_size=1, batch_size=1, group_steps=count)
         group = self._pipeline.begin_group(plan)
         self._pipeline.fill(group, count)
@@ -249,7 +249,7 @@ class Kept:
         counts, starts = group.document_starts(0, 0, made)
         apart = np.split(starts, np.cumsum(counts)[:-1])
         self._state = group.state_behind(made - 1)
-        self._made(made * order.form.sample_bytes)
+        self._made(made * order.sample_bytes)
         picks = group.source_ids[0, :made, 0].tolist()
         return [
             # Copies: a view would keep all of the block that it is of.
@@ -330,6 +330,7 @@ class Evaluations:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for each in kept:
             each.stop()
+            each.order.close()
 
     def _find(self, call: EvaluationCall) -> Kept:
         self._coordinator.require_lead()
@@ -347,7 +348,7 @@ class Evaluations:
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
                 kept = self._kept[call.stream] = Kept(call.stream, order, self._pool, self._room, self._made)
-        step_bytes = call.batch_size * kept.order.form.sample_bytes
+        step_bytes = call.batch_size * kept.order.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
                 f"a step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
@@ -357,7 +358,7 @@ class Evaluations:
 
     def _most(self, kept: Kept) -> int:
         """More than may be kept: whoever asks for a whole stream gets that, or an error."""
-        return MAX_KEPT_BYTES // kept.order.form.sample_bytes + 1
+        return MAX_KEPT_BYTES // kept.order.sample_bytes + 1
 
     def _room(self, size: int) -> None:
         with self._lock:
@@ -377,7 +378,7 @@ class Evaluations:
         with self._lock:
             if self._kept.get(kept.name) is kept:
                 del self._kept[kept.name]
-                self._bytes -= kept.made() * kept.order.form.sample_bytes
+                self._bytes -= kept.made() * kept.order.sample_bytes
 
 
 class Evaluation:
@@ -472,7 +473,7 @@ class Evaluation:
             real=[kept.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
             samples=samples,
-            padding=bytes(kept.order.form.sample_bytes),
+            padding=bytes(kept.order.sample_bytes),
         )
 
     def _check_digest(self, total: int) -> None:

@@ -312,7 +312,7 @@ class _Way:
         self._turn_samples = max(1, _TURN_TOKENS // order.config.sequence_length)
         if order.config.batching is not None:
             pick = order.config.pick_samples
-            self._turn_samples = max(1, _TURN_BYTES // (pick * order.form.sample_bytes)) * pick
+            self._turn_samples = max(1, _TURN_BYTES // (pick * order.sample_bytes)) * pick
 
     def take(self, timeline: Timeline) -> None:
         """Goes on under what is in force now. Raises ``OrderMismatch`` where it is behind a revision that came or went

@@ -27,8 +27,8 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
 from tokenloom_server.ledger.records import Opening
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, StepGroup
+from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.buckets import described
 from tokenloom_server.replay.evaluation import Evaluations
@@ -100,7 +100,7 @@ class Traces:
         with self._peeks.place():
             return self._peeks.turn(partial(self._evaluated, kept.order, kept.state_before(index), index, text))
 
-    def _evaluated(self, order: PipelineFactory, state: State, index: int, text: bool) -> TracedSample:
+    def _evaluated(self, order: Order, state: State, index: int, text: bool) -> TracedSample:
         pipeline = order.pipeline(state)
         pipeline.advance(index - state.sample_index)
         group, _ = self._samples(order, pipeline.state(), 1)
@@ -249,9 +249,7 @@ class Traces:
 
     # On the thread of all peeks:
 
-    def _samples(
-        self, timeline: Timeline | PipelineFactory, state: State, count: int, pick: int = 1
-    ) -> tuple[StepGroup, State]:
+    def _samples(self, timeline: Timeline | Order, state: State, count: int, pick: int = 1) -> tuple[StepGroup, State]:
         """The next samples, as many as there are, each pick a step of a world of one; and the state behind them."""
         pipeline, steps = timeline.pipeline(state), -(-count // pick)
         plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=pick, group_steps=steps)
@@ -259,12 +257,10 @@ class Traces:
         pipeline.fill(group, steps)
         return group, pipeline.state()
 
-    def _explained_rows(
-        self, order: PipelineFactory, group: StepGroup, segment: _Segment, text: bool
-    ) -> list[TracedSample]:
+    def _explained_rows(self, order: Order, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
         """The samples of one source that are rows, by the batches that they came in."""
-        config, epochs = order.config.sources[segment.source], order.readers.bucket_epochs(segment.source)
-        paths, size = order.record.shard_paths[segment.source], epochs.size
+        config, epochs = order.config.sources[segment.source], order.epochs_of(segment.source)
+        paths, size = order.shard_paths[segment.source], epochs.size
         epoch, number = segment.state.cursor.epoch, segment.state.cursor.row // size
         samples: list[TracedSample] = []
         for at, step in enumerate(segment.steps):
@@ -311,14 +307,14 @@ class Traces:
             number += 1
         return samples
 
-    def _explained(self, order: PipelineFactory, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
+    def _explained(self, order: Order, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
         """The samples of one source, by reading their rows once more. Raises ``OrderMismatch`` where these have other
         tokens than the samples."""
         config, length = order.config.sources[segment.source], order.config.sequence_length
         decode = self._decode() if text else None
-        paths = order.record.shard_paths[segment.source]
+        paths = order.shard_paths[segment.source]
         samples = []
-        parts = order.spans(segment.source, segment.state, len(segment.steps))
+        parts = order.parts(segment.source, segment.state, len(segment.steps))
         for number, step in enumerate(segment.steps):
             own = next(parts, [])
             sample = group.ids(0, step, step + 1)[0]
@@ -370,7 +366,7 @@ class Traces:
 
     def _decode(self) -> Decode | None:
         """Ids to text; None where the run has no tokeniser. Loaded once: a large vocabulary takes a second."""
-        definition = self._coordinator.order.record.tokenizer
+        definition = self._coordinator.order.tokenizer
         if definition is None:
             return None
         with self._decoder_lock:
