@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import tokenloom
 import yaml
-from tokenloom.connection import reporting
+from tokenloom.connection import reports
 from tokenloom_server import config, errors, exporting, extents, losses, peeking, picture, traced, tracing, viewer
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
@@ -177,11 +177,11 @@ def test_the_bounds_of_reported_losses_are_in_the_docs() -> None:
         assert f"{number:,} " in bounds or f"{number:,}." in bounds
     for number in (
         losses.MAX_POINTS,
-        reporting.QUEUED,
+        reports.QUEUED,
         inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default,
     ):
         assert f"{number:,} " in page("losses")
-    assert (reporting.CALL_S, reporting.PAUSE_S) == (5, 2), "as the table of deadlines says"
+    assert (reports.CALL_S, reports.PAUSE_S) == (5, 2), "as the table of deadlines says"
 
 
 def test_the_bounds_of_peeks_are_on_their_page() -> None:

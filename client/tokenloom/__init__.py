@@ -5,9 +5,9 @@ Importing this package starts nothing and contacts nobody.
 
 from __future__ import annotations
 
-from tokenloom.batch import Batch
-from tokenloom.connection import Source
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.packed import Batch
+from tokenloom.connection.join import Source
+from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.errors import (
     AttemptUsed,
     BeyondHorizon,
@@ -41,11 +41,11 @@ from tokenloom.errors import (
     TooManyPeeks,
     Unauthenticated,
 )
-from tokenloom.lr_scheduler import TokenLRScheduler
-from tokenloom.source_loss import MeanLosses, SourceLoss
-from tokenloom.token_budget import TokenBudget
-from tokenloom.token_losses import token_losses
-from tokenloom.token_progress import TokenProgress
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.losses.source_loss import MeanLosses, SourceLoss
+from tokenloom.clock.token_budget import TokenBudget
+from tokenloom.losses.token_losses import token_losses
+from tokenloom.clock.token_progress import TokenProgress
 
 __all__ = [
     "AttemptUsed",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenloom.batch import Batch, Layout, Message
+from tokenloom.batch.packed import Batch, Layout, Message
 from tokenloom.errors import ProtocolError
 
 

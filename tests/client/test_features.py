@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.features import document, order_of, write_arrow
 from tokenloom.errors import ProtocolError
-from tokenloom.features import Bucket, Feature, RowsMessage
+from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom_server.pipeline import BatchPlan
 
 ROWS = 8

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
-from tokenloom.batch import IGNORED, Batch, Layout, Message
+from tokenloom.batch.packed import IGNORED, Batch, Layout, Message
 from tokenloom.errors import ProtocolError
 from tokenloom_server.order import Order
 from tokenloom_server.packing.origins import Part

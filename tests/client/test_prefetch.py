@@ -6,7 +6,7 @@ import random
 
 import pytest
 from tokenloom.errors import ProtocolError
-from tokenloom.ramp import BatchPlan, Ramp
+from tokenloom.connection.batch_schedule import BatchPlan, Ramp
 
 WORLD_SIZE = 2
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_server import FakeServer, Script, eventually, serving
 from tokenloom import MeanLosses, RemoteDataset, SourceLoss, token_losses
-from tokenloom.connection import reporting
+from tokenloom.connection import reports
 from torch.nn import functional
 
 LENGTH = 8
@@ -260,17 +260,17 @@ def test_a_server_that_is_away_costs_no_time_and_gets_the_newest_reports_when_it
         grpc_server.stop(0).wait(5)
         source_loss = SourceLoss(dataset)
         began = time.monotonic()
-        for index in range(1, 2 * reporting.QUEUED + 1):
+        for index in range(1, 2 * reports.QUEUED + 1):
             source_loss.report(mean_losses(index, a=1.0))
         assert time.monotonic() - began < 1.0
         assert eventually(lambda: "losses cannot be reported" in caplog.text)
         port = int(url.split(":")[2].split("/")[0])
     with serving(Script(), port) as (server, _, _):
-        assert eventually(lambda: len(server.reports) >= reporting.QUEUED, 20)
+        assert eventually(lambda: len(server.reports) >= reports.QUEUED, 20)
         dataset.close()
         got = [report.sample_index for report in server.reports]
         assert got == sorted(got)
-        assert got[-reporting.QUEUED :] == list(range(reporting.QUEUED + 1, 2 * reporting.QUEUED + 1))
+        assert got[-reports.QUEUED :] == list(range(reports.QUEUED + 1, 2 * reports.QUEUED + 1))
         assert caplog.text.count("losses cannot be reported") == 1
 
 

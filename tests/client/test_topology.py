@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tokenloom.topology import Topology, _shared, resolve
+from tokenloom.connection.topology import Topology, _shared, resolve
 
 VARIABLES = ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"]
 VARIABLES += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"]

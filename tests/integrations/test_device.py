@@ -18,9 +18,9 @@ import torch
 import yaml
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
-from tokenloom.batch import Layout, Message
-from tokenloom.device import DeviceSteps, Transfer, resolve
-from tokenloom.features import Bucket, Feature, RowsMessage
+from tokenloom.batch.packed import Layout, Message
+from tokenloom.batch.device import DeviceSteps, Transfer, resolve
+from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")

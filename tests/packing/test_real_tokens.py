@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, write_corpus
-from tokenloom.batch import IGNORED, Batch, Layout, Message
+from tokenloom.batch.packed import IGNORED, Batch, Layout, Message
 from tokenloom_server.order import Order
 from tokenloom_server.pipeline import PADDING, BatchPlan, Pipeline
 

@@ -8,7 +8,7 @@ import time
 import grpc
 from tokenloom_proto.credentials import Credentials
 
-from tokenloom.address import Address
+from tokenloom.connection.address import Address
 from tokenloom.errors import ProtocolError, ServerUnavailable, TokenloomError, named
 
 FIRST_DELAY_S = 0.1

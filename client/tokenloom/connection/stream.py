@@ -24,16 +24,16 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
-from tokenloom import topology
-from tokenloom.batch import Batch, Message
-from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
+from tokenloom.connection import topology
+from tokenloom.batch.packed import Batch, Message
+from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
-from tokenloom.connection.joining import Request, base_of, join
-from tokenloom.connection.reporting import Report, Reporter
+from tokenloom.connection.join import Request, base_of, join
+from tokenloom.connection.reports import Report, Reporter
 from tokenloom.connection.response import Response, read
-from tokenloom.device import DeviceSteps, Transfer
+from tokenloom.batch.device import DeviceSteps, Transfer
 from tokenloom.errors import ProtocolError, ServerUnavailable
-from tokenloom.features import Bucket, Feature, RowsMessage
+from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")

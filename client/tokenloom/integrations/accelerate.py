@@ -20,8 +20,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.packed import Batch
+from tokenloom.datasets.remote import RemoteDataset
 
 
 class TokenloomLoader:

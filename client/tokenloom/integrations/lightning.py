@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
-from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.batch.packed import Batch
+from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
 
 #: Options that only a dataset which is trained on can have.
 _OF_TRAINING = frozenset({"resume", "takeover", "fork_from", "accumulate", "attempt"})

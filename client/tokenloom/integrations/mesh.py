@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tokenloom.batch import IGNORED, Batch
-from tokenloom.connection import Source, sources_at
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.packed import IGNORED, Batch
+from tokenloom.connection.join import Source, sources_at
+from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.errors import JoinRefused, named
-from tokenloom.ramp import Schedule
+from tokenloom.connection.batch_schedule import Schedule
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
 #: What a message is.

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.packed import Batch
+from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.snapshot import KEY, History
 
 

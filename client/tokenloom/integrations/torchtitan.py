@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.packed import Batch
+from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.integrations.mesh import GroupDataset, peers_of
 
 

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
-from tokenloom.lr_scheduler import TokenLRScheduler
-from tokenloom.token_budget import TokenBudget
-from tokenloom.token_progress import TokenProgress
+from tokenloom.batch.packed import Batch
+from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.clock.token_budget import TokenBudget
+from tokenloom.clock.token_progress import TokenProgress
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

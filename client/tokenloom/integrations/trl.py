@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from tokenloom.dataset import RemoteDataset
+from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.integrations.transformers import TokenloomMixin
 
 

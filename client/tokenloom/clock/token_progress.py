@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat, TextIO
 
 from typing_extensions import Self
 
-from tokenloom.token_budget import TokenBudget
+from tokenloom.clock.token_budget import TokenBudget
 
 _UNITS = ((1e12, "t"), (1e9, "b"), (1e6, "m"), (1e3, "k"))
 

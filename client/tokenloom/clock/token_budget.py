@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenloom.dataset import RemoteDataset
+    from tokenloom.datasets.remote import RemoteDataset
 
 log = logging.getLogger("tokenloom")
 

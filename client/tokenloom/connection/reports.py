@@ -20,7 +20,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom.connection.channel import failure, open_channel, retryable
-from tokenloom.connection.joining import Opening, Request
+from tokenloom.connection.join import Opening, Request
 from tokenloom.errors import TokenloomError
 
 log = logging.getLogger("tokenloom")

@@ -17,14 +17,14 @@ from tokenloom_proto.credentials import Credentials
 from torch.utils.data import IterableDataset
 
 from tokenloom import figures, loaders, ramp, topology
-from tokenloom.address import Address
-from tokenloom.batch import Batch
+from tokenloom.connection.address import Address
+from tokenloom.batch.packed import Batch
 from tokenloom.connection import Connection, Report, Request, Source, ask, sources_at
-from tokenloom.device import resolve
-from tokenloom.embedded import Embedded
+from tokenloom.batch.device import resolve
+from tokenloom.job_server.shared import Embedded
 from tokenloom.errors import EndOfData, ProtocolError
-from tokenloom.local import Local
-from tokenloom.mixture_file import path_of, refuse_options_of_servers
+from tokenloom.job_server.in_process import Local
+from tokenloom.job_server.mixture_file import path_of, refuse_options_of_servers
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point
 
 if TYPE_CHECKING:  # a build of torch may lack it

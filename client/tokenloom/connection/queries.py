@@ -13,7 +13,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
-from tokenloom.address import Address
+from tokenloom.connection.address import Address
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable
 
 Answer = TypeVar("Answer")

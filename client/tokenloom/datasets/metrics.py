@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenloom.connection import Connection
+from tokenloom.connection.stream import Connection
 
 NAMES = (
     *("wait_ms_last", "wait_ms_mean", "wait_ms_max", "queue_steps", "queue_capacity_steps", "steps", "tokens"),

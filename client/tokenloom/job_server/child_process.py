@@ -27,7 +27,7 @@ from typing import Any
 from tokenloom_proto.credentials import CONTROL_VARIABLE
 
 from tokenloom.errors import ServerUnavailable, TokenloomError, named
-from tokenloom.mixture_file import require_server
+from tokenloom.job_server.mixture_file import require_server
 
 log = logging.getLogger("tokenloom")
 

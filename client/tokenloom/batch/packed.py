@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import NotRequired
 
-from tokenloom.columns import Columns
+from tokenloom.batch.memory import Columns
 from tokenloom.errors import ProtocolError
 
 #: The label that losses ignore.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import Credentials
 
-from tokenloom.address import Address
+from tokenloom.connection.address import Address
 from tokenloom.errors import named
-from tokenloom.mixture_file import require_server
-from tokenloom.topology import Topology
+from tokenloom.job_server.mixture_file import require_server
+from tokenloom.connection.topology import Topology
 
 if TYPE_CHECKING:
     import grpc

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.batch import IGNORED, PADDING
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.packed import IGNORED, PADDING
+from tokenloom.datasets.remote import RemoteDataset
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol, TypeAlias
 
-from tokenloom.batch import Batch
-from tokenloom.columns import Columns
+from tokenloom.batch.packed import Batch
+from tokenloom.batch.memory import Columns
 from tokenloom.errors import Fenced, ServerUnavailable
-from tokenloom.ramp import Ramp
+from tokenloom.connection.batch_schedule import Ramp
 from tokenloom.snapshot import Point
-from tokenloom.waits import Waited, Waits
+from tokenloom.connection.waits import Waited, Waits
 
 log = logging.getLogger("tokenloom")
 

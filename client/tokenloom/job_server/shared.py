@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenloom_proto.credentials import Credentials
 
-from tokenloom.address import Address
-from tokenloom.child_server import ChildServer, ChildServers
+from tokenloom.connection.address import Address
+from tokenloom.job_server.child_process import ChildServer, ChildServers
 from tokenloom.errors import ServerUnavailable, TokenloomError, named
-from tokenloom.topology import Topology, default_store, value_of
+from tokenloom.connection.topology import Topology, default_store, value_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenloom.batch import IGNORED, PADDING, Batch, Layout, Message, Parts
-from tokenloom.columns import Columns
-from tokenloom.features import RowsMessage
+from tokenloom.batch.packed import IGNORED, PADDING, Batch, Layout, Message, Parts
+from tokenloom.batch.memory import Columns
+from tokenloom.batch.rows import RowsMessage
 
 #: Where each array begins among a step's bytes; no type needs more.
 _ALIGNED_BYTES = 16

@@ -16,9 +16,9 @@ from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.resume import sources_of
 
-from tokenloom import topology
-from tokenloom.address import Address
-from tokenloom.batch import Layout
+from tokenloom.connection import topology
+from tokenloom.connection.address import Address
+from tokenloom.batch.packed import Layout
 from tokenloom.connection.channel import (
     Retry,
     failure,
@@ -29,9 +29,9 @@ from tokenloom.connection.channel import (
     times_out,
 )
 from tokenloom.errors import ProtocolError
-from tokenloom.ramp import BatchPlan, Ramp
+from tokenloom.connection.batch_schedule import BatchPlan, Ramp
 from tokenloom.snapshot import Base, Point
-from tokenloom.topology import Topology
+from tokenloom.connection.topology import Topology
 
 log = logging.getLogger("tokenloom")
 
