@@ -5,8 +5,15 @@ Importing this package starts nothing and contacts nobody.
 
 from __future__ import annotations
 
-from tokenloom.batch.packed import Batch
+from tokenloom.batch.layout import Batch
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.clock.token_budget import TokenBudget
+from tokenloom.clock.token_progress import TokenProgress
 from tokenloom.connection.join import Source
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.datasets.evaluation import EvaluationDataset
+from tokenloom.datasets.local import LocalDataset
+from tokenloom.datasets.peek import PeekDataset
 from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.errors import (
     AttemptUsed,
@@ -41,19 +48,18 @@ from tokenloom.errors import (
     TooManyPeeks,
     Unauthenticated,
 )
-from tokenloom.clock.lr_scheduler import TokenLRScheduler
 from tokenloom.losses.source_loss import MeanLosses, SourceLoss
-from tokenloom.clock.token_budget import TokenBudget
 from tokenloom.losses.token_losses import token_losses
-from tokenloom.clock.token_progress import TokenProgress
 
 __all__ = [
     "AttemptUsed",
     "Batch",
     "BeyondHorizon",
     "ConfigError",
+    "ConnectionOptions",
     "CounterOverflow",
     "EndOfData",
+    "EvaluationDataset",
     "Fenced",
     "Forbidden",
     "JoinRefused",
@@ -63,10 +69,12 @@ __all__ = [
     "LedgerUnavailable",
     "LedgerUnsafe",
     "LimitExceeded",
+    "LocalDataset",
     "MeanLosses",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
+    "PeekDataset",
     "ProtocolError",
     "RankStalled",
     "RemoteDataset",

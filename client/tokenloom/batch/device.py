@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenloom.batch.packed import IGNORED, PADDING, Batch, Layout, Message, Parts
-from tokenloom.batch.memory import Columns
+from tokenloom.batch.layout import IGNORED, PADDING, Batch, Layout
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import Message, Parts
 from tokenloom.batch.rows import RowsMessage
 
 #: Where each array begins among a step's bytes; no type needs more.
@@ -36,14 +37,14 @@ _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def resolve(device: str | torch.device) -> torch.device:
     """The device that was asked for. Raises ``ValueError`` for one that batches cannot be made on here."""
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'device must be "cuda", "cuda:1" or "cpu"; got {device!r}: {error}') from None
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda":
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
         raise ValueError(
-            f'batches are made on "cuda" or "cpu"; got device={str(found)!r}: leave device out, and move the tensors '
+            f'batches are made on "cuda" or "cpu"; got device={str(resolved)!r}: leave device out, and move the tensors '
             "of each batch"
         )
     if not torch.cuda.is_available():
@@ -54,22 +55,21 @@ def resolve(device: str | torch.device) -> torch.device:
             else "torch finds no GPU: is there one, with its driver, and does this process see it"
             + (f" (CUDA_VISIBLE_DEVICES={visible!r})?" if visible is not None else "?")
         )
-        raise ValueError(f"device={str(found)!r} cannot be used: {why}")
-    if found.index is not None and found.index >= torch.cuda.device_count():
-        raise ValueError(f"device={str(found)!r} cannot be used: this process sees {torch.cuda.device_count()} GPUs")
-    return found
+        raise ValueError(f"device={str(resolved)!r} cannot be used: {why}")
+    if resolved.index is not None and resolved.index >= torch.cuda.device_count():
+        raise ValueError(f"device={str(resolved)!r} cannot be used: this process sees {torch.cuda.device_count()} GPUs")
+    return resolved
 
 
 class DeviceSteps:
     """A message whose batches are made on a device."""
 
     def __init__(self, message: Message | RowsMessage, transfer: Transfer) -> None:
-        self.label_tokens = message.label_tokens
         self._message = message
         self._transfer = transfer
         self.label_tokens = message.label_tokens
 
-    def batch(self, step: int, _: Columns) -> Batch:
+    def batch(self, step: int, _: ArrayPool) -> Batch:
         """The batch of a step, counted from 0 in the message."""
         return self._transfer.batch(self._message, step)
 
@@ -212,7 +212,7 @@ def _columns(message: Message | RowsMessage, step: int) -> tuple[dict[str, _Colu
 
 
 def _places(columns: Mapping[str, _Column]) -> tuple[dict[str, _Place], int]:
-    """One behind the other; and the bytes of all."""
+    """Where each array lies, one after the other; and the bytes of all."""
     places, end = {}, 0
     for name, column in columns.items():
         begin = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -256,16 +256,16 @@ def _batch(layout: Layout, parts: Parts, columns: Mapping[str, torch.Tensor]) ->
         column.view(-1).index_copy_(0, columns["document_begins"].to(torch.int64), columns[name].to(torch.int64))
         column.view(-1).cumsum_(0)
         batch[name] = column
-    if layout.cu_seqlens:
+    if "cu_seqlens" in layout.columns:
         batch["cu_seqlens"] = columns["cu_seqlens"].clone()
-    if layout.attention_mask:
+    if "attention_mask" in layout.columns:
         if begins is None or ends is None:
             attended = (sources != PADDING)[:, None]
         else:
-            at = torch.arange(length, device=device)
-            attended = (at >= begins[:, None]) & (at < ends[:, None])
+            position = torch.arange(length, device=device)
+            attended = (position >= begins[:, None]) & (position < ends[:, None])
         batch["attention_mask"] = torch.empty_like(inputs).copy_(attended)
-    if layout.loss_mask:
+    if "loss_mask" in layout.columns:
         batch["loss_mask"] = (labels != IGNORED).to(torch.int64)
     return batch
 

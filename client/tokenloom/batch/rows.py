@@ -1,6 +1,6 @@
 """From the bytes of one message to batches of rows: tensors of one shape each, and texts.
 
-A sample travels as its tensors, one column after the other, and its texts behind them. A batch's column is copied once,
+A sample travels as its tensors, one column after the other, and then its texts. A batch's column is copied once,
 from the message into memory of its own.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenloom.batch.layout import StepNumbers
 from tokenloom.errors import ProtocolError
 
 _TEXTS = ("string", "binary")
@@ -45,52 +46,34 @@ class Bucket(NamedTuple):
     features: tuple[Feature, ...]
     sample_bytes: Sequence[int] | None
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Of a sample, without its texts."""
+        return sum(feature.bytes for feature in self.features)
+
 
 class RowsMessage:
     """The steps of one message, checked: each becomes a batch when it is asked for."""
 
     def __init__(
-        self,
-        batch_size: int,
-        *,
-        begin_indices: Sequence[int],
-        end_indices: Sequence[int],
-        slices: Sequence[int],
-        total_tokens: Sequence[int],
-        tokens: Sequence[int],
-        label_tokens: Sequence[int],
-        data: bytes | memoryview,
-        source_ids: Sequence[int],
-        buckets: Sequence[Bucket],
+        self, batch_size: int, steps: StepNumbers, *, data: bytes | memoryview, buckets: Sequence[Bucket]
     ) -> None:
-        count = len(end_indices)
-        if len(buckets) != count or len(source_ids) != count * batch_size:
+        """Raises ``ProtocolError`` where steps, buckets and bytes do not fit."""
+        count = len(steps.end_indices)
+        if len(buckets) != count or len(steps.source_ids) != count * batch_size:
             raise ProtocolError(
                 f"{count} steps of {batch_size} rows have {count} buckets and {count * batch_size} source ids, but "
-                f"{len(buckets)} and {len(source_ids)} came"
+                f"{len(buckets)} and {len(steps.source_ids)} came"
             )
         self._size = batch_size
-        self._begin_indices = begin_indices
-        self._end_indices = end_indices
-        self._slices = slices
-        self._total_tokens = total_tokens
-        self._tokens = tokens
+        self._steps = steps
         #: By step, over all ranks.
-        self.label_tokens = label_tokens
-        self._source_ids = source_ids
+        self.label_tokens = steps.label_tokens
         self._buckets = buckets
         self._data = np.frombuffer(data, np.uint8)
         self._begins = [0]
         for bucket in buckets:
-            fixed = sum(feature.bytes for feature in bucket.features)
-            sizes = bucket.sample_bytes
-            if sizes is None:
-                own = self._even(bucket, self._begins[-1], fixed)
-            elif len(sizes) != batch_size or min(sizes) < fixed:
-                raise ProtocolError(f"{batch_size} rows of {fixed} bytes or more were expected, but {sizes} came")
-            else:
-                own = sum(sizes)
-            self._begins.append(self._begins[-1] + own)
+            self._begins.append(self._begins[-1] + self._step_bytes(bucket, self._begins[-1]))
         if self._begins[-1] != len(self._data):
             raise ProtocolError(f"{count} steps have {self._begins[-1]} bytes, but {len(self._data)} came")
 
@@ -99,22 +82,22 @@ class RowsMessage:
         has beside them. Raises ``ProtocolError``."""
         bucket, size = self._buckets[step], self._size
         data = self._data[self._begins[step] : self._begins[step + 1]]
-        fixed = sum(feature.bytes for feature in bucket.features)
         ends = np.cumsum(bucket.sample_bytes or [len(data) // size] * size).tolist()
         samples = [data[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
         even = data.reshape(size, -1) if bucket.sample_bytes is None else None
         batch: dict[str, Any] = {}
-        at = 0
-        tails = [fixed] * size
+        offset = 0
+        # Where the next text of each sample begins.
+        tails = [bucket.fixed_bytes] * size
         for feature in bucket.features:
             # A copy in any case: what came must not be written to, and goes as a whole.
             part = np.empty((size, feature.bytes), np.uint8)
             if even is not None:
-                part[...] = even[:, at : at + feature.bytes]
+                part[...] = even[:, offset : offset + feature.bytes]
             else:
-                for place, sample in enumerate(samples):
-                    part[place] = sample[at : at + feature.bytes]
-            at += feature.bytes
+                for row, sample in zip(part, samples, strict=True):
+                    row[...] = sample[offset : offset + feature.bytes]
+            offset += feature.bytes
             if not feature.is_text:
                 batch[feature.name] = _tensor(part, feature)
                 continue
@@ -126,38 +109,41 @@ class RowsMessage:
             batch[feature.name] = [text.decode() for text in texts] if feature.dtype == "string" else texts
         if any(tail != len(sample) for tail, sample in zip(tails, samples, strict=True)):
             raise ProtocolError(f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}")
-        sources = self._source_ids[step * size : (step + 1) * size]
-        first = self._begin_indices[step] + self._slices[step] * size
+        sources, sample_ids = self._steps.samples(step, size)
         return batch | {
             "source_ids": torch.tensor(sources, dtype=torch.int64),
-            "sample_ids": torch.arange(first, first + size),
+            "sample_ids": torch.from_numpy(sample_ids),
             "dataset_id": bucket.source,
             "bucket": bucket.name,
-            "sample_index": self._end_indices[step],
-            "total_tokens": self._total_tokens[step],
-            "global_tokens": self._tokens[step],
-            "global_label_tokens": self.label_tokens[step],
+            **self._steps.of_batch(step),
         }
 
-    def _even(self, bucket: Bucket, begin: int, fixed: int) -> int:
-        """The bytes of a step whose rows have as many each. With texts the first row says how many."""
-        size = fixed
-        at = begin
+    def _step_bytes(self, bucket: Bucket, begin: int) -> int:
+        """The bytes of the step that begins there."""
+        sizes = bucket.sample_bytes
+        if sizes is not None:
+            if len(sizes) != self._size or min(sizes) < bucket.fixed_bytes:
+                raise ProtocolError(
+                    f"{self._size} rows of {bucket.fixed_bytes} bytes or more were expected, but {sizes} came"
+                )
+            return sum(sizes)
+        # All rows have as many. With texts the first row says how many.
+        row_bytes, offset = bucket.fixed_bytes, begin
         for feature in bucket.features:
             if feature.is_text:
-                size += int.from_bytes(self._data[at : at + _SIZE_BYTES].tobytes(), "little")
-            at += feature.bytes
-        return size * self._size
+                row_bytes += int.from_bytes(self._data[offset : offset + _SIZE_BYTES].tobytes(), "little")
+            offset += feature.bytes
+        return row_bytes * self._size
 
 
 def _dtype(feature: Feature) -> torch.dtype:
-    found = getattr(torch, feature.dtype, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, feature.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise ProtocolError(
             f"column {feature.name!r} is of dtype {feature.dtype!r}, which torch {torch.__version__} does not have: "
             "install a newer torch, or leave the column out of batching.columns"
         )
-    return found
+    return dtype
 
 
 def _tensor(part: NDArray[np.uint8], feature: Feature) -> torch.Tensor:

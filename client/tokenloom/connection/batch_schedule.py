@@ -27,7 +27,7 @@ class BatchPlan(NamedTuple):
     group_steps: int
 
 
-class Ramp:
+class StepSchedule:
     """The steps of a generation. Immutable."""
 
     def __init__(

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol, TypeAlias
 
-from tokenloom.batch.packed import Batch
-from tokenloom.batch.memory import Columns
-from tokenloom.errors import Fenced, ServerUnavailable
-from tokenloom.connection.batch_schedule import Ramp
-from tokenloom.snapshot import Point
+from tokenloom.batch.layout import Batch
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.connection.batch_schedule import StepSchedule
 from tokenloom.connection.waits import Waited, Waits
+from tokenloom.errors import Fenced, ServerUnavailable
+from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
 
@@ -51,7 +51,7 @@ class Steps(Protocol):
     label_tokens: Sequence[int]
     """By step, over all ranks."""
 
-    def batch(self, step: int, columns: Columns) -> Batch:
+    def batch(self, step: int, pool: ArrayPool) -> Batch:
         """The batch of a step, counted from 0 in the message."""
 
 
@@ -62,17 +62,17 @@ class StepBuffer:
         self,
         start: Point,
         *,
-        ramp: Ramp,
-        columns: Columns,
+        schedule: StepSchedule,
+        pool: ArrayPool,
         timeout_s: float,
         counted: bool = True,
         accumulate: int = 1,
     ) -> None:
         """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
         for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
-        taken, so the ramp's capacity is at least that."""
+        taken, so the schedule's capacity is at least that."""
         self.start = start
-        self._ramp = ramp
+        self._schedule = schedule
         self._timeout_s = timeout_s
         self._accumulate = accumulate
         # Of the optimiser step that the trainer is in: how many steps are taken at its end, and the labels of all.
@@ -86,7 +86,7 @@ class StepBuffer:
         self.end_reason: str | None = None
         self.closing = False
         self._steps: deque[Step] = deque()
-        self._columns = columns
+        self._pool = pool
         self._error: BaseException | None = None
         self._waiting_for = "the connection"
         self._heard_at = time.monotonic()
@@ -107,7 +107,7 @@ class StepBuffer:
     @property
     def capacity_steps(self) -> int:
         """Steps that are held at most, beyond those consumed."""
-        return self._ramp.capacity_steps(self.consumed.sample_index)
+        return self._schedule.capacity_steps(self.consumed.sample_index)
 
     @property
     def received_through(self) -> int:
@@ -195,7 +195,7 @@ class StepBuffer:
             if step is None:
                 return None
             point, message, number = step
-            batch = message.batch(number, self._columns)
+            batch = message.batch(number, self._pool)
             if self._accumulate > 1:
                 batch["global_label_tokens"] = self._label_tokens
             # Only now, so that a step whose batch could not be made is not lost.
@@ -304,7 +304,7 @@ class StepBuffer:
         if self.consumed_through == reported:
             self._wakes_writer_at = reported + 1
             return min(TICK_S, SIGN_OF_LIFE_S - age_s)
-        early_at = reported + self._ramp.half_of_capacity(reported)
+        early_at = reported + self._schedule.half_of_capacity(reported)
         if self._starved or self.consumed_through >= early_at:
             return 0
         self._writer_delays = True

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -16,9 +17,10 @@ from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.resume import sources_of
 
+from tokenloom.batch.layout import Layout
 from tokenloom.connection import topology
 from tokenloom.connection.address import Address
-from tokenloom.batch.packed import Layout
+from tokenloom.connection.batch_schedule import BatchPlan, StepSchedule
 from tokenloom.connection.channel import (
     Retry,
     failure,
@@ -28,10 +30,10 @@ from tokenloom.connection.channel import (
     summary,
     times_out,
 )
-from tokenloom.errors import ProtocolError
-from tokenloom.connection.batch_schedule import BatchPlan, Ramp
-from tokenloom.snapshot import Base, Point
+from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import Topology
+from tokenloom.errors import ProtocolError
+from tokenloom.snapshot import Base, Point
 
 log = logging.getLogger("tokenloom")
 
@@ -47,28 +49,23 @@ class Request:
     credentials: Credentials
     stream: str
     topology: Topology
+    options: ConnectionOptions
     batch_size: int
-    #: Pairs (total tokens, batch size) instead of that.
-    batch_sizes: tuple[tuple[int, int], ...]
-    accumulate: int
-    resume: str
-    state: str
-    position_ids: bool
-    document_ids: bool
-    attention_mask: bool
-    loss_mask: bool
-    cu_seqlens: bool
-    prefetch_steps: int | None
-    takeover: bool
-    peek: bool
-    fork: bool
-    connect_timeout_s: float
-    reconnect_timeout_s: float
-    batch_timeout_s: float
+    """Samples per rank and step; 0 where there are ``batch_sizes``, or the run says it."""
+    batch_sizes: tuple[tuple[int, int], ...] = ()
+    """Pairs (total tokens, batch size) instead of that."""
+    accumulate: int = 1
+    resume: str = ""
+    state: str = ""
+    fork: bool = False
+    """``state`` is another run's."""
+    takeover: bool = False
+    peek: bool = False
+    samples: int | None = None
+    """Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on."""
+    columns: frozenset[str] = frozenset()
     device: torch.device | None = None
     """Where batches are made; None: in ordinary memory, by numpy."""
-    #: Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on.
-    samples: int | None = None
 
     @property
     def counted(self) -> bool:
@@ -88,9 +85,25 @@ class Source:
 def sources_at(base: Base, opened: Iterable[Source]) -> list[Source]:
     """By id: those that the Join was answered with, and those that a boundary has; a revision may have brought some."""
     known = {source.id: source for source in opened}
-    found = sources_of(base.resume_state)
-    known |= {number: Source(number, source.spec, source.alias) for number, source in found.items()}
-    return [known[number] for number in sorted(known)]
+    for source_id, source in sources_of(base.resume_state).items():
+        known[source_id] = Source(source_id, source.spec, source.alias)
+    return [known[source_id] for source_id in sorted(known)]
+
+
+class RunFacts(NamedTuple):
+    """What is known of a run once it is joined; the same on all of its ranks."""
+
+    generation: int
+    start_index: int
+    """The sample index at which this attempt began."""
+    sequence_length: int
+    labels: str
+    """``"same"`` as the input ids, or ``"shifted"``."""
+    rows: bool
+    """Batches are rows from buckets."""
+    batch_size: int
+    """Samples per rank and step, at the start."""
+    sources: list[Source]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +115,27 @@ class Opening:
     start: Point
     layout: Layout
     sources: list[Source]
-    ramp: Ramp
+    schedule: StepSchedule
     template: bytes
     server_epoch: int
     #: Samples of the order that were jumped over right before ``start``.
     skipped_samples: int
     #: Of a stream to evaluate on: how many samples there are.
     samples: int = 0
+
+    @property
+    def facts(self) -> RunFacts:
+        """What of it the trainer may know."""
+        layout = self.layout
+        return RunFacts(
+            generation=self.generation,
+            start_index=self.start.sample_index,
+            sequence_length=layout.sequence_length,
+            labels="shifted" if layout.shifted else "same",
+            rows=layout.rows,
+            batch_size=layout.batch_size,
+            sources=self.sources,
+        )
 
 
 def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
@@ -135,28 +162,29 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         samples=request.samples or 0,
     )
     metadata = request.credentials.metadata
-    retry = Retry(request.connect_timeout_s, len(request.address.targets))
+    retry = Retry(request.options.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
-    told: grpc.RpcError | None = None
+    named_error: grpc.RpcError | None = None
     warn_at = 0.0
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
             # And where samples are made for it, a Join waits for these.
-            timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.batch_timeout_s
+            timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.options.batch_timeout_s
             answer = connect().Join(message, timeout=timeout_s, metadata=metadata)
             return _opening(answer, request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
             if is_named(error):
-                told = error
+                named_error = error
             # A run is busy for as long as its ranks are heard: those of a job that was just ended soon are not.
             busy_s = retry_for_s(error)
             if busy_s is not None:
                 give_up_at = min(give_up_at, time.monotonic() + busy_s)
             if not retryable(error) or delay_s is None or (busy_s is not None and time.monotonic() >= give_up_at):
                 # A server's own words tell more than that the last try ran out of time.
-                raise failure(told if told is not None and times_out(error) else error, request.address) from error
+                reason = named_error if named_error is not None and times_out(error) else error
+                raise failure(reason, request.address) from error
             if time.monotonic() >= warn_at:
                 warn_at = time.monotonic() + WARN_EVERY_S
                 log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
@@ -165,10 +193,11 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
 
 def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     of_rows = answer.global_batch_size > 0
-    if of_rows and (request.position_ids or request.document_ids):
+    of_documents = request.columns & {"position_ids", "document_ids"}
+    if of_rows and of_documents:
         raise ProtocolError(
-            f"{request.address} gives batches of rows from buckets, which have no documents: leave position_ids and "
-            "document_ids out"
+            f"{request.address} gives batches of rows from buckets, which have no documents: leave "
+            f"{' and '.join(sorted(of_documents))} out of columns"
         )
     if not of_rows and (
         answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED)
@@ -189,22 +218,18 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             id_type=np.dtype(f"<u{int(answer.id_type) or 1}").str,
             rows=of_rows,
             shifted=answer.labels == wire.LABELS_SHIFTED,
-            position_ids=request.position_ids,
-            document_ids=request.document_ids,
-            attention_mask=request.attention_mask,
-            loss_mask=request.loss_mask,
-            cu_seqlens=request.cu_seqlens,
+            columns=request.columns,
             lengths=answer.sample_lengths,
             pads_left=answer.pads_left,
             loss_masks=answer.loss_masks,
             mask_boundaries=answer.mask_boundaries,
         ),
         sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
-        ramp=Ramp(
+        schedule=StepSchedule(
             plans or [first],
             world_size=request.topology.world_size,
             accumulate=request.accumulate,
-            prefetch_steps=request.prefetch_steps,
+            prefetch_steps=request.options.prefetch_steps,
         ),
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,

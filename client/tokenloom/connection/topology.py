@@ -41,14 +41,14 @@ ALONE = Topology(rank=0, world_size=1, attempt="")
 
 
 def resolve(
-    *,
     run: str,
+    *,
     stream: str,
-    rank: int | None,
-    world_size: int | None,
-    attempt: str | None,
-    process_group: ProcessGroup | None,
     timeout_s: float,
+    rank: int | None = None,
+    world_size: int | None = None,
+    attempt: str | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Topology:
     """The slot of this process: from the arguments, else ``torch.distributed``, else the launcher.
 

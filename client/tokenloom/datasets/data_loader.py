@@ -9,7 +9,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 #: What there is to say of a length.
 NO_LENGTH = (
-    "a RemoteDataset that is trained on has no len(): the mixture says how long it goes on, and who believed a number "
+    "a dataset that is trained on has no len(): the mixture says how long it goes on, and who believed a number "
     "would stop there. No sampler is needed, since the server shuffles, and gives each rank its part of every step; "
     "trainers take a number of steps (max_steps), and plan() and TokenBudget tell what the data are enough for"
 )
@@ -46,7 +46,7 @@ def check_collation(caller: FrameType | None) -> None:
     fetcher = caller.f_locals.get("self")
     if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
         raise RuntimeError(
-            "this DataLoader makes batches (batch_size=1 unless it is told otherwise), but a RemoteDataset gives whole "
+            "this DataLoader makes batches (batch_size=1 unless it is told otherwise), but this dataset gives whole "
             "batches already, so tensors would get one dimension more: use DataLoader(dataset, batch_size=None); the "
-            "samples of a rank and step are RemoteDataset's own batch_size"
+            "samples of a rank and step are the dataset's own batch_size"
         )

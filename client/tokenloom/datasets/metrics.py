@@ -10,8 +10,8 @@ NAMES = (
 )
 
 
-def of(connection: Connection | None) -> dict[str, float]:
-    """Those of ``RemoteDataset.metrics``; waits are those since this was asked last."""
+def read(connection: Connection | None) -> dict[str, float]:
+    """Those of ``ConnectedDataset.metrics``; waits are those since this was asked last."""
     if connection is None:
         return dict.fromkeys(NAMES, 0)
     buffer = connection.buffer

@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 
 from tokenloom.batch.packed import Batch
-from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.datasets.remote import RemoteDataset
 
 #: Options that only a dataset which is trained on can have.
 _OF_TRAINING = frozenset({"resume", "takeover", "fork_from", "accumulate", "attempt"})

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from tokenloom.batch.packed import Batch
-from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.clock.lr_scheduler import TokenLRScheduler
 from tokenloom.clock.token_budget import TokenBudget
 from tokenloom.clock.token_progress import TokenProgress
+from tokenloom.datasets.remote import RemoteDataset
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

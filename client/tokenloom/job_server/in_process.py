@@ -1,4 +1,4 @@
-"""``local=True``: the server's part in this process, called without a socket.
+"""The server's part in this process, called without a socket: what ``LocalDataset`` reads from.
 
 The one place where the client imports the server, and only when it is asked to: who trains with a server elsewhere
 needs none of that installed.
@@ -7,7 +7,7 @@ needs none of that installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,32 +15,28 @@ from typing import TYPE_CHECKING
 from tokenloom_proto.credentials import Credentials
 
 from tokenloom.connection.address import Address
+from tokenloom.connection.server import RunServer
 from tokenloom.errors import named
 from tokenloom.job_server.mixture_file import require_server
-from tokenloom.connection.topology import Topology
 
 if TYPE_CHECKING:
     import grpc
 
 
-class Local:
+class InProcessServer(RunServer):
     """A mixture file's run within this process. It begins with the first ``connect``, so that a ``DataLoader``'s worker
     has it where the batches are read."""
 
-    def __init__(self, mixture: Path, topology: Topology) -> None:
+    in_job = True
+
+    def __init__(self, mixture: Path) -> None:
         """Reads the mixture file. Raises ``ConfigError``."""
-        if topology.world_size > 1:
-            raise ValueError(
-                f"local=True is for one process alone, and this is rank {topology.rank} of {topology.world_size}: "
-                "leave it out, and rank 0 starts a server for all ranks"
-            )
         require_server(mixture)
         from tokenloom_server.local import LocalServer
 
         with _as_clients():
             self._server = LocalServer(mixture)
-        self.address = Address((str(mixture),), self._server.run, connect=self.connect)
-        self.credentials = Credentials()
+        super().__init__(Address((str(mixture),), self._server.run, connect=self.connect), Credentials())
         self._channel: grpc.Channel | None = None
         self._pid: int | None = None
 
@@ -52,9 +48,6 @@ class Local:
                 self._channel = self._server.start()
             self._pid = os.getpid()
         return self._channel
-
-    def watch(self, fail: Callable[[BaseException], None]) -> None:
-        """Nothing ends by itself here."""
 
     def close(self) -> None:
         """Ends the run's threads; bounded."""

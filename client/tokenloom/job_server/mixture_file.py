@@ -1,4 +1,4 @@
-"""A path to a mixture file in a URL's place: what it is told by, and what has to be installed to serve it."""
+"""A path to a mixture file in a URL's place: how it is recognised, and what has to be installed to serve it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,11 @@ SUFFIXES = (".yaml", ".yml")
 _NEEDED = ("fastapi", "pyarrow", "pydantic", "typer", "xxhash", "yaml")
 
 
-def path_of(place: str | os.PathLike[str]) -> Path | None:
-    """The mixture file that ``place`` is; None for a URL. A text is a file where it ends like one."""
-    if isinstance(place, str) and ("://" in place or not place.lower().endswith(SUFFIXES)):
+def mixture_path(url: str | os.PathLike[str]) -> Path | None:
+    """The mixture file that ``url`` is; None for an address. A text is a file where it ends like one."""
+    if isinstance(url, str) and ("://" in url or not url.lower().endswith(SUFFIXES)):
         return None
-    return Path(place)
-
-
-def refuse_options_of_servers(mixture: Path, **given: object) -> None:
-    """Raises ``ValueError`` for what only the address of a server can have beside it."""
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise ValueError(
-            f"{', '.join(named)}: for the address of a server that runs, but {str(mixture)!r} is a mixture file, whose "
-            "server is started here, with a token of its own: leave it out"
-        )
+    return Path(url)
 
 
 def require_server(mixture: Path, needed: Iterable[str] = _NEEDED) -> None:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from tokenloom_proto.credentials import Credentials
 
 from tokenloom.connection.address import Address
-from tokenloom.job_server.child_process import ChildServer, ChildServers
-from tokenloom.errors import ServerUnavailable, TokenloomError, named
+from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology, default_store, value_of
+from tokenloom.errors import ServerUnavailable, TokenloomError, named
+from tokenloom.job_server.child_process import ChildServer, ChildServers
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -39,8 +40,10 @@ _LOOPBACK = "127.0.0.1"
 _SERVERS = ChildServers()
 
 
-class Embedded:
-    """A rank's part in a server inside the job: made by rank 0, joined by the others."""
+class LaunchServer(RunServer):
+    """A rank's part in the server of a launch: rank 0 starts it, the others are told its address."""
+
+    in_job = True
 
     def __init__(self, mixture: Path, stream: str, topology: Topology, timeout_s: float) -> None:
         """Raises on every rank what kept the server from starting, as it says it."""
@@ -49,13 +52,12 @@ class Embedded:
         self._store = _store(topology)
         self._server: ChildServer | None = None
         self._pid = os.getpid()
-        found = self._serve(mixture, timeout_s) if topology.rank == 0 else self._hear(mixture, timeout_s)
-        self.address = Address.parse(found["url"])
+        entry = self._serve(mixture, timeout_s) if topology.rank == 0 else self._await_entry(mixture, timeout_s)
         # Without TLS, to other machines, too: it went there through the store already, and serves this launch alone.
-        self.credentials = Credentials(token=found["token"])
+        super().__init__(Address.parse(entry["url"]), Credentials(token=entry["token"]))
 
     def watch(self, fail: Callable[[BaseException], None]) -> None:
-        """Tells of an end of the server for good; on rank 0, which would start it again."""
+        """Has ``fail`` called where the server ended for good; on rank 0, which would start it again."""
         if self._server is not None:
             self._server.watch(fail)
 
@@ -79,6 +81,7 @@ class Embedded:
         return self.__dict__ | {"_store": None, "_server": None}  # of another process: it only reads
 
     def _serve(self, mixture: Path, timeout_s: float) -> dict[str, str]:
+        """Starts the server, and tells the other ranks its URL and token, or why there is none."""
         key = f"{self._prefix}/server"
         try:
             host = self._host(timeout_s) if self._store is not None else _LOOPBACK
@@ -87,12 +90,12 @@ class Embedded:
             if self._store is not None:
                 self._store.set(key, json.dumps({"error": type(error).__name__, "message": str(error)}))
             raise
-        found = {"url": self._server.url, "token": self._server.token}
+        entry = {"url": self._server.url, "token": self._server.token}
         if self._store is not None:
-            self._store.set(key, json.dumps(found))
-        return found
+            self._store.set(key, json.dumps(entry))
+        return entry
 
-    def _hear(self, mixture: Path, timeout_s: float) -> dict[str, str]:
+    def _await_entry(self, mixture: Path, timeout_s: float) -> dict[str, str]:
         assert self._store is not None
         key = f"{self._prefix}/server"
         self._store.set(f"{self._prefix}/machine-{self._rank}", machine())
@@ -104,12 +107,12 @@ class Embedded:
                 f"rank {self._rank} waited {2 * timeout_s:g} s (twice connect_timeout_s) for rank 0 to start the "
                 f"server of {mixture}, in vain: see rank 0's output"
             ) from error
-        found: dict[str, str] = json.loads(self._store.get(key))
-        if "error" not in found:
-            return found
-        if found["error"] == ModuleNotFoundError.__name__:
-            raise ModuleNotFoundError(found["message"])
-        raise named(found["error"], found["message"])
+        entry: dict[str, str] = json.loads(self._store.get(key))
+        if "error" not in entry:
+            return entry
+        if entry["error"] == ModuleNotFoundError.__name__:
+            raise ModuleNotFoundError(entry["message"])
+        raise named(entry["error"], entry["message"])
 
     def _host(self, timeout_s: float) -> str:
         """Where the server is to listen: reached by all ranks, and by nobody else where they are all here."""
@@ -119,7 +122,7 @@ class Embedded:
             self._store.wait(keys, datetime.timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise ServerUnavailable(
-                f"rank 0 waited {timeout_s:g} s (connect_timeout_s) for the other ranks to make their RemoteDataset of "
+                f"rank 0 waited {timeout_s:g} s (connect_timeout_s) for the other ranks to make their dataset of "
                 "the same mixture file, in vain"
             ) from error
         here = machine()
@@ -169,11 +172,11 @@ def reachable_host(environment: Mapping[str, str]) -> str:
 def _own_address(name: str) -> str | None:
     """The address of a name, where this machine has it and it is not the loopback's."""
     try:
-        found = socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, _, _, _, place in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
-        host = str(place[0])
+    for family, _, _, _, address in sorted(entries, key=lambda entry: entry[0] != socket.AF_INET):
+        host = str(address[0])
         if host.startswith("127.") or host == "::1":
             continue
         try:
