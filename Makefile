@@ -6,7 +6,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens house clean
+.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens tables house clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +59,10 @@ capabilities: install
 # What Tokenloom writes and shows, to the letter. Look at the difference, and say in the commit why it is one.
 goldens: install
 	PYTHONPATH=tests $(BIN)/python -m support.goldens
+
+# The tables of the docs that come from the code: routes and metrics.
+tables: install
+	$(BIN)/python -m tests.support.doc_tables
 
 # The size of the code, and the ceilings that it may not rise above; LOWER=1 lowers these to what is there now.
 house: install

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import block_index, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 from benchmarks import corpora
 from benchmarks.results import FOLDER, Result, Row, show

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 from tokenloom import RemoteDataset
-from tokenloom.batch.packed import Layout, Message
 from tokenloom.batch.device import Transfer
+from tokenloom.batch.packed import Layout, Message
 
 from benchmarks.client_path import CASES, RUN, Case
 from benchmarks.results import Result, Row, show

@@ -40,10 +40,11 @@ import yaml
 from tokenloom import RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_server import config, snapshot
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.order import snapshot
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
 
 from benchmarks import corpora
 from benchmarks.corpora import Documents, IdCorpus

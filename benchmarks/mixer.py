@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_server import config
-from tokenloom_server.extents import Extent
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
+from tokenloom_server.order.size_estimates import SizeEstimate
 
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, RANKS, SEQUENCE_LENGTH
@@ -31,7 +32,7 @@ ESTIMATED = ("soft_sequential", "balance_remaining")
 POLICIES = ("least_consumed", "weighted", "round_robin", "sequential", *ESTIMATED, "schedule")
 
 
-def mixture(policy: str, sources: int, nested: bool) -> config.RunConfig:
+def mixture(policy: str, sources: int, nested: bool) -> RunConfig:
     """So many sources under one node, or under about sqrt(sources) nodes under one."""
     weights = np.exp(np.random.default_rng(3).uniform(0, np.log(20), sources)).round(2).tolist()
     leaves: list[dict[str, Any]] = [{"source": f"parquet:{number}.parquet:ids"} for number in range(sources)]
@@ -68,8 +69,8 @@ def measure(policy: str, sources: int, nested: bool, seconds: float) -> Figures:
     """One run. CPU time: nothing here waits."""
     found = mixture(policy, sources, nested)
     # Ten to twenty million samples each, in rows of 700 tokens.
-    extents = {source: Extent(3 * 10**7 + 10**5 * source, 700_000) for source in found.measured_sources}
-    mixer = Mixer(found, initial_nodes(found), extents)
+    size_estimates = {source: SizeEstimate(3 * 10**7 + 10**5 * source, 700_000) for source in found.measured_sources}
+    mixer = Mixer(found, initial_nodes(found), size_estimates)
     given = np.zeros(sources, np.int64)
 
     def rows_picked(source: int) -> tuple[int, int]:

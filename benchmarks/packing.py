@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
-from tokenloom_server import config
-from tokenloom_server.order import Order
-from tokenloom_server.tokenizer import DocumentEncoder, find_tokenizer, load_engine
-from tokenloom_server.tokenizer.choose import EngineRecord
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.order.record import Order
+from tokenloom_server.tokenizer.choose import EngineRecord, load_engine
+from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 from benchmarks.corpora import TextCorpus
 

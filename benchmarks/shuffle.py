@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenloom_server import config
-from tokenloom_server.order import Order
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.order.record import Order
 
 from benchmarks import pictures
 from benchmarks.results import FOLDER, Figures, Result, Row, show

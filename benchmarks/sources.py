@@ -23,10 +23,10 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
 
 from benchmarks.corpora import END_OF_TEXT, write_megatron

@@ -35,9 +35,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tokenloom_server.amounts import parse_amount
-from tokenloom_server.remote import Remote
-from tokenloom_server.stats import MixtureInfo, RunLosses
+from tokenloom_server.core.amounts import parse_amount
+from tokenloom_server.reports.stats import MixtureInfo, RunLosses
+from tokenloom_server.tools.remote import Remote
 
 AUTHOR = "examples/online_mixing.py"
 

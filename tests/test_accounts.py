@@ -9,17 +9,17 @@ import pytest
 import yaml
 from support.corpora import CODE, ROWS, flat, order_of, write_corpus
 from support.memory_service import run_report, run_stats, source_stats
-from tokenloom_server.accounts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.api.service import Runs
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.base import Opening
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.model_card import markdown
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.order import Order
-from tokenloom_server.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
-from tokenloom_server.run import Delivery
-from tokenloom_server.service import Runs
-from tokenloom_server.state import State
-from tokenloom_server.stats import SourceStats
+from tokenloom_server.order.record import Order
+from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.reports.model_card import markdown
+from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
+from tokenloom_server.reports.stats import SourceStats
+from tokenloom_server.run.generation import Delivery
+from tokenloom_server.run.join import JoinCall
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -94,15 +94,15 @@ def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: P
     runs = Runs(ledger)
     try:
         served = runs.add(path, None)
-        host = served.host
+        coordinator = served.coordinator
         call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
-        session = host.attach(host.uid, served.opener.join(call).opening.generation, 0, "n", 0, 0)
-        host.progress(session, 0, 1000)
-        found = host.next_for(session, 20.0, lambda: False)
+        session = coordinator.attach(coordinator.uid, served.join_handler.join(call).opening.generation, 0, "n", 0, 0)
+        coordinator.progress(session, 0, 1000)
+        found = coordinator.next_for(session, 20.0, lambda: False)
         while isinstance(found, Delivery):
-            host.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
-            found = host.next_for(session, 20.0, lambda: False)
-        host.finish(session, 20.0)
+            coordinator.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
+            found = coordinator.next_for(session, 20.0, lambda: False)
+        coordinator.finish(session, 20.0)
         report = runs.report("test")
     finally:
         runs.stop()

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenloom_server import config
-from tokenloom_server.order import Order
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.order.record import Order
 
 from benchmarks import corpora, document, mixer, pictures, prototype, shuffle
 from benchmarks.corpora import Corpus, Documents, IdCorpus, OwnedCorpus, TextCorpus

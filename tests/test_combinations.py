@@ -23,9 +23,9 @@ from support.corpora import (
     write_parquet,
     write_txt,
 )
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import State
+from tokenloom_server.core.state import State
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
 
 #: Three shards of each source.
 IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]

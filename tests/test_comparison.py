@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenloom_server.comparison import compare, document, explain
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.receipt import Range
-from tokenloom_server.sides import Identity, Point, Side, side
+from tokenloom_server.reports.receipt import Range
+from tokenloom_server.tools.verify import compare, document, explain
+from tokenloom_server.tools.verify_sides import Identity, Point, Side, side
 
 TOKENS = 8
 

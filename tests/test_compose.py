@@ -23,8 +23,8 @@ import redis
 import yaml
 from support.ports import free_port
 from support.redis_server import redis_binary
-from tokenloom_server.cli.given import DATA_ROOTS, data_roots
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.cli.options import DATA_ROOTS, data_roots
+from tokenloom_server.config.data_roots import DataRoots
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS_WITHIN_S = 30.0

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, parsed, write_corpus, write_parquet
-from support.courses import revised
+from support.timelines import revised
 from tokenloom_proto.seal import canonical
-from tokenloom_server.course import Course
-from tokenloom_server.differences import differences, refuse
+from tokenloom_server.config.differences import differences, refuse
+from tokenloom_server.core.state import PACKED_AGAIN, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
-from tokenloom_server.state import PACKED_AGAIN, State
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
+from tokenloom_server.order.timeline import Timeline
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +34,19 @@ EXTRA = "parquet:data/extra.parquet:ids"
 CHILD = {"source": CODE, "alias": "code", "weight": 2}
 
 
-def walked(course: Course, limit: int = 10**6) -> list[str]:
+def walked(timeline: Timeline, limit: int = 10**6) -> list[str]:
     """The state text behind each sample, one by one from the beginning."""
-    pipeline = course.pipeline(course.initial())
-    found = [course.encode(pipeline.state())]
+    pipeline = timeline.pipeline(timeline.initial())
+    found = [timeline.encode(pipeline.state())]
     while pipeline.ended is None and len(found) <= limit:
         pipeline.advance(1)
         if pipeline.ended is None or pipeline.sample_index == len(found):
-            found.append(course.encode(pipeline.state()))
+            found.append(timeline.encode(pipeline.state()))
     return found
 
 
-def filled(pipeline: Pipeline, plan: BatchPlan, bursts: random.Random) -> list[Group]:
-    groups: list[Group] = []
+def filled(pipeline: Pipeline, plan: BatchPlan, bursts: random.Random) -> list[StepGroup]:
+    groups: list[StepGroup] = []
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         groups.append(group)
@@ -75,27 +75,27 @@ def some_change(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_revised_run_goes_on_identically_from_every_state(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
-    course = Course(order_of(folder))
+    timeline = Timeline(order_of(folder))
     index = 0
     for _ in range(rng.randint(1, 4)):
         index += rng.choice([0, 1, 5, 13, 30])
         try:
-            course = revised(course, index, **some_change(rng))
+            timeline = revised(timeline, index, **some_change(rng))
         except ConfigError as error:
             # What is there already, or gone, cannot be changed so; the next draw may be.
             assert "names" not in str(error)
-    states = walked(course)
+    states = walked(timeline)
     assert len(states) > 60
     for at in rng.sample(range(len(states)), 6):
-        state = course.decode(states[at])
-        assert course.encode(state) == states[at]
-        pipeline = course.pipeline(state)
+        state = timeline.decode(states[at])
+        assert timeline.encode(state) == states[at]
+        pipeline = timeline.pipeline(state)
         pipeline.advance(len(states))
-        assert course.encode(pipeline.state()) == course.encode(_end(course))
+        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
 
 
-def _end(course: Course) -> State:
-    pipeline = course.pipeline(course.initial())
+def _end(timeline: Timeline) -> State:
+    pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(10**6)
     return pipeline.state()
 
@@ -103,28 +103,28 @@ def _end(course: Course) -> State:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_state_behind_every_step_is_that_of_a_walk(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
-    course = Course(order_of(folder))
+    timeline = Timeline(order_of(folder))
     index = 0
     for _ in range(3):
         index += rng.choice([1, 4, 8, 12, 31])
         try:
-            course = revised(course, index, **some_change(rng))
+            timeline = revised(timeline, index, **some_change(rng))
         except ConfigError:
             continue
-    states = walked(course)
+    states = walked(timeline)
     plan = BatchPlan(
         start_index=0, world_size=rng.randint(1, 3), batch_size=rng.randint(1, 3), group_steps=rng.randint(1, 6)
     )
-    for group in filled(course.pipeline(course.initial()), plan, rng):
-        assert course.encode(group.base) == states[group.begin]
+    for group in filled(timeline.pipeline(timeline.initial()), plan, rng):
+        assert timeline.encode(group.base) == states[group.begin]
         for step, mark in enumerate(group.marks):
-            assert course.encode(group.state_behind(step)) == states[mark.sample_index]
+            assert timeline.encode(group.state_behind(step)) == states[mark.sample_index]
 
 
 def test_a_change_holds_at_once(folder: Path) -> None:
-    course = Course(order_of(folder, mixture(sequence_length=2)))
-    course = revised(course, 60, set=[{"child": "code", "weight": 0.01}, {"child": "docs", "weight": 20}])
-    pipeline = course.pipeline(course.initial())
+    timeline = Timeline(order_of(folder, mixture(sequence_length=2)))
+    timeline = revised(timeline, 60, set=[{"child": "code", "weight": 0.01}, {"child": "docs", "weight": 20}])
+    pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(60)
     before = pipeline.state()
     pipeline.advance(20)
@@ -135,10 +135,10 @@ def test_a_change_holds_at_once(folder: Path) -> None:
 
 def test_rows_left_out_give_no_token_from_then_on_but_a_row_begun_is_read_to_its_end(folder: Path) -> None:
     document = mixture(mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code", "epochs": 2}]})
-    plain = Course(order_of(folder, document))
-    course = revised(plain, 0, exclude={"file": "out.jsonl"})
-    assert course.at(0).excluded.count(CODE) == 4
-    ends = [_end(each).sources[0] for each in (plain, course)]
+    plain = Timeline(order_of(folder, document))
+    timeline = revised(plain, 0, exclude={"file": "out.jsonl"})
+    assert timeline.at(0).excluded.count(CODE) == 4
+    ends = [_end(each).sources[0] for each in (plain, timeline)]
     assert ends[0].rows == ends[1].rows
     assert ends[0].tokens + ends[0].dropped_tokens > ends[1].tokens + ends[1].dropped_tokens
 
@@ -147,10 +147,10 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
     (folder / "more.jsonl").write_text(
         "".join(json.dumps({"spec": CODE, "shard": "data/code-0.parquet", "row": row}) + "\n" for row in (4, 5))
     )
-    course = revised(Course(order_of(folder)), 5, exclude={"file": "out.jsonl"})
-    course = revised(course, 10, set=[{"child": "code", "alias": "programs"}])
-    course = revised(course, 15, exclude={"file": "more.jsonl"})
-    for found in (course, Course(course.first, course.revisions)):
+    timeline = revised(Timeline(order_of(folder)), 5, exclude={"file": "out.jsonl"})
+    timeline = revised(timeline, 10, set=[{"child": "code", "alias": "programs"}])
+    timeline = revised(timeline, 15, exclude={"file": "more.jsonl"})
+    for found in (timeline, Timeline(timeline.first, timeline.revisions)):
         counts = [found.at(index).excluded.count(CODE) for index in (0, 5, 10, 15)]
         assert counts == [0, 4, 4, 6]
 
@@ -167,23 +167,23 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
             },
         ],
     )
-    course = Course(order_of(folder, document))
+    timeline = Timeline(order_of(folder, document))
     # 12 samples of 8, then 7 of 16, the first multiples at or behind the tokens asked for.
-    assert [(stretch.begin, stretch.tokens) for stretch in course.stretches] == [(0, 0), (12, 96), (19, 208)]
-    assert [course.index_at(tokens) for tokens in (0, 90, 96, 97, 208, 209)] == [0, 12, 12, 13, 19, 20]
-    states = walked(course)
+    assert [(segment.begin, segment.tokens) for segment in timeline.segments] == [(0, 0), (12, 96), (19, 208)]
+    assert [timeline.index_at(tokens) for tokens in (0, 90, 96, 97, 208, 209)] == [0, 12, 12, 13, 19, 20]
+    states = walked(timeline)
     for at in (0, 11, 12, 13, 18, 19, 20, len(states) - 1):
-        state = course.decode(states[at])
-        assert state.total_tokens == course.tokens_at(at)
-        pipeline = course.pipeline(state)
+        state = timeline.decode(states[at])
+        assert state.total_tokens == timeline.tokens_at(at)
+        pipeline = timeline.pipeline(state)
         pipeline.advance(len(states))
-        assert course.encode(pipeline.state()) == course.encode(_end(course))
-    pipeline = course.pipeline(course.initial())
+        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
+    pipeline = timeline.pipeline(timeline.initial())
     plan = BatchPlan(start_index=0, world_size=1, batch_size=5, group_steps=4)
     (group,) = filled(pipeline, plan, random.Random(0))
     assert [mark.sample_index for mark in group.marks] == [5, 10, 12]
     assert pipeline.ended is not None and "sequence length of 16" in pipeline.ended
-    assert course.encode(group.state_behind(2)) == states[12]
+    assert timeline.encode(group.state_behind(2)) == states[12]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
 )
 def test_what_cannot_be_changed_is_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        revised(Course(order_of(folder)), 5, **change)
+        revised(Timeline(order_of(folder)), 5, **change)
 
 
 def test_appended_files_are_read_behind_the_others_and_wake_an_exhausted_source(tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def test_appended_files_are_read_behind_the_others_and_wake_an_exhausted_source(
     )
     order = order_of(folder, document)
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
-    course = Course(order)
+    timeline = Timeline(order)
     index = next(
-        at for at, text in enumerate(walked(course)) if any(d.get("exhausted") for d in json.loads(text)["datasets"])
+        at for at, text in enumerate(walked(timeline)) if any(d.get("exhausted") for d in json.loads(text)["datasets"])
     )
-    later = revised(course, index + 1, append_files=["code"])
-    before, after = _end(course), _end(later)
+    later = revised(timeline, index + 1, append_files=["code"])
+    before, after = _end(timeline), _end(later)
     assert after.sources[0].tokens + after.sources[0].dropped_tokens == (
         before.sources[0].tokens + before.sources[0].dropped_tokens + 3 * 41
     )
@@ -231,41 +231,41 @@ def test_appended_files_are_read_behind_the_others_and_wake_an_exhausted_source(
 
 
 def test_a_source_that_comes_back_goes_on_where_it_stood(folder: Path) -> None:
-    course = Course(order_of(folder))
-    course = revised(course, 10, drop=["code"])
-    course = revised(course, 20, add=[{"child": {"source": CODE, "alias": "code", "weight": 2}}])
-    states = [course.decode(text).sources[0] for text in walked(course, 40)]
+    timeline = Timeline(order_of(folder))
+    timeline = revised(timeline, 10, drop=["code"])
+    timeline = revised(timeline, 20, add=[{"child": {"source": CODE, "alias": "code", "weight": 2}}])
+    states = [timeline.decode(text).sources[0] for text in walked(timeline, 40)]
     assert states[10] == states[19]
     assert states[30].samples > states[20].samples
-    assert [child.id for child in course.at(25).config.sources] == [0, 1, 2, 3]
+    assert [child.id for child in timeline.at(25).config.sources] == [0, 1, 2, 3]
 
 
 def test_a_state_under_a_schedule_is_read_back(folder: Path) -> None:
     points = [[0, 1.0], [100, 0.0]]
     children = [{"source": CODE, "weight": points}, {"source": WIKI}]
-    course = Course(order_of(folder, mixture(mixture={"policy": "schedule", "children": children})))
-    states = walked(course, 20)
-    assert [course.encode(course.decode(text)) for text in states] == states
+    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "schedule", "children": children})))
+    states = walked(timeline, 20)
+    assert [timeline.encode(timeline.decode(text)) for text in states] == states
 
 
 def test_files_appended_by_the_first_of_two_revisions_at_one_sample_wake_their_source(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     children = [{"source": CODE, "alias": "code", "weight": 9}, {"source": WIKI, "alias": "wiki"}]
-    course = Course(order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children})))
+    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children})))
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
-    out = next(at for at, text in enumerate(walked(course)) if json.loads(text)["datasets"][0].get("exhausted"))
-    appended = revised(course, out + 1, append_files=["code"])
+    out = next(at for at, text in enumerate(walked(timeline)) if json.loads(text)["datasets"][0].get("exhausted"))
+    appended = revised(timeline, out + 1, append_files=["code"])
     both = revised(appended, out + 1, set=[{"child": "wiki", "weight": 2}])
-    assert _end(both).sources[0].tokens == _end(appended).sources[0].tokens > _end(course).sources[0].tokens
-    assert both.stretches[1].grown == (0,)
+    assert _end(both).sources[0].tokens == _end(appended).sources[0].tokens > _end(timeline).sources[0].tokens
+    assert both.segments[1].grown == (0,)
 
 
 def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
     document = mixture(last_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}])
-    course = revised(Course(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}])
-    (switch,) = course.switches(0)
+    timeline = revised(Timeline(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}])
+    (switch,) = timeline.switches(0)
     assert switch.ends is not None and "sample 10 begins phase 1" in switch.ends
-    assert [(each.begin, each.phase, each.revision is None) for each in course.stretches] == [
+    assert [(each.begin, each.phase, each.revision is None) for each in timeline.segments] == [
         (0, 0, True),
         (10, 1, False),
     ]
@@ -276,63 +276,63 @@ def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
         {"source": CODE, "alias": "code"},
         {"policy": "round_robin", "alias": "inner", "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}]},
     ]
-    course = Course(order_of(folder, mixture(mixture={"policy": "round_robin", "children": children})))
-    course = revised(course, 20, drop=["docs"])
-    course = revised(course, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
-    states = walked(course, 60)
+    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "round_robin", "children": children})))
+    timeline = revised(timeline, 20, drop=["docs"])
+    timeline = revised(timeline, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
+    states = walked(timeline, 60)
     # Turn by turn, though the inner node has only half of the samples that it gave.
-    given = [[child.samples for child in course.decode(states[at]).nodes[0]] for at in (20, 26)]
+    given = [[child.samples for child in timeline.decode(states[at]).nodes[0]] for at in (20, 26)]
     assert [after - before for before, after in zip(*given, strict=True)] == [2, 2, 2]
     for at in range(20, 30):
-        pipeline = course.pipeline(course.decode(states[at]))
+        pipeline = timeline.pipeline(timeline.decode(states[at]))
         pipeline.advance(3)
-        assert course.encode(pipeline.state()) == states[at + 3]
+        assert timeline.encode(pipeline.state()) == states[at + 3]
 
 
 def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
     phases = [{"until_tokens": 90}, {"until_tokens": 95, "sequence_length": 4}, {"sequence_length": 16}]
-    course = Course(order_of(folder, mixture(last_step="pad", phases=phases)))
-    assert [(each.begin, each.phase) for each in course.stretches] == [(0, 0), (12, 2)]
-    pipeline = course.pipeline(course.initial())
+    timeline = Timeline(order_of(folder, mixture(last_step="pad", phases=phases)))
+    assert [(each.begin, each.phase) for each in timeline.segments] == [(0, 0), (12, 2)]
+    pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(12)
-    assert course.encode(pipeline.state()) == course.encode(course.decode(walked(course, 12)[12]))
-    assert pipeline.state() == course.decode(course.encode(pipeline.state()))
+    assert timeline.encode(pipeline.state()) == timeline.encode(timeline.decode(walked(timeline, 12)[12]))
+    assert pipeline.state() == timeline.decode(timeline.encode(pipeline.state()))
 
 
 @pytest.mark.parametrize(
     "change", [{"exclude": {"file": "out.jsonl"}}, {"set": [{"child": "code", "max_tokens": 400}]}]
 )
 def test_a_state_of_a_line_without_the_revision_is_refused(folder: Path, change: dict[str, Any]) -> None:
-    plain = Course(order_of(folder))
-    course = revised(plain, 10, **change)
-    states = [walked(each, 20) for each in (plain, course)]
-    assert course.decode(states[0][9]) == course.decode(states[1][9])
+    plain = Timeline(order_of(folder))
+    timeline = revised(plain, 10, **change)
+    states = [walked(each, 20) for each in (plain, timeline)]
+    assert timeline.decode(states[0][9]) == timeline.decode(states[1][9])
     with pytest.raises(SnapshotInvalid, match="at sample 10 has none, but in force there is the revision from sample"):
-        course.decode(states[0][10])
+        timeline.decode(states[0][10])
     with pytest.raises(SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"):
         plain.decode(states[1][20])
 
 
 def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(folder: Path) -> None:
-    course = Course(order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}])))
+    timeline = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}])))
     root = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
     for given, ends in ((root, 400), (root | {"max_tokens": 320}, 320)):
-        changed = revised(course, 30, mixture=given)
+        changed = revised(timeline, 30, mixture=given)
         assert [name for name in json.loads(changed.revisions[0].content)["changes"] if "max_tokens" in name] == (
             [] if ends == 400 else ["node 0: max_tokens 400 → 320"]
         )
         assert json.loads(walked(changed)[-1])["nodes"] and len(walked(changed)) == ends // 8 + 1
     # Before the last phase, too: it brings the end itself.
-    assert len(walked(revised(course, 3, mixture=root))) == 51
+    assert len(walked(revised(timeline, 3, mixture=root))) == 51
 
 
 def test_rows_stay_left_out_whatever_their_source_is_called_later(folder: Path) -> None:
     (folder / "later.jsonl").write_text(json.dumps({"spec": "docs", "shard": "data/docs.jsonl", "row": 3}) + "\n")
-    course = revised(Course(order_of(folder, mixture())), 5, exclude={"file": "out.jsonl"})
-    course = revised(course, 6, set=[{"child": "code", "alias": "source code"}])
-    course = revised(course, 7, exclude={"file": "later.jsonl"})
-    assert [course.at(7).excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
-    assert [file.path for file in course.at(7).excluded.files] == ["out.jsonl", "later.jsonl"]
+    timeline = revised(Timeline(order_of(folder, mixture())), 5, exclude={"file": "out.jsonl"})
+    timeline = revised(timeline, 6, set=[{"child": "code", "alias": "source code"}])
+    timeline = revised(timeline, 7, exclude={"file": "later.jsonl"})
+    assert [timeline.at(7).excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
+    assert [file.path for file in timeline.at(7).excluded.files] == ["out.jsonl", "later.jsonl"]
 
 
 def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(tmp_path: Path) -> None:
@@ -340,11 +340,11 @@ def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since
     write_parquet(tmp_path / "data/extra.parquet", [[5] * 20] * 20)
     first = order_of(tmp_path, mixture())
     write_parquet(tmp_path / "data/code-2.parquet", [[6] * 9] * 8)
-    course = revised(Course(first), 4, add=[{"child": {"source": EXTRA, "alias": "extra"}}], append_files=["code"])
-    course = revised(course, 9, set=[{"child": "code", "weight": 7}])
-    pipeline = course.pipeline(course.initial())
+    timeline = revised(Timeline(first), 4, add=[{"child": {"source": EXTRA, "alias": "extra"}}], append_files=["code"])
+    timeline = revised(timeline, 9, set=[{"child": "code", "weight": 7}])
+    pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(30)
-    [brought] = json.loads(course.encode(pipeline.state()))["revisions"]
+    [brought] = json.loads(timeline.encode(pipeline.state()))["revisions"]
     revision = StoredRevision(
         number=1,
         sample_index=brought["sample_index"],
@@ -353,15 +353,15 @@ def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since
         reason="brought",
         content=canonical({**brought["content"], "generation": 0}),
     )
-    elsewhere = Course(first, [revision])
-    there = elsewhere.pipeline(elsewhere.decode(course.encode(pipeline.state())))
+    elsewhere = Timeline(first, [revision])
+    there = elsewhere.pipeline(elsewhere.decode(timeline.encode(pipeline.state())))
     for each in (pipeline, there):
         each.advance(1000)
     assert pipeline.ended and there.state() == pipeline.state()
 
 
 def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None:
-    plain = Course(order_of(folder, mixture()))
+    plain = Timeline(order_of(folder, mixture()))
     gone = revised(plain, 20, drop=["rest"])
     assert {s.source for s in gone.at(20).config.sources if s.presence == "dropped"} == {PROSE, WIKI}
     with pytest.raises(ConfigError, match=r"set\.0\.child: the mixture has no 'parquet|txt"):
@@ -370,62 +370,64 @@ def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None
     both = {"policy": "round_robin", "alias": "rest", "children": [{"source": WIKI}, {"source": PROSE}]}
     node = revised(gone, 30, add=[{"child": both}])
     assert [node.alias for node in node.at(30).config.nodes] == [None, "rest"], "the old node is of nothing any more"
-    for course, sources in ((alone, (WIKI,)), (node, (WIKI, PROSE))):
-        pipeline = course.pipeline(course.initial())
+    for timeline, sources in ((alone, (WIKI,)), (node, (WIKI, PROSE))):
+        pipeline = timeline.pipeline(timeline.initial())
         pipeline.advance(20)
         left = pipeline.state()
-        assert course.decode(course.encode(left)) == left
+        assert timeline.decode(timeline.encode(left)) == left
         pipeline.advance(10)
         back = pipeline.state()
         for spec in sources:
-            assert back.sources[course.at(30).specs.index(spec)] == left.sources[course.at(20).specs.index(spec)]
+            assert back.sources[timeline.at(30).specs.index(spec)] == left.sources[timeline.at(20).specs.index(spec)]
         pipeline.advance(1000)
-        assert pipeline.ended and course.decode(course.encode(pipeline.state())) == pipeline.state()
-        assert all(pipeline.state().sources[course.at(30).specs.index(spec)].exhausted for spec in sources)
+        assert pipeline.ended and timeline.decode(timeline.encode(pipeline.state())) == pipeline.state()
+        assert all(pipeline.state().sources[timeline.at(30).specs.index(spec)].exhausted for spec in sources)
 
 
 def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
     phases = [{"until_tokens": 160}, {"until_tokens": 240}, {"mixture": {"policy": "weighted", "children": [CHILD]}}]
-    course = Course(order_of(folder, mixture(phases=phases)))
+    timeline = Timeline(order_of(folder, mixture(phases=phases)))
     for at, told in ((5, True), (29, True), (30, False)):
-        changes = json.loads(revised(course, at, set=[{"child": "code", "weight": 7}]).revisions[0].content)["changes"]
+        changes = json.loads(revised(timeline, at, set=[{"child": "code", "weight": 7}]).revisions[0].content)[
+            "changes"
+        ]
         assert (changes[-1] == "until sample 30, where phase 2 begins with a mixture of its own") == told
 
 
 def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
-    course = revised(Course(order_of(folder)), 20, drop=["docs"])
-    course = revised(course, 60, set=[{"child": "code", "weight": 5}])
-    early = json.loads(walked(course, 5)[5])
+    timeline = revised(Timeline(order_of(folder)), 20, drop=["docs"])
+    timeline = revised(timeline, 60, set=[{"child": "code", "weight": 5}])
+    early = json.loads(walked(timeline, 5)[5])
     assert [each["sample_index"] for each in early["revisions"]] == [20, 60]
-    late = json.loads(walked(course, 70)[70])
+    late = json.loads(walked(timeline, 70)[70])
     assert [each["sample_index"] for each in late["revisions"]] == [60]
 
 
 def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Path) -> None:
     both = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
     document = mixture(mixture=both, phases=[{"until_tokens": 160}, {"mixture": {**both, "policy": "least_consumed"}}])
-    plain = Course(order_of(folder, document))
-    course = revised(plain, 5, drop=["code"])
-    assert [source.presence for source in course.at(30).config.sources] == ["live", "dropped"]
-    again = revised(course, 10, add=[{"child": {"source": CODE, "alias": "code"}}])
+    plain = Timeline(order_of(folder, document))
+    timeline = revised(plain, 5, drop=["code"])
+    assert [source.presence for source in timeline.at(30).config.sources] == ["live", "dropped"]
+    again = revised(timeline, 10, add=[{"child": {"source": CODE, "alias": "code"}}])
     assert [source.presence for source in again.at(30).config.sources] == ["live", "live"]
     # One that an earlier phase just does not have comes with the phase that has it.
     one = mixture(
         mixture={"policy": "weighted", "children": [{"source": WIKI}]},
         phases=[{"until_tokens": 80}, {"mixture": both}],
     )
-    assert [source.presence for source in Course(order_of(folder, one)).at(30).config.sources] == ["live", "live"]
+    assert [source.presence for source in Timeline(order_of(folder, one)).at(30).config.sources] == ["live", "live"]
 
 
 def test_a_limit_below_a_sample_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="code: max_tokens is 3, which is less than one sample of 8 tokens"):
-        revised(Course(order_of(folder)), 5, set=[{"child": "code", "max_tokens": 3}])
+        revised(Timeline(order_of(folder)), 5, set=[{"child": "code", "max_tokens": 3}])
 
 
 def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: Path) -> None:
-    course = Course(order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}])))
-    assert course.stretches[1].tokens == 88
-    assert _end(course).total_tokens == 208
+    timeline = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}])))
+    assert timeline.segments[1].tokens == 88
+    assert _end(timeline).total_tokens == 208
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -440,20 +442,20 @@ def test_a_revised_run_of_padded_samples_goes_on_identically_from_every_state(
     folder: Path, name: str, seed: int
 ) -> None:
     rng = random.Random(seed)
-    course = Course(order_of(folder, mixture(**PACKED[name])))
+    timeline = Timeline(order_of(folder, mixture(**PACKED[name])))
     index = 0
     for _ in range(rng.randint(1, 3)):
         index += rng.choice([0, 1, 5, 13])
         with contextlib.suppress(ConfigError):
-            course = revised(course, index, **some_change(rng))
-    states = walked(course)
+            timeline = revised(timeline, index, **some_change(rng))
+    states = walked(timeline)
     assert len(states) > 40
     for at in rng.sample(range(len(states)), 6):
-        state = course.decode(states[at])
-        assert course.encode(state) == states[at]
-        pipeline = course.pipeline(state)
+        state = timeline.decode(states[at])
+        assert timeline.encode(state) == states[at]
+        pipeline = timeline.pipeline(state)
         pipeline.advance(len(states))
-        assert course.encode(pipeline.state()) == course.encode(_end(course))
+        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
 
 
 def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as_they_were(folder: Path) -> None:
@@ -462,15 +464,15 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
         sequence_length=32,
         mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
     )
-    plain = Course(order_of(folder, document))
+    plain = Timeline(order_of(folder, document))
     given = {}
-    for course in (plain, revised(plain, 3, exclude={"file": "out.jsonl"})):
-        pipeline, found = course.pipeline(course.initial()), []
+    for timeline in (plain, revised(plain, 3, exclude={"file": "out.jsonl"})):
+        pipeline, found = timeline.pipeline(timeline.initial()), []
         plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4)
         for group in filled(pipeline, plan, random.Random()):
-            found += [set(course.first.form.ids(sample).tolist()) for sample in group.ids(0, 0, len(group.marks))]
-        given[course is plain] = found
-        assert "packed_samples" in walked(course)[4]
+            found += [set(timeline.first.form.ids(sample).tolist()) for sample in group.ids(0, 0, len(group.marks))]
+        given[timeline is plain] = found
+        assert "packed_samples" in walked(timeline)[4]
     assert given[True][:3] == given[False][:3]
     # Of the others, some have less, and none has anything else.
     assert all(any(less <= whole for whole in given[True]) for less in given[False])
@@ -483,7 +485,7 @@ def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_
     document = mixture(packing="best_fit", sequence_length=16, mixture={"policy": "sequential", "children": children})
     order = order_of(folder, document)
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
-    plain = Course(order)
+    plain = Timeline(order)
     for index in (1, len(walked(plain)) - 2):
         later = revised(plain, index, append_files=["code"])
         before, after = _end(plain).sources[0], _end(later).sources[0]
@@ -498,7 +500,7 @@ def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(folder: Path
     document = mixture(packing="best_fit", mixture={"policy": "sequential", "children": children})
     says = f"code: epochs is {epochs:g} and would be {other:g}, but with packing: best_fit"
     with pytest.raises(ConfigError, match=says):
-        revised(Course(order_of(folder, document)), 5, set=[{"child": "code", "epochs": other}])
+        revised(Timeline(order_of(folder, document)), 5, set=[{"child": "code", "epochs": other}])
 
 
 def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: Path) -> None:
@@ -509,17 +511,17 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
         phases=[{"until_tokens": 160}, {"sequence_length": 64}],
         mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
     )
-    course = Course(order_of(folder, document))
-    states = walked(course)
-    begun = course.decode(states[10]).sources[0].cursor
+    timeline = Timeline(order_of(folder, document))
+    states = walked(timeline)
+    begun = timeline.decode(states[10]).sources[0].cursor
     assert begun.offset == PACKED_AGAIN
     for at in (10, 11, len(states) - 2):
-        pipeline = course.pipeline(course.decode(states[at]))
+        pipeline = timeline.pipeline(timeline.decode(states[at]))
         pipeline.advance(len(states))
-        assert course.encode(pipeline.state()) == course.encode(_end(course))
+        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
     # From its first row on: what it had given comes once more.
-    end = _end(course).sources[0]
-    given = end.tokens - 160 - (end.tally.padding_tokens - course.decode(states[10]).sources[0].tally.padding_tokens)
+    end = _end(timeline).sources[0]
+    given = end.tokens - 160 - (end.tally.padding_tokens - timeline.decode(states[10]).sources[0].tally.padding_tokens)
     assert given == sum(len(row) + 1 for shard in ROWS[CODE] for row in shard if row)
 
 
@@ -531,8 +533,8 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
     ],
 )
 def test_how_samples_are_packed_cannot_be_revised(folder: Path, change: dict[str, Any], says: str) -> None:
-    course = Course(order_of(folder, mixture(packing="best_fit")))
+    timeline = Timeline(order_of(folder, mixture(packing="best_fit")))
     with pytest.raises(ConfigError, match=says):
-        revised(course, 5, **change)
+        revised(timeline, 5, **change)
     with pytest.raises(ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""):
-        refuse(parsed(mixture(packing="none")), differences(parsed(mixture(packing="none")), course.first.record()))
+        refuse(parsed(mixture(packing="none")), differences(parsed(mixture(packing="none")), timeline.first.record()))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support.corpora import flat, parsed, write_corpus, write_parquet, write_txt
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
 
 SECRET = "the content of a file outside"
 

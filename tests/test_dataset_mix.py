@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from support.server_process import ServerProcess, run_module
 from support.trainer import World
-from tokenloom_server import config, dataset_mix
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.sources import short_form
 
 RUN: dict[str, Any] = {"run": "mix", "seed": 3, "tokenizer": "bytes", "sequence_length": 8}
 
@@ -55,8 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children(mix: str, folder: Path) -> list[dict[str, Any]]:
     """The sources of a short form, which is valid."""
-    document = dataset_mix.document(mix, folder, **RUN)
-    config.parse(document, where=dataset_mix.OPTION)
+    document = short_form.document(mix, folder, **RUN)
+    config.parse(document, where=short_form.OPTION)
     found: list[dict[str, Any]] = document["mixture"]["children"]
     return found
 
@@ -97,7 +98,7 @@ def test_scheme_and_column_of_an_item_are_found(
 
 
 def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tmp_path: Path) -> None:
-    document = dataset_mix.document("wiki:0.9 'my notes:0.1' code.jsonl", folder, **RUN, policy="weighted")
+    document = short_form.document("wiki:0.9 'my notes:0.1' code.jsonl", folder, **RUN, policy="weighted")
     assert document == {
         **RUN,
         "mixture": {
@@ -110,8 +111,8 @@ def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tm
         },
     }
     path = tmp_path / "mixture.yaml"
-    path.write_text(dataset_mix.as_yaml(document), encoding="utf-8")
-    assert config.load(path) == config.parse(document, where=dataset_mix.OPTION)
+    path.write_text(short_form.as_yaml(document), encoding="utf-8")
+    assert config.load(path) == config.parse(document, where=short_form.OPTION)
 
 
 def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> None:
@@ -157,13 +158,13 @@ def test_what_cannot_be_meant_is_refused_by_name(mix: str, fault: str, folder: P
 
 def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Path) -> None:
     roots = DataRoots.of([folder / "wiki"])
-    assert dataset_mix.document("wiki", folder, roots, **RUN)
+    assert short_form.document("wiki", folder, roots, **RUN)
     link = folder / "wiki" / "linked.txt"
     link.symlink_to(folder / "my notes" / "a.txt")
     try:
         for mix in ("code.jsonl", "nothing-here", "saved", "txt:code.jsonl:text", "wiki/linked.txt", f"{tmp_path}/*"):
             with pytest.raises(ConfigError, match="lies below no data root"):
-                dataset_mix.document(mix, folder, roots, **RUN)
+                short_form.document(mix, folder, roots, **RUN)
     finally:
         link.unlink()
 
@@ -216,7 +217,7 @@ def test_a_server_serves_the_short_form_from_the_current_folder(
     finally:
         server.kill()
     path = folder / "long.yaml"
-    path.write_text(dataset_mix.as_yaml(dataset_mix.document("wiki:0.9 code.jsonl:0.1", folder, **RUN | {"seed": 0})))
+    path.write_text(short_form.as_yaml(short_form.document("wiki:0.9 code.jsonl:0.1", folder, **RUN | {"seed": 0})))
     server = ServerProcess(tmp_path / "long", path).start()
     try:
         with World(server.url("mix")) as world:

@@ -22,7 +22,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from support.memory_service import run_stats, source_stats
-from tokenloom_server import config, state
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core import state
 from tokenloom_server.demo import corpus, plan, processes, proof, receipts, service
 from tokenloom_server.demo.__main__ import main as demo_main
 from tokenloom_server.demo.evidence import Evidence, wire_type

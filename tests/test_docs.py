@@ -11,32 +11,39 @@ import pytest
 import tokenloom
 import yaml
 from tokenloom.connection import reports
-from tokenloom_server import config, errors, exporting, extents, losses, peeking, picture, traced, tracing, viewer
+from tokenloom_server import errors
+from tokenloom_server.api.auth import RPCS, Scope
+from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
+from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
+from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
+from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
+from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
+from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
 from tokenloom_server.cli import app as command_line
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
-from tokenloom_server.grpc_service.entry import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
-from tokenloom_server.grpc_service.server import MAX_CALLS, MAX_REQUEST_BYTES
-from tokenloom_server.grpc_service.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
-from tokenloom_server.metrics import RANK_FIGURES, RUN_FIGURES, SOURCE_FIGURES
-from tokenloom_server.opening import MAX_STEP_BYTES, MAX_WORLD_SIZE
-from tokenloom_server.peeking import MAX_PEEKS
-from tokenloom_server.planning import stretches
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.config.spec import SCHEMES
+from tokenloom_server.order import size_estimates
+from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
+from tokenloom_server.planning import picture, segments
 from tokenloom_server.prepare import shards
-from tokenloom_server.rest_api.app import MAX_PLANS, create_app
-from tokenloom_server.rest_api.guard import MAX_BODY_BYTES
-from tokenloom_server.rest_api.http import MAX_CONNECTIONS
-from tokenloom_server.revising import MAX_REVISIONS
-from tokenloom_server.security import RPCS, Scope
-from tokenloom_server.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
-from tokenloom_server.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
-from tokenloom_server.spec import SCHEMES
+from tokenloom_server.replay import peek as peeking
+from tokenloom_server.replay import trace as tracing
+from tokenloom_server.replay.peek import MAX_PEEKS
+from tokenloom_server.reports import trace as traced
+from tokenloom_server.run import losses
+from tokenloom_server.run.join import MAX_STEP_BYTES, MAX_WORLD_SIZE
+from tokenloom_server.run.revise import MAX_REVISIONS
+from tokenloom_server.tools import export, viewer
 from typer.main import get_command
 
-from tests.support.memory_service import MemoryService
+from tests.support.doc_tables import TABLES, written
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
 #: Every Markdown file that people read, by its path from the root.
 PAGES = {
@@ -72,10 +79,6 @@ def anchors(text: str) -> set[str]:
             number += 1
         found.add(name)
     return found
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.encode()) <= 10_000
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -164,10 +167,10 @@ def test_the_client_has_a_class_for_every_error_that_the_server_can_send() -> No
 
 def test_the_bounds_of_plans_are_on_their_page() -> None:
     text = page("plans")
-    for size in (extents.COUNTED_BYTES, extents.READ_BYTES, extents.ENCODED_BYTES):
+    for size in (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES):
         assert f"{size // 2**20} MiB" in text
     assert f"| plans at a time over REST | {MAX_PLANS};" in page("limits")
-    for number in (extents.MOST_PLACES, picture.SHOWN_SOURCES, stretches.MAX_STRETCHES):
+    for number in (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS):
         assert f" {number} " in text
 
 
@@ -212,7 +215,7 @@ def test_the_bounds_of_prepared_shards_and_exports_are_on_their_pages() -> None:
         f" {bound:,} " in section("prepare", "Details")
         for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)
     )
-    assert f" {exporting.BATCH_IDS:,} " in section("export", "Details")
+    assert f" {export.BATCH_IDS:,} " in section("export", "Details")
     assert f"| {viewer.PATIENCE_S:g} s " in section("export", "Details")
 
 
@@ -220,16 +223,10 @@ def test_the_bound_of_skips_is_on_the_page_of_checkpoints() -> None:
     assert f"{MAX_SKIPPED_TOKENS:,} tokens" in section("checkpoints", "Skip a bad range")
 
 
-def test_every_metric_is_on_its_page() -> None:
-    for figure in (*RUN_FIGURES, *SOURCE_FIGURES, *RANK_FIGURES):
-        assert f"| `{figure.name}` | {figure.meaning} |" in page("metrics")
-
-
-def test_every_route_is_on_its_page() -> None:
-    app = create_app(MemoryService(), version="0")
-    for path, operations in app.openapi()["paths"].items():
-        for method in operations:
-            assert f"| `{method.upper()} {path}` |" in page("rest")
+def test_the_tables_of_routes_and_metrics_are_those_of_the_code() -> None:
+    for name, make in TABLES.items():
+        text = PAGES[f"docs/{name}"]
+        assert written(text, make()) == text, "'make tables' writes it anew"
 
 
 def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:

@@ -23,7 +23,12 @@ import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
 from tokenloom import RemoteDataset
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.grpc.server import GrpcServer
+from tokenloom_server.api.service import Runs
 from tokenloom_server.cli import app
+from tokenloom_server.core.hashing import Purpose, draw
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -32,15 +37,10 @@ from tokenloom_server.errors import (
     OrderMismatch,
     SourceChanged,
 )
-from tokenloom_server.evaluating import Evaluation, EvaluationCall, Slice
-from tokenloom_server.grpc_service.server import GrpcServer
-from tokenloom_server.hashing import Purpose, draw
-from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.run import EndOfData
-from tokenloom_server.security import Access
-from tokenloom_server.service import Runs
-from tokenloom_server.state import digest_hex
+from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
+from tokenloom_server.run.coordinator import Waiting
+from tokenloom_server.run.generation import EndOfData
 from typer.testing import CliRunner
 
 SHARE = 0.4
@@ -387,12 +387,12 @@ def test_a_stream_goes_on_where_it_broke_and_nowhere_else(folder: Path) -> None:
         served = runs.get("test")
         kept, count = served.evaluations.join(call, never)
         assert count == 40
-        whole = served.evaluations.open(served.host.uid, call, 0, digest_hex(0))
+        whole = served.evaluations.open(served.coordinator.uid, call, 0, digest_hex(0))
         whole.progress(0, 100)
         (first,) = steps_of(whole)
         assert (first.begin, first.ends[-1]) == (0, 40)
         digest = first.digests[1]
-        again = served.evaluations.open(served.host.uid, call, 12, digest)
+        again = served.evaluations.open(served.coordinator.uid, call, 12, digest)
         again.progress(12, 2)
         part = again.next(20.0, never)
         assert isinstance(part, Slice)
@@ -405,7 +405,7 @@ def test_a_stream_goes_on_where_it_broke_and_nowhere_else(folder: Path) -> None:
         assert isinstance(more, Slice)
         assert more.ends == [30]
         with pytest.raises(OrderMismatch, match="sample 12 of stream 'validation' has digest"):
-            served.evaluations.open(served.host.uid, call, 12, first.digests[0]).next(20.0, never)
+            served.evaluations.open(served.coordinator.uid, call, 12, first.digests[0]).next(20.0, never)
         assert kept.made() == count
 
 
@@ -413,8 +413,8 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
     call = EvaluationCall(stream="validation", rank=0, world_size=1, batch_size=1, samples=0)
     with serving(folder, held_out()) as (url, runs):
         served = runs.get("test")
-        size = served.host.order.sample_bytes
-        monkeypatch.setattr("tokenloom_server.evaluating.MAX_KEPT_BYTES", 30 * size)
+        size = served.coordinator.order.sample_bytes
+        monkeypatch.setattr("tokenloom_server.replay.evaluation.MAX_KEPT_BYTES", 30 * size)
         with pytest.raises(LimitExceeded, match="ask for fewer"):
             served.evaluations.join(call, never)
         assert len(evaluated(url, samples=30)) == 30
@@ -463,7 +463,7 @@ def test_streams_are_told_of(folder: Path) -> None:
 
 def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several turns, so that a trace begins at more than one state.
-    monkeypatch.setattr("tokenloom_server.evaluating._TURN_TOKENS", 8 * 16)
+    monkeypatch.setattr("tokenloom_server.replay.evaluation._TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
             runs.trace_sample("test", 0, stream="validation")

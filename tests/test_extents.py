@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from support import corpora
-from tokenloom_server import extents
-from tokenloom_server.extents import Extent
-from tokenloom_server.order import Order
+from tokenloom_server.core.state import Cursor
+from tokenloom_server.order import size_estimates
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.lines import LinesSource
-from tokenloom_server.state import Cursor
-from tokenloom_server.tokenizer import Documents as Encoded
+from tokenloom_server.tokenizer.documents import Documents as Encoded
 
 
 def counted(order: Order, source_id: int) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def test_a_source_that_is_read_whole_is_counted_exactly(tmp_path: Path) -> None:
     order = corpora.order_of(corpora.write_corpus(tmp_path))
     for source_id in range(len(order.specs)):
         rows, tokens = counted(order, source_id)
-        assert extents.measure(order, source_id) == Extent(rows, round(1000 * tokens / rows))
+        assert size_estimates.measure(order, source_id) == SizeEstimate(rows, round(1000 * tokens / rows))
 
 
 def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path: Path) -> None:
@@ -45,26 +45,26 @@ def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path:
     spec = "parquet:a.parquet:ids"
     for add_bos, add_eot, tokens in ((False, False, 5), (False, True, 7), (True, True, 9), (True, "auto", 8)):
         order = corpora.order_of(tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields))
-        assert extents.measure(order, 0) == Extent(4, 250 * tokens)
-        assert extents.measure(order, 0).tokens == tokens
+        assert size_estimates.measure(order, 0) == SizeEstimate(4, 250 * tokens)
+        assert size_estimates.measure(order, 0).tokens == tokens
 
 
 def test_rows_are_exact_and_tokens_near_where_a_sample_stands_for_many_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents, "MOST_PLACES", 8)
-    monkeypatch.setattr(extents, "READ_BYTES", 1 << 20)
-    monkeypatch.setattr(extents, "ENCODED_BYTES", 1 << 16)
+    monkeypatch.setattr(size_estimates, "MOST_PLACES", 8)
+    monkeypatch.setattr(size_estimates, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(size_estimates, "ENCODED_BYTES", 1 << 16)
     # Twelve shards of unequal length, whose rows become longer from one to the next.
     for shard in range(12):
         lengths = corpora.numbers(900 + 50 * shard, shard, 100 * shard, 400 + 100 * shard)
         corpora.write_parquet(tmp_path / f"{shard:02}.parquet", [[7] * length for length in lengths], group=64)
     order = order_over(tmp_path, "parquet:*.parquet:ids")
     rows, tokens = counted(order, 0)
-    found = extents.measure(order, 0)
+    found = size_estimates.measure(order, 0)
     assert found.rows == rows
     assert found.tokens == pytest.approx(tokens, rel=0.05)
-    assert extents.measure(order_over(tmp_path, "parquet:*.parquet:ids"), 0) == found
+    assert size_estimates.measure(order_over(tmp_path, "parquet:*.parquet:ids"), 0) == found
 
 
 def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -> None:
@@ -72,24 +72,24 @@ def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -
         corpora.write_txt(tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8)
     order = order_over(tmp_path, "txt:*.txt:text")
     rows, tokens = counted(order, 0)
-    assert extents.measure(order, 0) == Extent(rows, round(1000 * tokens / rows))
+    assert size_estimates.measure(order, 0) == SizeEstimate(rows, round(1000 * tokens / rows))
 
 
 def test_the_rows_of_one_long_shard_are_taken_from_all_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extents, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(size_estimates, "READ_BYTES", 1 << 20)
     # Sorted by length: its head alone would say a tenth of the truth.
     rows = ["x" * (1 + row // 10) for row in range(20_000)]
     corpora.write_txt(tmp_path / "sorted.txt", rows)
     order = order_over(tmp_path, "txt:sorted.txt:text")
     count, tokens = counted(order, 0)
-    found = extents.measure(order, 0)
+    found = size_estimates.measure(order, 0)
     assert found.rows == count
     assert found.tokens == pytest.approx(tokens, rel=0.1)
 
 
 @pytest.mark.parametrize("scheme", ["txt", "jsonl"])
 def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
-    monkeypatch.setattr(extents, "COUNTED_BYTES", 1 << 20)
+    monkeypatch.setattr(size_estimates, "COUNTED_BYTES", 1 << 20)
     for shard in range(10):
         rows = long_rows(500, shard, 1, 2000)
         if scheme == "txt":
@@ -100,7 +100,7 @@ def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: p
     config = corpora.parsed(corpora.flat([f"{scheme}:*.{scheme}:text"]))
     order = Order.create(config, tmp_path, index)
     before = {path.name for path in index.glob("lines-*")}
-    found = extents.measure(order, 0)
+    found = size_estimates.measure(order, 0)
     assert {path.name for path in index.glob("lines-*")} == before
     rows_read, tokens = counted(order, 0)
     # Of each shard the head, which here is all of it.
@@ -111,13 +111,13 @@ def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: p
 def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A place has room for a fraction of these: without the row that crosses its end there would be none, or only
     # the short ones.
-    monkeypatch.setattr(extents, "READ_BYTES", 24_000)
-    monkeypatch.setattr(extents, "ENCODED_BYTES", 8_000)
+    monkeypatch.setattr(size_estimates, "READ_BYTES", 24_000)
+    monkeypatch.setattr(size_estimates, "ENCODED_BYTES", 8_000)
     corpora.write_txt(tmp_path / "a.txt", long_rows(4_000, 5, 1, 8_000))
     order = order_over(tmp_path, "txt:a.txt:text")
     _, tokens = counted(order, 0)
     # Eight places of one or two rows each: their mean is right within its own error, and never far below.
-    assert extents.measure(order, 0).tokens == pytest.approx(tokens, rel=0.6)
+    assert size_estimates.measure(order, 0).tokens == pytest.approx(tokens, rel=0.6)
 
 
 def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
@@ -126,7 +126,7 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
     corpora.write_txt(tmp_path / "a.txt", long_rows(20_000, 3, 1, 300))
     order = order_over(tmp_path, "txt:a.txt:text")
     rows, tokens = counted(order, 0)
-    monkeypatch.setattr(extents, "ENCODED_BYTES", 80_000)
+    monkeypatch.setattr(size_estimates, "ENCODED_BYTES", 80_000)
     encoder = order.encoder(0, order.open(0))
     encoded = 0
 
@@ -138,10 +138,10 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
             return found
 
     monkeypatch.setattr(order, "encoder", lambda *_: Counting())
-    found = extents.measure(order, 0)
+    found = size_estimates.measure(order, 0)
     assert encoded < 1.2 * 80_000 < tokens / 10
     # All lengths were looked at; only the ids that end a text are estimated.
-    assert found == Extent(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
+    assert found == SizeEstimate(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
 
 
 def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_source_that_is_read_whole_has_the_tokens_that_its_samples_count(
     order = corpora.order_of(
         tmp_path, corpora.flat(["parquet:a.parquet:ids"], labels=labels, sequence_length=16) | packing
     )
-    found = extents.measure(order, 0)
+    found = size_estimates.measure(order, 0)
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10_000)
     given = pipeline.state().total_tokens

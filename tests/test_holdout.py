@@ -25,12 +25,12 @@ from support.corpora import (
     write_txt,
 )
 from test_combinations import PACKINGS, SCHEMES, SHUFFLES, taken
-from tokenloom_server.course import Course
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.hashing import Purpose, draw
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.prepare.job import Job
 from tokenloom_server.sources.base import Content, Rows, Shard
@@ -203,7 +203,7 @@ def test_a_source_without_a_document_that_is_held_out_gives_none(tmp_path: Path)
 
 def test_a_plan_knows_what_is_held_out(tmp_path: Path) -> None:
     order = order_of(write_corpus(tmp_path), of_one(CODE, shuffle="none") | {"tail": "pad"})
-    planned = Planner().plan(Course(order), order.initial(), None)
+    planned = Planner().plan(Timeline(order), order.initial(), None)
     given = len(taken(order, order.initial())[0])
     assert planned.until_tokens == pytest.approx(8 * given, abs=8)
     whole = order_of(tmp_path, of_one(CODE, None) | {"tail": "pad"})
@@ -224,4 +224,4 @@ def test_a_revision_cannot_change_what_is_held_out(tmp_path: Path) -> None:
     order = order_of(write_corpus(tmp_path), of_one(CODE))
     changed = of_one(CODE, 0.1)["mixture"]
     with pytest.raises(ConfigError, match=r"holdout is 0\.3 in this run and 0\.1 in the new mixture"):
-        Course(order).revise(MixtureChange(reason="other", author="test", mixture=changed), 8)
+        Timeline(order).revise(MixtureChange(reason="other", author="test", mixture=changed), 8)

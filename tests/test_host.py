@@ -19,6 +19,9 @@ import yaml
 from support.corpora import CODE, WIKI, flat, mixture, write_corpus
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import (
     AttemptUsed,
     BeyondHorizon,
@@ -38,16 +41,13 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     SourceError,
 )
-from tokenloom_server.host import Session, Terms, Waiting
 from tokenloom_server.ledger.base import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.opening import JoinCall, Joined
-from tokenloom_server.peeking import PeekCall
-from tokenloom_server.pipeline import BatchPlan, Pipeline
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.replay.peek import PeekCall
+from tokenloom_server.run.coordinator import Session, Timeouts, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import JoinCall, Joined
 
 RUN = "test"
 PATIENCE_S = 20.0
@@ -84,11 +84,11 @@ class Rank:
     def __init__(self, served: ServedRun, call: JoinCall, loaded: Any = None) -> None:
         self.served = served
         self.call = call
-        self.joined: Joined = served.opener.join(call)
+        self.joined: Joined = served.join_handler.join(call)
         opening, start = self.joined.opening, self.joined.start
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, f"{start.digest:032x}", base)
-        template = canonical(served.host.order.template(self.joined.uid, "train", opening.generation)).encode()
+        template = canonical(served.coordinator.order.template(self.joined.uid, "train", opening.generation)).encode()
         self.history = History(template, point, loaded)
         self.base = base
         self.buffer: deque[Step] = deque()
@@ -101,33 +101,33 @@ class Rank:
     def connect(self, served: ServedRun, credit_steps: int = 1000) -> Session:
         """A new stream, perhaps to another server: it goes on behind what was received."""
         self.served = served
-        host = served.host
+        coordinator = served.coordinator
         opening = self.joined.opening
-        self.session = host.attach(
+        self.session = coordinator.attach(
             self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
         )
         self.end = None
-        host.progress(self.session, self.consumed, credit_steps)
+        coordinator.progress(self.session, self.consumed, credit_steps)
         return self.session
 
     def receive(self) -> bool:
         """One message; False at the end of data."""
-        host = self.served.host
-        found = host.next_for(self.session, PATIENCE_S, never)
+        coordinator = self.served.coordinator
+        found = coordinator.next_for(self.session, PATIENCE_S, never)
         assert not isinstance(found, Waiting), found.waiting_for
         if isinstance(found, EndOfData):
             self.end = found
             return False
         self.keep(found)
-        if host.committed is not None:
-            self.committed_seen = max(self.committed_seen, host.committed.sample_index)
+        if coordinator.committed is not None:
+            self.committed_seen = max(self.committed_seen, coordinator.committed.sample_index)
         return True
 
     def keep(self, found: Delivery) -> None:
         group = found.group
         rank, batch = self.call.rank, group.plan.batch_size
         if found.with_base:
-            self.base = Base(group.begin, self.served.host.resume_state(group).encode())
+            self.base = Base(group.begin, self.served.coordinator.resume_state(group).encode())
         assert self.base.sample_index == group.begin
         for step in range(found.first, found.last):
             mark, begin = group.marks[step], group.step_begin(step)
@@ -153,7 +153,7 @@ class Rank:
             self.taken |= step.samples
             self.history.append(step.point)
             self.consumed = step.end
-            self.served.host.progress(self.session, self.consumed, 1000)
+            self.served.coordinator.progress(self.session, self.consumed, 1000)
         return steps
 
     def state(self, at: int | None = None) -> bytes:
@@ -192,7 +192,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Until all that was consumed is committed."""
-        self.ranks[0].served.host.finish(self.ranks[0].session, PATIENCE_S)
+        self.ranks[0].served.coordinator.finish(self.ranks[0].session, PATIENCE_S)
 
     def state(self, at: int | None = None) -> bytes:
         found = {rank.state(at) for rank in self.ranks}
@@ -219,7 +219,7 @@ class Place:
         self.path.write_text(yaml.safe_dump(document))
         self.ledger_path = ledger_folder / "ledger.db"
         #: Without liveness, a new attempt need not wait for the one before to be silent.
-        self.terms = Terms(liveness_s=0.0)
+        self.timeouts = Timeouts(liveness_s=0.0)
         self.wrap: Callable[[SqliteLedger], SqliteLedger] = lambda ledger: ledger
         self._up: list[tuple[Runs, SqliteLedger]] = []
 
@@ -227,7 +227,7 @@ class Place:
         """A server comes up (beside one that may still be there)."""
         ledger = self.wrap(SqliteLedger(ledger_path or self.ledger_path))
         # One holder for all: a server that comes up beside another is taken for that one's restart, and leads at once.
-        runs = Runs(ledger, "one", self.terms)
+        runs = Runs(ledger, "one", self.timeouts)
         self._up.append((runs, ledger))
         self.runs = runs
         return runs.add(self.path, None)
@@ -276,7 +276,7 @@ def made(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Place]]:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every few steps, as they are with real sample sizes."""
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
 
 
 def test_a_group_has_the_more_messages_the_more_its_state_costs(
@@ -284,21 +284,21 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
 ) -> None:
     place = Place(folder, tmp_path, mixture())
     try:
-        host = place.serve().host
-        message = host.message_steps(2)
-        assert host.group_steps(2, 2) == message
-        monkeypatch.setattr("tokenloom_server.host.SOURCES_PER_MESSAGE", 2)
-        assert host.group_steps(2, 2) == (1 + len(host.order.specs) // 2) * message
+        coordinator = place.serve().coordinator
+        message = coordinator.message_steps(2)
+        assert coordinator.group_steps(2, 2) == message
+        monkeypatch.setattr("tokenloom_server.run.coordinator.SOURCES_PER_MESSAGE", 2)
+        assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.specs) // 2) * message
         # Many ranks: less than one message for each, but a step at least.
-        monkeypatch.setattr("tokenloom_server.host.GROUP_BYTES", 3 * 64 * 2 * host.order.sample_bytes)
-        assert [host.group_steps(64, 2), host.group_steps(10_000, 2)] == [3, 1]
+        monkeypatch.setattr("tokenloom_server.run.coordinator.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.sample_bytes)
+        assert [coordinator.group_steps(64, 2), coordinator.group_steps(10_000, 2)] == [3, 1]
     finally:
         place.stop()
 
 
 def sequence(served: ServedRun) -> list[Sample]:
     """The canonical order, straight from the pipeline."""
-    order = served.host.order
+    order = served.coordinator.order
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
     pipeline.fill(group, 1000)
@@ -319,24 +319,24 @@ def part(samples: list[Sample], begin: int, end: int) -> dict[int, Sample]:
 def test_rank_0_opens_with_one_write_and_the_others_join_it(place: Place) -> None:
     served = place.serve()
     assert place.stored().opening is None
-    first = served.opener.join(call_of(0))
+    first = served.join_handler.join(call_of(0))
     stored = place.stored()
     assert stored.opening == first.opening
     assert (first.opening.generation, first.opening.parent, first.opening.start_index) == (1, 0, 0)
     assert stored.committed is not None
     assert (stored.committed.sample_index, stored.committed.digest) == (0, "0" * 32)
-    assert served.opener.join(call_of(1)) == first
+    assert served.join_handler.join(call_of(1)) == first
     assert place.stored() == stored
 
 
 def test_a_rank_that_comes_first_waits_for_rank_0(place: Place) -> None:
     served = place.serve()
     found: list[Joined] = []
-    thread = threading.Thread(target=lambda: found.append(served.opener.join(call_of(1))))
+    thread = threading.Thread(target=lambda: found.append(served.join_handler.join(call_of(1))))
     thread.start()
     thread.join(0.1)
     assert not found
-    first = served.opener.join(call_of(0))
+    first = served.join_handler.join(call_of(0))
     thread.join(PATIENCE_S)
     assert found == [first]
 
@@ -347,25 +347,25 @@ def test_a_waiting_rank_hears_why_rank_0_was_refused(place: Place) -> None:
 
     def join() -> None:
         try:
-            served.opener.join(call_of(1, resume="nothing-of-that-name"))
+            served.join_handler.join(call_of(1, resume="nothing-of-that-name"))
         except NotFound as error:
             errors.append(error)
 
     thread = threading.Thread(target=join)
     thread.start()
     with pytest.raises(NotFound):
-        served.opener.join(call_of(0, resume="nothing-of-that-name"))
+        served.join_handler.join(call_of(0, resume="nothing-of-that-name"))
     thread.join(PATIENCE_S)
     assert "nothing-of-that-name" in str(errors[0])
     # What was refused once may be mended, under the same attempt; a rank that comes before rank 0 waits for it.
     later: list[Joined] = []
-    thread = threading.Thread(target=lambda: later.append(served.opener.join(call_of(1))))
+    thread = threading.Thread(target=lambda: later.append(served.join_handler.join(call_of(1))))
     thread.start()
     thread.join(0.05)
-    served.opener.join(call_of(0))
+    served.join_handler.join(call_of(0))
     thread.join(PATIENCE_S)
     assert later[0].opening.generation == 1
-    assert served.opener.join(call_of(1)).opening.generation == 1
+    assert served.join_handler.join(call_of(1)).opening.generation == 1
 
 
 def test_a_waiting_rank_hears_that_the_server_stops(place: Place) -> None:
@@ -374,57 +374,57 @@ def test_a_waiting_rank_hears_that_the_server_stops(place: Place) -> None:
 
     def join() -> None:
         try:
-            served.opener.join(call_of(1))
+            served.join_handler.join(call_of(1))
         except ServerStopping as error:
             errors.append(error)
 
     thread = threading.Thread(target=join)
     thread.start()
     thread.join(0.05)
-    served.host.stop()
+    served.coordinator.stop()
     thread.join(PATIENCE_S)
     assert errors
 
 
 def test_waiting_for_rank_0_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.opening.RANK_0_WAIT_S", 0.05)
+    monkeypatch.setattr("tokenloom_server.run.join.RANK_0_WAIT_S", 0.05)
     with pytest.raises(JoinRefused, match="rank 1 waited 0 s for rank 0 of attempt 'a'"):
-        place.serve().opener.join(call_of(1))
+        place.serve().join_handler.join(call_of(1))
 
 
 def test_the_same_process_may_ask_again(place: Place) -> None:
     served = place.serve()
-    first = served.opener.join(call_of(0))
-    assert served.opener.join(call_of(0)) == first
-    assert place.restart().opener.join(call_of(0)).opening == first.opening
+    first = served.join_handler.join(call_of(0))
+    assert served.join_handler.join(call_of(0)) == first
+    assert place.restart().join_handler.join(call_of(0)).opening == first.opening
     assert place.stored().opening == first.opening
 
 
 def test_another_process_on_a_slot_needs_a_new_attempt(place: Place) -> None:
     served = place.serve()
-    served.opener.join(call_of(0))
-    served.opener.join(call_of(1))
+    served.join_handler.join(call_of(0))
+    served.join_handler.join(call_of(1))
     for rank in (0, 1):
         with pytest.raises(AttemptUsed):
-            served.opener.join(call_of(rank, nonce="another"))
+            served.join_handler.join(call_of(rank, nonce="another"))
     # Nothing of that hurts those that are there.
-    served.opener.join(call_of(0))
-    served.opener.join(call_of(1))
+    served.join_handler.join(call_of(0))
+    served.join_handler.join(call_of(1))
 
 
 def test_an_attempt_id_opens_once(place: Place) -> None:
     served = place.serve()
-    served.opener.join(call_of(0, attempt="one"))
-    served.opener.join(call_of(0, attempt="two"))
+    served.join_handler.join(call_of(0, attempt="one"))
+    served.join_handler.join(call_of(0, attempt="two"))
     for rank in (0, 1):
         with pytest.raises(AttemptUsed, match="one"):
-            served.opener.join(call_of(rank, attempt="one"))
+            served.join_handler.join(call_of(rank, attempt="one"))
     again = place.restart()
     for rank in (0, 1):
         with pytest.raises(AttemptUsed, match="one"):
-            again.opener.join(call_of(rank, attempt="one"))
+            again.join_handler.join(call_of(rank, attempt="one"))
     assert place.stored().opening is not None
-    assert served.host.live is not None
+    assert served.coordinator.active is not None
 
 
 @pytest.mark.parametrize(
@@ -439,13 +439,13 @@ def test_an_attempt_id_opens_once(place: Place) -> None:
 )
 def test_a_rank_that_disagrees_is_refused_with_both_values(place: Place, fields: dict[str, Any], says: str) -> None:
     served = place.serve()
-    served.opener.join(call_of(0))
+    served.join_handler.join(call_of(0))
     with pytest.raises(JoinRefused, match=says):
-        served.opener.join(call_of(1, **fields))
+        served.join_handler.join(call_of(1, **fields))
     # Rank 0 once more, from a process that disagrees with itself, spoils nothing for the others.
     with pytest.raises(JoinRefused):
-        served.opener.join(replace(call_of(1, **fields), rank=0, nonce="a-nonce-0"))
-    served.opener.join(call_of(1))
+        served.join_handler.join(replace(call_of(1, **fields), rank=0, nonce="a-nonce-0"))
+    served.join_handler.join(call_of(1))
 
 
 def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Place) -> None:
@@ -454,12 +454,12 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
     trainer.take(3)
     late, early = trainer.state(), trainer.state(4)
     trainer.settle()
-    served.opener.join(call_of(0, attempt="b", state=late))
+    served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
         with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
-            served.opener.join(call_of(1, attempt="b", state=early))
+            served.join_handler.join(call_of(1, attempt="b", state=early))
         served = place.restart()
-    served.opener.join(call_of(1, attempt="b", state=late))
+    served.join_handler.join(call_of(1, attempt="b", state=late))
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
 def test_a_join_that_makes_no_sense_is_refused(place: Place, fields: dict[str, Any], says: str) -> None:
     served = place.serve()
     with pytest.raises(JoinRefused, match=says):
-        served.opener.join(call_of(**({"rank": 0} | fields)))
+        served.join_handler.join(call_of(**({"rank": 0} | fields)))
     assert place.stored().opening is None
 
 
@@ -585,12 +585,12 @@ def test_an_empty_ledger_adopts_the_trainers_run(place: Place, tmp_path: Path) -
     Trainer(served)
     trainer = Trainer(served)
     trainer.take(5)
-    state, uid = trainer.state(), served.host.uid
+    state, uid = trainer.state(), served.coordinator.uid
     place.stop()
     elsewhere = place.serve(tmp_path / "elsewhere.db")
-    assert elsewhere.host.uid != uid
+    assert elsewhere.coordinator.uid != uid
     moved = Trainer(elsewhere, world_size=1, batch_size=3, state=state)
-    assert (elsewhere.host.uid, place.stored().uid) == (uid, uid)
+    assert (elsewhere.coordinator.uid, place.stored().uid) == (uid, uid)
     # Above every generation that the old ledger had when the state was taken.
     assert moved.ranks[0].joined.opening.generation == 3
     assert moved.take(9) == part(samples, 20, 47)
@@ -639,7 +639,7 @@ def test_a_cursor_behind_the_files_is_refused_also_where_there_is_nothing_to_go_
     state = Trainer(served, state=trainer.state()).state()
     document = json.loads(state)
     assert document["sample_index"] == 16
-    at_boundary = served.host.order.encode(served.history.forward(served.history.parse(state)))
+    at_boundary = served.coordinator.order.encode(served.history.forward(served.history.parse(state)))
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
     assert served.history.parse(seal(document)).base is not None
@@ -696,7 +696,7 @@ def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
 def test_any_range_behind_any_point_can_be_skipped(place: Place, end: int) -> None:
     served = place.serve()
     samples = sequence(served)
-    order = served.host.order
+    order = served.coordinator.order
     trainer = Trainer(served)
     trainer.take(44)
     trainer.settle()
@@ -734,12 +734,12 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
     late, early = trainer.state(), trainer.state(4)
     trainer.settle()
     place.runs.restore(RUN, text=late.decode(), skip_samples=5)
-    served.opener.join(call_of(0, attempt="b", state=late))
+    served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
         with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
-            served.opener.join(call_of(1, attempt="b", state=early))
+            served.join_handler.join(call_of(1, attempt="b", state=early))
         served = place.restart()
-    joined = served.opener.join(call_of(1, attempt="b", state=late))
+    joined = served.join_handler.join(call_of(1, attempt="b", state=late))
     assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
     # The launch after it, from a state of its own, jumps over nothing.
     with pytest.raises(BeyondHorizon, match="4000 samples behind sample 12 cannot be skipped: the data end at sample"):
@@ -748,7 +748,7 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
         place.runs.restore(RUN, sample_index=12, skip_tokens=2**35)
     with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
         place.runs.restore(RUN, sample_index=12, skip_samples=1, skip_tokens=1)
-    assert served.opener.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+    assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
 
 
 def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(place: Place) -> None:
@@ -816,13 +816,13 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
 def going_forward_from(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills with the sample index of each state that a pipeline is made from."""
     found: list[int] = []
-    make = served.host.course.pipeline
+    make = served.coordinator.timeline.pipeline
 
     def pipeline(state: State, *, ahead: bool = False) -> Pipeline:
         found.append(state.sample_index)
         return make(state, ahead=ahead)
 
-    monkeypatch.setattr(served.host.course, "pipeline", pipeline)
+    monkeypatch.setattr(served.coordinator.timeline, "pipeline", pipeline)
     return found
 
 
@@ -841,14 +841,14 @@ def test_a_past_index_is_reached_from_the_nearest_journalled_state(
 
 
 def test_the_journal_is_bounded_and_loses_no_index(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.committer.JOURNAL_BYTES", 4000)
+    monkeypatch.setattr("tokenloom_server.run.committer.JOURNAL_BYTES", 4000)
     served = place.serve()
     trainer = Trainer(served)
     for _ in range(42):
         trainer.take(1)
         trainer.settle()
-    host = served.host
-    entries, size = host.ledger.journal_size(host.uid, "train")
+    coordinator = served.coordinator
+    entries, size = coordinator.ledger.journal_size(coordinator.uid, "train")
     assert 1 < entries < 8
     assert size < 6000
     again = place.restart()
@@ -902,7 +902,7 @@ def counters_of(place: Place) -> dict[str, tuple[int, int]]:
 
 def recount(served: ServedRun, samples: dict[int, Sample]) -> dict[str, tuple[int, int]]:
     given = Counter(sample.source for sample in samples.values())
-    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.host.order.specs)}
+    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.coordinator.order.specs)}
 
 
 def test_committed_counters_are_a_recount_of_what_the_ranks_took(place: Place) -> None:
@@ -943,17 +943,19 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place) -> Non
     before = place.stored()
     assert before.committed is not None
     rank = old.ranks[0]
-    host = served.host
+    coordinator = served.coordinator
     with pytest.raises(Fenced, match="generation 1 of run 'test' is over: generation 2"):
-        host.next_for(rank.session, 1.0, never)
+        coordinator.next_for(rank.session, 1.0, never)
     with pytest.raises(Fenced):
-        host.progress(rank.session, rank.received, 9)
+        coordinator.progress(rank.session, rank.received, 9)
     with pytest.raises(Fenced):
         rank.connect(served)
     with pytest.raises(Fenced):
-        host.ledger.commit(host.uid, "train", host.epoch, 1, replace(before.committed, sample_index=99), False)
+        coordinator.ledger.commit(
+            coordinator.uid, "train", coordinator.epoch, 1, replace(before.committed, sample_index=99), False
+        )
     assert place.stored() == before
-    host.detach(rank.session)
+    coordinator.detach(rank.session)
     new.take(1)
 
 
@@ -965,7 +967,7 @@ def test_a_rank_that_waits_hears_of_the_new_generation_at_once(place: Place) -> 
 
     def wait() -> None:
         try:
-            served.host.next_for(old.ranks[0].session, PATIENCE_S, never)
+            served.coordinator.next_for(old.ranks[0].session, PATIENCE_S, never)
         except Fenced as error:
             errors.append(error)
 
@@ -980,11 +982,11 @@ def test_a_rank_that_waits_hears_of_the_new_generation_at_once(place: Place) -> 
 def test_a_rank_of_another_attempt_is_fenced_even_where_a_lost_ledger_gave_its_number_again(place: Place) -> None:
     served = place.serve()
     trainer = Trainer(served)
-    host, opening = served.host, trainer.ranks[0].joined.opening
+    coordinator, opening = served.coordinator, trainer.ranks[0].joined.opening
     with pytest.raises(Fenced, match=r"attempt 'zombie'.*attempt 'attempt-"):
-        host.attach(host.uid, opening.generation, 0, trainer.ranks[0].call.nonce, 0, 0, attempt="zombie")
+        coordinator.attach(coordinator.uid, opening.generation, 0, trainer.ranks[0].call.nonce, 0, 0, attempt="zombie")
     with pytest.raises(LedgerRolledBack, match=r"generation 2 .*ledger is at generation 1"):
-        host.attach(host.uid, opening.generation + 1, 0, trainer.ranks[0].call.nonce, 0, 0)
+        coordinator.attach(coordinator.uid, opening.generation + 1, 0, trainer.ranks[0].call.nonce, 0, 0)
     trainer.take(2)
     trainer.settle()
 
@@ -995,7 +997,7 @@ def test_one_rank_with_another_digest_stops_all_of_them(place: Place) -> None:
     trainer.take(2)
     rank = trainer.ranks[1]
     with pytest.raises(OrderMismatch, match="rank 1 has digest ffff"):
-        served.host.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
+        served.coordinator.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
     with pytest.raises(OrderMismatch, match="the ranks no longer see one order"):
         trainer.take(9)
 
@@ -1007,7 +1009,7 @@ def test_a_server_whose_client_met_a_newer_one_sends_nothing_more(place: Place) 
     rank = trainer.ranks[0]
     place.serve()
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
-        served.host.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+        served.coordinator.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
     with pytest.raises(NotLeader):
         trainer.take(9)
 
@@ -1021,7 +1023,7 @@ def test_a_client_that_met_an_epoch_which_the_ledger_forgot_hears_of_lost_data_a
     trainer.take(1)
     rank = trainer.ranks[0]
     with pytest.raises(LedgerRolledBack, match=r"server epoch 2, but the ledger .* none beyond 1: it lost data"):
-        served.host.attach("of before", 1, 0, "zombie", 0, 0, "", 2)
+        served.coordinator.attach("of before", 1, 0, "zombie", 0, 0, "", 2)
     trainer.take(9)
     trainer.settle()
     committed = place.stored().committed
@@ -1039,11 +1041,11 @@ def test_a_client_that_met_a_newer_server_gets_nothing_while_the_ledger_cannot_s
     trainer = Trainer(served)
     trainer.take(1)
     rank = trainer.ranks[0]
-    monkeypatch.setattr(served.host.ledger, "read_run", unavailable)
+    monkeypatch.setattr(served.coordinator.ledger, "read_run", unavailable)
     with pytest.raises(LedgerUnavailable):
-        served.host.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+        served.coordinator.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
-        served.host.require_lead()
+        served.coordinator.require_lead()
 
 
 def test_of_two_servers_the_older_fails_closed_at_its_next_commit(place: Place) -> None:
@@ -1077,17 +1079,24 @@ def other(commit: Commit) -> Commit:
 
 def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> None:
     served = place.serve()
-    host = served.host
+    coordinator = served.coordinator
     trainer = Trainer(served)
     text = json.loads(served.history.snapshot(4)[0])
     state = served.history.forward(served.history.parse(seal(text)))
     # Somebody else's order, at the index where this one commits next.
-    host.ledger.commit(host.uid, "train", host.epoch, 1, other(host.commit_of(state, host.order.encode(state))), False)
+    coordinator.ledger.commit(
+        coordinator.uid,
+        "train",
+        coordinator.epoch,
+        1,
+        other(coordinator.commit_of(state, coordinator.order.encode(state))),
+        False,
+    )
     with pytest.raises(OrderMismatch):
         for _ in range(20):
             trainer.take(1)
             trainer.settle()
-    assert isinstance(host.error, OrderMismatch)
+    assert isinstance(coordinator.error, OrderMismatch)
     committed = place.stored().committed
     assert committed is not None
     assert (committed.sample_index, committed.digest) == (4, "f" * 32)
@@ -1095,19 +1104,19 @@ def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> 
 
 def test_a_restarted_server_that_produces_another_order_delivers_nothing(place: Place) -> None:
     served = place.serve()
-    host = served.host
+    coordinator = served.coordinator
     trainer = Trainer(served)
     rank = trainer.ranks[0]
     text = json.loads(served.history.snapshot(12)[0])
     point = served.history.parse(seal(text))
     state = served.history.forward(point)
-    commit = host.commit_of(state, host.order.encode(point.base or host.order.initial()))
-    host.ledger.commit(host.uid, "train", host.epoch, 1, other(commit), False)
+    commit = coordinator.commit_of(state, coordinator.order.encode(point.base or coordinator.order.initial()))
+    coordinator.ledger.commit(coordinator.uid, "train", coordinator.epoch, 1, other(commit), False)
     again = place.restart()
     rank.received = rank.consumed = 12
     rank.connect(again)
     with pytest.raises(OrderMismatch, match="sample 12 was committed with digest ffff"):
-        again.host.next_for(rank.session, PATIENCE_S, never)
+        again.coordinator.next_for(rank.session, PATIENCE_S, never)
 
 
 def test_a_ledger_that_lost_commits_is_refused(place: Place) -> None:
@@ -1140,27 +1149,27 @@ def test_a_loss_is_told_until_the_ledger_has_caught_up_perhaps_by_another_server
     trainer.settle()
     stored = place.stored()
     assert stored.opening is not None and stored.committed is not None
-    host = served.host
-    host.lose(LedgerRolledBack("it lost data on purpose"))
+    coordinator = served.coordinator
+    coordinator.on_lease_lost(LedgerRolledBack("it lost data on purpose"))
     found = replace(
         stored,
         opening=replace(stored.opening, generation=generation) if generation else None,
         committed=replace(stored.committed, sample_index=index) if generation else None,
     )
-    host.lead(host.epoch, found, host.course, host.clock(), host.clock() + 15)
-    assert isinstance(host.error, LedgerRolledBack) == told
+    coordinator.lead(coordinator.epoch, found, coordinator.timeline, coordinator.clock(), coordinator.clock() + 15)
+    assert isinstance(coordinator.error, LedgerRolledBack) == told
 
 
 def test_ranks_that_hear_of_a_busy_run_ask_for_longer_than_rank_0(place: Place) -> None:
     # It may be cut off from the server for a while; they gave up before it was heard again.
-    place.terms = Terms(liveness_s=50.0)
-    opener = place.serve().opener
+    place.timeouts = Timeouts(liveness_s=50.0)
+    join_handler = place.serve().join_handler
     for rank in range(2):
-        opener.join(call_of(rank))
+        join_handler.join(call_of(rank))
     found = []
     for rank in range(2):
         with pytest.raises(RunBusy) as refused:
-            opener.join(call_of(rank, attempt="b", resume="latest"))
+            join_handler.join(call_of(rank, attempt="b", resume="latest"))
         found.append(refused.value.retry_for_s)
     assert found[1] >= found[0] + 30
 
@@ -1210,7 +1219,7 @@ def test_a_server_that_is_restarted_at_every_step_of_a_ramp_goes_on_with_the_siz
     assert trainer.taken() == part(samples, 0, 174)
     opening = place.stored().opening
     assert opening is not None
-    assert (opening.batch_size, served.host.ramp(opening).accumulate) == (2, 3)
+    assert (opening.batch_size, served.coordinator.ramp(opening).accumulate) == (2, 3)
 
 
 @pytest.mark.parametrize(("last_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
@@ -1248,7 +1257,7 @@ def test_a_smaller_window_after_a_restart_lets_the_run_go_on(made: Callable[...,
     place = made(window_steps=12)
     place.wrap = Away
     served = place.serve()
-    ledger = served.host.ledger
+    ledger = served.coordinator.ledger
     assert isinstance(ledger, Away)
     trainer = Trainer(served)
     trainer.take(1)
@@ -1304,8 +1313,8 @@ class Away(SqliteLedger):
 def away(place: Place) -> tuple[ServedRun, Away]:
     place.wrap = Away
     served = place.serve()
-    assert isinstance(served.host.ledger, Away)
-    return served, served.host.ledger
+    assert isinstance(served.coordinator.ledger, Away)
+    return served, served.coordinator.ledger
 
 
 def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is_lost(place: Place) -> None:
@@ -1313,7 +1322,7 @@ def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is
     trainer = Trainer(served)
     ledger.away = True
     trainer.take(6)
-    found = served.host.next_for(trainer.ranks[0].session, 0.2, never)
+    found = served.coordinator.next_for(trainer.ranks[0].session, 0.2, never)
     assert found == Waiting("the ledger: away on purpose")
     assert place.runs.not_ready() == "run test: the ledger is away: away on purpose"
     ledger.away = False
@@ -1345,29 +1354,29 @@ def test_the_other_ranks_wait_on_while_rank_0_cannot_reach_the_ledger(
     with monkeypatch.context() as patch:
         patch.setattr(ledger, "read_run", unreachable)
         with pytest.raises(LedgerUnavailable):
-            served.opener.join(call_of(0))
-    assert served.opener.try_join(call_of(1)) is None
-    assert served.opener.join(call_of(0)).opening == served.opener.join(call_of(1)).opening
+            served.join_handler.join(call_of(0))
+    assert served.join_handler.try_join(call_of(1)) is None
+    assert served.join_handler.join(call_of(0)).opening == served.join_handler.join(call_of(1)).opening
 
 
 def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place) -> None:
     served = place.serve()
-    served.opener.join(call_of(0))
+    served.join_handler.join(call_of(0))
     with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
         file.execute("UPDATE runs SET generation = 0")
         file.execute("DELETE FROM openings")
     with pytest.raises(LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"):
-        served.opener.join(call_of(1))
+        served.join_handler.join(call_of(1))
 
 
 def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: Place) -> None:
     served = place.serve()
-    assert served.host.leads()
+    assert served.coordinator.leads()
     with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
         file.execute("UPDATE leases SET holder = 'another'")
     served.leadership.step()
-    assert not served.host.leads()
-    assert "another has the lease of run 'test', at this server's own epoch" in served.host.stands_by_for
+    assert not served.coordinator.leads()
+    assert "another has the lease of run 'test', at this server's own epoch" in served.coordinator.stands_by_for
 
 
 def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(place: Place) -> None:
@@ -1377,9 +1386,9 @@ def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(place: Place
     trainer.settle()
     ledger.keep_opening = True
     with pytest.raises(LedgerUnavailable):
-        served.opener.join(call_of(0, attempt="late", resume="latest", takeover=True))
+        served.join_handler.join(call_of(0, attempt="late", resume="latest", takeover=True))
     deadline = time.monotonic() + PATIENCE_S
-    while not served.host.leads():
+    while not served.coordinator.leads():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(NotLeader):
@@ -1400,7 +1409,7 @@ def test_an_opening_whose_answer_was_lost_is_found_again_and_nothing_is_sent_to_
     ledger.lose_answer = True
     calls = [call_of(rank, attempt="lost", state=state) for rank in range(2)]
     with pytest.raises(LedgerUnavailable):
-        served.opener.join(calls[0])
+        served.join_handler.join(calls[0])
     # Its generation is over in the ledger, and this server cannot know.
     with pytest.raises((NotLeader, Fenced)):
         trainer.take(9)
@@ -1419,27 +1428,27 @@ def test_an_opening_that_never_reached_the_ledger_leaves_the_launch_before_as_it
     trainer.settle()
     ledger.lose_request = True
     with pytest.raises(LedgerUnavailable):
-        served.opener.join(call_of(0, attempt="lost", state=state))
+        served.join_handler.join(call_of(0, attempt="lost", state=state))
     for rank in trainer.ranks:
         patiently(lambda rank=rank: rank.connect(served))  # type: ignore[misc]
     trainer.take(5)
     trainer.settle()
-    assert served.host.live is not None and served.host.live.generation.number == 1
+    assert served.coordinator.active is not None and served.coordinator.active.generation.number == 1
     assert counters_of(place) == recount(served, trainer.taken())
 
 
 def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_one_before(place: Place) -> None:
     served, ledger = away(place)
     Trainer(served).take(2)
-    assert served.host.live is not None
-    served.host.fail(served.host.live, RankStalled("of the generation before"))
+    assert served.coordinator.active is not None
+    served.coordinator.fail(served.coordinator.active, RankStalled("of the generation before"))
     ledger.lose_answer = True
     call = call_of(0, 1, attempt="lost", resume="latest", process="notebook")
     with pytest.raises(LedgerUnavailable):
-        served.opener.join(call)
+        served.join_handler.join(call)
     assert patiently(lambda: Rank(served, call)).take(3) == 3
-    assert served.host.live is not None
-    assert served.host.live.process == "notebook"
+    assert served.coordinator.active is not None
+    assert served.coordinator.active.process == "notebook"
 
 
 def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path: Path) -> None:
@@ -1451,11 +1460,11 @@ def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path
     served, ledger = away(place)
     ledger.lose_answer = True
     with pytest.raises(LedgerUnavailable):
-        served.opener.join(call_of(0, attempt="moved", state=state))
+        served.join_handler.join(call_of(0, attempt="moved", state=state))
     rank = patiently(lambda: Rank(served, call_of(0, world_size=2, attempt="moved", state=state)))
     Rank(served, call_of(1, world_size=2, attempt="moved", state=state))
     assert rank.take(3) == 3
-    assert served.host.uid == json.loads(state)["run_uid"]
+    assert served.coordinator.uid == json.loads(state)["run_uid"]
 
 
 def test_a_server_that_stops_commits_what_was_acknowledged(place: Place) -> None:
@@ -1522,18 +1531,18 @@ def test_what_still_produces_when_the_interpreter_ends_is_no_fault(
     served = place.serve()
     Rank(served, call_of(world_size=1))
     assert producing.wait(PATIENCE_S)
-    served.host.stop(0.01)
+    served.coordinator.stop(0.01)
     ends.set()
-    for worker in served.host._workers:
+    for worker in served.coordinator._workers:
         worker.join(PATIENCE_S)
-    assert served.host.error is None
+    assert served.coordinator.error is None
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_streams_of_a_stopping_server_end_with_a_word(place: Place) -> None:
     served = place.serve()
     trainer = Trainer(served)
-    served.host.stop()
+    served.coordinator.stop()
     with pytest.raises(ServerStopping):
         trainer.take(1)
 
@@ -1556,14 +1565,14 @@ def test_each_source_says_where_it_resumes(place: Place, caplog: pytest.LogCaptu
 
 def test_a_wait_names_the_rank_that_holds_the_others_back(place: Place) -> None:
     served = place.serve()
-    assert served.host.waiting_for() == "a trainer"
+    assert served.coordinator.waiting_for() == "a trainer"
     first = Rank(served, call_of(0))
     first.take(6)
-    found = served.host.next_for(first.session, 0.1, never)
+    found = served.coordinator.next_for(first.session, 0.1, never)
     assert found == Waiting("rank 1 to connect")
     Rank(served, call_of(1)).take(2)
     first.take(2)
-    assert served.host.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8")
+    assert served.coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8")
 
 
 def test_a_bad_row_stops_the_run_behind_all_that_came_before_it(folder: Path, tmp_path: Path) -> None:
@@ -1601,8 +1610,8 @@ def test_every_good_step_before_a_bad_row_is_delivered_and_committed_then_the_er
         steps = tokens // 16 // world_size
         assert len(trainer.take(steps)) == steps * world_size
         trainer.settle()
-        assert served.host.committed is not None
-        assert served.host.committed.sample_index == steps * world_size
+        assert served.coordinator.committed is not None
+        assert served.coordinator.committed.sample_index == steps * world_size
         for rank in trainer.ranks:
             with pytest.raises(SourceError, match=r"rows\.jsonl.*line 401"):
                 rank.take(1)
@@ -1619,9 +1628,9 @@ def test_a_new_attempt_that_takes_over_a_streaming_run_is_committed_like_the_fir
         new = Trainer(served, resume="fresh")
         new.take(4)
         new.settle()
-        assert served.host.committed is not None
-        assert served.host.committed.sample_index == 16
-        assert served.host.dead_worker() is None
+        assert served.coordinator.committed is not None
+        assert served.coordinator.committed.sample_index == 16
+        assert served.coordinator.dead_worker() is None
 
 
 def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place) -> None:
@@ -1630,7 +1639,7 @@ def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place) -> None:
     ended = threading.Thread(name="ended", target=int)
     ended.start()
     ended.join()
-    served.host._workers = (*served.host._workers, ended)
+    served.coordinator._workers = (*served.coordinator._workers, ended)
     assert "its thread ended has ended" in (place.runs.not_ready() or "")
 
 
@@ -1656,8 +1665,8 @@ class Slow(SqliteLedger):
 def slow(place: Place) -> tuple[ServedRun, Slow]:
     place.wrap = Slow
     served = place.serve()
-    assert isinstance(served.host.ledger, Slow)
-    return served, served.host.ledger
+    assert isinstance(served.coordinator.ledger, Slow)
+    return served, served.coordinator.ledger
 
 
 def heavier(**fields: Any) -> MixtureChange:
@@ -1667,7 +1676,7 @@ def heavier(**fields: Any) -> MixtureChange:
 
 def samples_of(served: ServedRun, count: int) -> list[tuple[int, bytes]]:
     """What the run's order is, from a pipeline of its own."""
-    pipeline = served.host.course.pipeline(served.host.course.initial())
+    pipeline = served.coordinator.timeline.pipeline(served.coordinator.timeline.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=count))
     pipeline.fill(group, count)
     sources = group.source_ids[0, :, 0].tolist()
@@ -1677,7 +1686,7 @@ def samples_of(served: ServedRun, count: int) -> list[tuple[int, bytes]]:
 @pytest.fixture
 def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every two steps, so that revisions hold soon."""
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 2)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 2)
 
 
 @pytest.mark.parametrize("batch_size", [2, ((0, 2), (160, 3), (256, 1))])
@@ -1698,14 +1707,14 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.settle()
 
     ledger.meanwhile = meanwhile
-    index = served.host.first_revisable() + behind
+    index = served.coordinator.first_revisable() + behind
     revision = served.revising.revise(heavier(sample_index=index))
     assert revision.sample_index == index
     trainer.take(20)
     expected = samples_of(served, trainer.index)
     assert [(sample[0], bytes(sample[1])) for _, sample in sorted(trainer.taken().items())] == expected
-    plain = served.host.course.with_revisions(())
-    assert served.host.course.at(index).config != plain.at(index).config
+    plain = served.coordinator.timeline.with_revisions(())
+    assert served.coordinator.timeline.at(index).config != plain.at(index).config
     # A restore anywhere, and another server, find the same.
     trainer.settle()
     again = Trainer(served, 3, 1, state=trainer.state(trainer.index), takeover=True)
@@ -1730,9 +1739,13 @@ def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(m
 
 def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., Place], short_groups: None) -> None:
     served, ledger = slow(made(window_steps=4))
-    host = served.host
+    coordinator = served.coordinator
     # Another server took the lead and gave it back while the revision was on its way.
     ledger.meanwhile = lambda revision: served.leadership._acquire()
     with pytest.raises(NotLeader):
         served.revising.revise(heavier(sample_index=0))
-    assert not host.course.revisions and not ledger.revisions(host.uid, host.stream) and host.revising_at is None
+    assert (
+        not coordinator.timeline.revisions
+        and not ledger.revisions(coordinator.uid, coordinator.stream)
+        and coordinator.revising_at is None
+    )

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal
-from tokenloom_server import config, imported
-from tokenloom_server.course import Course
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.balances import carry
 from tokenloom_server.mixing.mixer import Mixer
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan, Pipeline
-from tokenloom_server.snapshot import ResumePoint
-from tokenloom_server.state import MAX_COUNTER, Cursor, State
+from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.order.timeline import Timeline
 
 SPECS = [CODE, DOCS, PROSE, WIKI]
 SHARDS = {CODE: "data/code-1.parquet", DOCS: "data/docs.jsonl", PROSE: "data/prose/0.txt"}
@@ -47,15 +48,15 @@ def wiki(order: Order, **more: Any) -> dict[str, Any]:
 
 
 def import_into(order: Order, *entries: dict[str, Any]) -> ResumePoint:
-    payload = imported.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
+    payload = foreign_checkpoint.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
     assert payload is not None
-    return imported.resume_point(payload, Course(order))
+    return foreign_checkpoint.resume_point(payload, Timeline(order))
 
 
 def decoded(order: Order, state: State) -> State:
     """A state through its text."""
-    course = Course(order)
-    return course.decode(course.encode(state))
+    timeline = Timeline(order)
+    return timeline.decode(timeline.encode(state))
 
 
 def state_of(point: ResumePoint) -> State:
@@ -228,10 +229,10 @@ PAYLOADS = st.fixed_dictionaries(
 @given(PAYLOADS)
 def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(order: Order, document: dict[str, Any]) -> None:
     try:
-        payload = imported.read(json.dumps(document))
+        payload = foreign_checkpoint.read(json.dumps(document))
         if payload is None:
             return
-        point = imported.resume_point(payload, Course(order))
+        point = foreign_checkpoint.resume_point(payload, Timeline(order))
     except SnapshotInvalid:
         return
     if point.base is not None:
@@ -246,12 +247,12 @@ def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: Order) ->
 
 
 def test_a_sample_index_alone_skips_so_many_samples(order: Order) -> None:
-    payload = imported.read('{"sample_index": 37}')
+    payload = foreign_checkpoint.read('{"sample_index": 37}')
     assert payload is not None
-    point = imported.resume_point(payload, Course(order))
+    point = foreign_checkpoint.resume_point(payload, Timeline(order))
     assert (point.sample_index, point.total_tokens, point.base, point.digest) == (37, 296, None, None)
     assert "sample_index=37" in point.notes[0]
-    assert imported.read('{"resume_state": {"sample_index": 37}}') == payload
+    assert foreign_checkpoint.read('{"resume_state": {"sample_index": 37}}') == payload
 
 
 # --- What is new, and what is not there any more -----------------------------------------------------------------
@@ -300,7 +301,7 @@ def test_without_balances_a_new_source_just_begins(folder: Path) -> None:
 def test_what_the_mixture_lacks_is_written_back_as_it_was(order: Order) -> None:
     old = entry("hf:old/set@main:train:text", 9, 1000, shard="part-7", extra={"b": [1, None]})
     state = state_of(import_into(order, entry(CODE, 3, 80), old))
-    datasets = json.loads(Course(order).encode(state))["datasets"]
+    datasets = json.loads(Timeline(order).encode(state))["datasets"]
     assert datasets[-1] == {**old, "unknown": True}
     assert [found["spec"] for found in datasets[:-1]] == SPECS
 
@@ -368,7 +369,7 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(order: Order, change: 
 )
 def test_what_is_no_payload_is_refused(document: dict[str, Any], said: str) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
-        imported.read(json.dumps(document))
+        foreign_checkpoint.read(json.dumps(document))
 
 
 def test_a_payload_of_which_nothing_is_known_is_refused(order: Order) -> None:
@@ -400,7 +401,7 @@ def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_
     order = order_of(folder, mixture(phases=phases, last_step="pad"))
     state = state_of(import_into(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))
     assert state.sample_index == 30
-    pipeline = Course(order).pipeline(state)
+    pipeline = Timeline(order).pipeline(state)
     pipeline.advance(40)
     assert pipeline.state().total_tokens == 50 * 8 + 20 * 16
     with pytest.raises(SnapshotInvalid, match="phases change the sequence length"):
@@ -408,12 +409,12 @@ def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_
 
 
 def test_a_snapshot_is_no_older_payload_even_where_it_is_torn() -> None:
-    assert imported.read(seal({"format": "tokenloom/snapshot", "sample_index": 3})) is None
-    assert imported.read('{"checksum": "x", "sample_index": 3}') is None
-    assert imported.read('{"sample_index": 3') is None
-    assert imported.read(b"\xff") is None
-    assert imported.read("[1]") is None
-    assert imported.read('{"other": 1}') is None
+    assert foreign_checkpoint.read(seal({"format": "tokenloom/snapshot", "sample_index": 3})) is None
+    assert foreign_checkpoint.read('{"checksum": "x", "sample_index": 3}') is None
+    assert foreign_checkpoint.read('{"sample_index": 3') is None
+    assert foreign_checkpoint.read(b"\xff") is None
+    assert foreign_checkpoint.read("[1]") is None
+    assert foreign_checkpoint.read('{"other": 1}') is None
 
 
 def test_the_mixture_of_the_corpus_is_as_these_tests_take_it() -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.features import document, order_of
-from tokenloom_server.state import State
+from tokenloom_server.core.state import State
 
 SHORT, LONG = 80_000, 1_000_000
 WEIGHTS = (0.9, 0.1)

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
-from support.courses import revised
-from tokenloom_server.config import NodeConfig
-from tokenloom_server.course import Course
+from support.timelines import revised
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
-from tokenloom_server.spec import Spec
-from tokenloom_server.state import State
 
 #: Sources on disk, in three schemes; the last file of each appears when a run reads the others already.
 SOURCES = 60
@@ -118,9 +118,9 @@ def _children(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _children(child)
 
 
-def _change(rng: random.Random, course: Course, index: int, folder: Path) -> tuple[str, dict[str, Any]]:
+def _change(rng: random.Random, timeline: Timeline, index: int, folder: Path) -> tuple[str, dict[str, Any]]:
     """A change of any kind, which need not make sense for the mixture that is in force."""
-    config = course.at(index).config
+    config = timeline.at(index).config
     places = dict(_places(config.mixture, "mixture"))
     name, other = rng.choice(list(places)), rng.choice(list(places))
     nodes = [place for place, is_node in places.items() if is_node]
@@ -154,7 +154,7 @@ def _change(rng: random.Random, course: Course, index: int, folder: Path) -> tup
             kept = [source.source for source in config.sources]
             return kind, {"mixture": random_tree(rng, 2, iter(cycle(rng.sample(kept + specs, len(kept) + len(specs)))))}
         case "exclude":
-            order, rows = course.at(index), []
+            order, rows = timeline.at(index), []
             for source, shards in zip(config.sources, order.shard_paths, strict=True):
                 # The first row of a file stays, so that no epoch is without a token.
                 rows += [
@@ -189,13 +189,13 @@ class Drawn:
 
     rng: random.Random
     corpus: Corpus
-    course: Course = field(init=False)
+    timeline: Timeline = field(init=False)
     made: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         while True:
             try:
-                self.course = Course(self.corpus.order(_document(self.rng)))
+                self.timeline = Timeline(self.corpus.order(_document(self.rng)))
                 return
             except ConfigError:
                 continue  # such as an endless source whose rest a policy goes by
@@ -205,9 +205,9 @@ class Drawn:
         index = least
         for _ in range(count):
             index += self.rng.choice([0, 0, 1, 3, 8, 20])
-            kind, change = _change(self.rng, self.course, index, self.corpus.folder)
+            kind, change = _change(self.rng, self.timeline, index, self.corpus.folder)
             try:
-                self.course = revised(self.course, index, **change)
+                self.timeline = revised(self.timeline, index, **change)
                 self.made.append(kind)
             except ConfigError:
                 continue  # what is there already, or gone, or has no weight, cannot be changed so
@@ -220,10 +220,10 @@ class Drawn:
 class Whole:
     """The uninterrupted run, made with all revisions known from the beginning: one sample a step."""
 
-    course: Course
+    timeline: Timeline
 
     def __post_init__(self) -> None:
-        pipeline = self.course.pipeline(self.course.initial())
+        pipeline = self.timeline.pipeline(self.timeline.initial())
         plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=LONGEST)
         self.samples: list[tuple[int, bytes]] = []
         self.points = [(0, 0)]
@@ -237,26 +237,26 @@ class Whole:
             if pipeline.ended is not None and "join again" not in pipeline.ended:
                 break
             if pipeline.ended is not None:
-                pipeline = self.course.pipeline(pipeline.state())
+                pipeline = self.timeline.pipeline(pipeline.state())
         self.end = len(self.samples)
 
     def states(self, indices: set[int]) -> dict[int, set[str]]:
         """The state texts at some sample indices, from one walk: at the end of the data also the one behind the pick
         that found nothing."""
         found = {}
-        pipeline = self.course.pipeline(self.course.initial())
+        pipeline = self.timeline.pipeline(self.timeline.initial())
         for index in sorted(indices):
             while pipeline.sample_index < index:
                 before = pipeline.sample_index
                 pipeline.advance(index - before)
                 if pipeline.ended is not None and pipeline.sample_index < index:
                     assert pipeline.sample_index > before, "the walk ends earlier"
-                    pipeline = self.course.pipeline(pipeline.state())
-            found[index] = {self.course.encode(pipeline.state())}
+                    pipeline = self.timeline.pipeline(pipeline.state())
+            found[index] = {self.timeline.encode(pipeline.state())}
             if index == self.end:
                 pipeline.advance(1)
                 if pipeline.sample_index == index:
-                    found[index].add(self.course.encode(pipeline.state()))
+                    found[index].add(self.timeline.encode(pipeline.state()))
         return found
 
 
@@ -265,15 +265,15 @@ class Broken:
     """The same run in generations, each with a topology of its own, begun anew from a state's text."""
 
     rng: random.Random
-    course: Course
+    timeline: Timeline
     whole: Whole
     #: State texts that were met, with the sample index.
     texts: list[tuple[int, str]] = field(default_factory=list)
 
     def generation(self, text: str) -> str:
         """Goes on from a text for a while; returns the text at which the next one begins."""
-        rng, course = self.rng, self.course
-        pipeline = self._under_fewer_revisions(course.decode(text))
+        rng, timeline = self.rng, self.timeline
+        pipeline = self._under_fewer_revisions(timeline.decode(text))
         plan = BatchPlan(
             start_index=pipeline.sample_index,
             world_size=rng.randint(1, 4),
@@ -289,28 +289,28 @@ class Broken:
 
     def _under_fewer_revisions(self, state: State) -> Pipeline:
         """A pipeline that learns of later revisions only while it is at work, as when they are made."""
-        course = self.course
-        known = sum(revision.sample_index <= state.sample_index for revision in course.revisions)
-        fewer = course.with_revisions(course.revisions[: self.rng.randint(known, len(course.revisions))])
+        timeline = self.timeline
+        known = sum(revision.sample_index <= state.sample_index for revision in timeline.revisions)
+        fewer = timeline.with_revisions(timeline.revisions[: self.rng.randint(known, len(timeline.revisions))])
         pipeline = fewer.pipeline(state)
-        unknown = course.revisions[len(fewer.revisions) :]
+        unknown = timeline.revisions[len(fewer.revisions) :]
         if unknown:
             pipeline.advance(self.rng.randrange(unknown[0].sample_index - state.sample_index))
             if pipeline.ended is None:
-                pipeline.switch(course.switches(pipeline.sample_index))
-        return pipeline if pipeline.ended is None else course.pipeline(state)
+                pipeline.switch(timeline.switches(pipeline.sample_index))
+        return pipeline if pipeline.ended is None else timeline.pipeline(state)
 
-    def _group(self, pipeline: Pipeline, plan: BatchPlan) -> Group:
+    def _group(self, pipeline: Pipeline, plan: BatchPlan) -> StepGroup:
         rng, group = self.rng, pipeline.begin_group(plan)
-        self.texts.append((group.begin, self.course.encode(group.base)))
+        self.texts.append((group.begin, self.timeline.encode(group.base)))
         while len(group.marks) < plan.group_steps and pipeline.ended is None:
             pipeline.fill(group, rng.randint(1, plan.group_steps))
         self._compare(group, pipeline.ended is not None)
         for step in rng.sample(range(len(group.marks)), min(2, len(group.marks))):
-            self.texts.append((group.marks[step].sample_index, self.course.encode(group.state_behind(step))))
+            self.texts.append((group.marks[step].sample_index, self.timeline.encode(group.state_behind(step))))
         return group
 
-    def _compare(self, group: Group, ended: bool) -> None:
+    def _compare(self, group: StepGroup, ended: bool) -> None:
         """Every rank's samples, and the digest behind each step, are the uninterrupted run's."""
         whole, plan, begin = self.whole, group.plan, group.begin
         for step, mark in enumerate(group.marks):
@@ -327,31 +327,31 @@ class Broken:
                         assert source == -1 and not any(own) and ended
             begin = mark.sample_index
 
-    def _interruption(self, pipeline: Pipeline, groups: list[Group]) -> str:
-        rng, course = self.rng, self.course
+    def _interruption(self, pipeline: Pipeline, groups: list[StepGroup]) -> str:
+        rng, timeline = self.rng, self.timeline
         group = rng.choice(groups)
         steps = len(group.marks)
         if steps and rng.random() < 0.4:
-            return course.encode(group.state_behind(rng.randrange(steps)))
+            return timeline.encode(group.state_behind(rng.randrange(steps)))
         # Any sample index, from the boundary before it, as a snapshot is resumed.
-        forward = course.pipeline(course.decode(course.encode(group.base)))
+        forward = timeline.pipeline(timeline.decode(timeline.encode(group.base)))
         forward.advance(rng.randint(0, group.end - group.begin))
-        text = course.encode(forward.state())
+        text = timeline.encode(forward.state())
         self.texts.append((forward.sample_index, text))
         return text
 
 
 def _hold_together(drawn: Drawn, generations: int) -> None:
-    whole = Whole(drawn.course)
-    broken = Broken(drawn.rng, drawn.course, whole)
-    text = drawn.course.encode(drawn.course.initial())
+    whole = Whole(drawn.timeline)
+    broken = Broken(drawn.rng, drawn.timeline, whole)
+    text = drawn.timeline.encode(drawn.timeline.initial())
     for _ in range(generations):
         text = broken.generation(text)
     expected = whole.states({index for index, _ in broken.texts if index <= whole.end})
     for index, found in broken.texts:
         if index <= whole.end:
             assert found in expected[index]
-            assert drawn.course.encode(drawn.course.decode(found)) == found
+            assert drawn.timeline.encode(drawn.timeline.decode(found)) == found
         else:
             assert index <= LONGEST + 200
 
@@ -394,11 +394,11 @@ def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
         drawn = Drawn(rng, corpus)
         drawn.revise(rng.randint(0, 60), rng.randint(1, 5))
         kinds |= set(drawn.made)
-        policies |= {node.policy for each in drawn.course.stretches for node in each.order.config.nodes}
-        whole = Whole(drawn.course)
-        reached += any(0 < each.begin < whole.end for each in drawn.course.stretches)
+        policies |= {node.policy for each in drawn.timeline.segments for node in each.order.config.nodes}
+        whole = Whole(drawn.timeline)
+        reached += any(0 < each.begin < whole.end for each in drawn.timeline.segments)
         ended += whole.end < LONGEST
-        begins = [revision.sample_index for revision in drawn.course.revisions]
+        begins = [revision.sample_index for revision in drawn.timeline.revisions]
         at_once += len(set(begins)) < len(begins)
     assert kinds == set(KINDS)
     assert len(policies) == 7

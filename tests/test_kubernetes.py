@@ -20,7 +20,7 @@ import yaml
 from support.ports import free_port
 from support.redis_server import redis_binary
 from tokenloom import RemoteDataset
-from tokenloom_server import config
+from tokenloom_server.config import mixture_file as config
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "examples" / "kubernetes" / "tokenloom.yaml"
@@ -250,8 +250,8 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
         assert server[probe]["httpGet"]["port"] == "rest"
         url = f"http://{addresses['rest']}{server[probe]['httpGet']['path']}"
         try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(url, timeout=server[probe].get("timeoutSeconds", 1)) as answer:
+            join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with join_handler.open(url, timeout=server[probe].get("timeoutSeconds", 1)) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             with error:

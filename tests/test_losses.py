@@ -7,7 +7,7 @@ import random
 
 import pytest
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.losses import MAX_CELLS, MAX_POINTS, MIN_POINTS, Curve, Report
+from tokenloom_server.run.losses import MAX_CELLS, MAX_POINTS, MIN_POINTS, Curve, Report
 
 
 def report(index: int, sources: dict[int, tuple[float, int]], **fields: float) -> Report:

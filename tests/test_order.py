@@ -12,9 +12,9 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, parsed, write_corpus
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_proto.seal import canonical
+from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, SourceChanged, SourceError, TokenizerError, TokenloomError
-from tokenloom_server.order import Order
-from tokenloom_server.state import ORDER_VERSION
+from tokenloom_server.order.record import Order
 
 
 @pytest.fixture

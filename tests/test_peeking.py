@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, mixture, write_corpus
+from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
-from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.peeking import Peek, PeekCall
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.replay.peek import Peek, PeekCall
+from tokenloom_server.run.coordinator import Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import JoinCall
 
 PATIENCE_S = 20.0
 
@@ -51,7 +51,7 @@ def served(folder: Path, tmp_path: Path) -> Iterator[ServedRun]:
 @pytest.fixture
 def ids(served: ServedRun) -> list[bytes]:
     """Every sample of the order."""
-    order = served.host.order
+    order = served.coordinator.order
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
     pipeline.fill(group, 1000)
@@ -70,19 +70,19 @@ def joined(served: ServedRun, resume: str = "") -> State:
 
 def trained_to(served: ServedRun, sample_index: int) -> None:
     """One rank consumes so many samples, and all of it is committed."""
-    host = served.host
+    coordinator = served.coordinator
     call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
-    opening = served.opener.join(call).opening
-    session = host.attach(host.uid, opening.generation, 0, "n", 0, 0)
-    host.progress(session, 0, 1000)
+    opening = served.join_handler.join(call).opening
+    session = coordinator.attach(coordinator.uid, opening.generation, 0, "n", 0, 0)
+    coordinator.progress(session, 0, 1000)
     sent = 0
     while sent < sample_index:
-        found = host.next_for(session, PATIENCE_S, never)
+        found = coordinator.next_for(session, PATIENCE_S, never)
         assert isinstance(found, Delivery)
         sent = found.group.marks[found.last - 1].sample_index
-    host.progress(session, sample_index, 1000)
-    host.finish(session, PATIENCE_S)
-    host.detach(session)
+    coordinator.progress(session, sample_index, 1000)
+    coordinator.finish(session, PATIENCE_S)
+    coordinator.detach(session)
 
 
 def shown(peek: Peek, count: int) -> list[bytes]:
@@ -100,13 +100,13 @@ def shown(peek: Peek, count: int) -> list[bytes]:
 def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking.AHEAD_SAMPLES", 5)
+    monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 5)
     assert joined(served, "5").sample_index == 5
     with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
         joined(served, "11")
     trained_to(served, 40)
     for at in (39, 20, 40, 45):
-        with served.peeks.open(served.host.uid, at, 1) as peek:
+        with served.peeks.open(served.coordinator.uid, at, 1) as peek:
             peek.progress(at, 2)
             assert shown(peek, 2) == ids[at : at + 2]
     with pytest.raises(BeyondHorizon, match=r"beyond sample 4\d, .* \(committed: 40\)"):
@@ -114,7 +114,7 @@ def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
 
 
 def test_a_peek_gives_what_the_credits_allow_and_no_more(served: ServedRun, ids: list[bytes]) -> None:
-    with served.peeks.open(served.host.uid, 3, 2) as peek:
+    with served.peeks.open(served.coordinator.uid, 3, 2) as peek:
         peek.progress(3, 2)
         made = peek.next(PATIENCE_S, never)
         assert isinstance(made, Delivery)
@@ -130,8 +130,8 @@ def test_a_peek_gives_what_the_credits_allow_and_no_more(served: ServedRun, ids:
 def test_a_peek_that_rests_lets_its_pipeline_go_and_goes_on_all_the_same(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking.REST_S", 0.0)
-    with served.peeks.open(served.host.uid, 0, 1) as peek:
+    monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
+    with served.peeks.open(served.coordinator.uid, 0, 1) as peek:
         for at in range(0, len(ids), 10):
             peek.progress(at, 10)
             assert shown(peek, 10) == ids[at : at + 10]
@@ -144,13 +144,13 @@ def test_a_peek_that_rests_lets_its_pipeline_go_and_goes_on_all_the_same(
 def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._TURN_TOKENS", 8)  # one sample
+    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 8)  # one sample
     endless = {"policy": "weighted", "children": [{"source": CODE, "epochs": float("inf")}]}
     far = 20_000
     with (
         serving(folder, tmp_path, mixture(mixture=endless)) as served,
-        served.peeks.open(served.host.uid, far, 1) as long,
-        served.peeks.open(served.host.uid, 1, 1) as short,
+        served.peeks.open(served.coordinator.uid, far, 1) as long,
+        served.peeks.open(served.coordinator.uid, 1, 1) as short,
     ):
         long.progress(far, 1)
         ended: list[str] = []
@@ -163,8 +163,8 @@ def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
 
 
 def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._TURN_TOKENS", 8)
-    with served.peeks.open(served.host.uid, 60, 1) as peek:
+    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 8)
+    with served.peeks.open(served.coordinator.uid, 60, 1) as peek:
         peek.progress(60, 1)
         heard = set()
         while isinstance(made := peek.next(0.0, never), Waiting):
@@ -175,11 +175,11 @@ def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.Mo
 def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
     digest = digest_hex(joined(served, "9").digest)
     for came in (digest, ""):
-        with served.peeks.open(served.host.uid, 9, 1, came) as peek:
+        with served.peeks.open(served.coordinator.uid, 9, 1, came) as peek:
             peek.progress(9, 1)
             assert len(shown(peek, 1)) == 1
     with (
-        served.peeks.open(served.host.uid, 9, 1, "1" * 32) as peek,
+        served.peeks.open(served.coordinator.uid, 9, 1, "1" * 32) as peek,
         pytest.raises(OrderMismatch, match=f"sample 9 has digest {digest} here, but this peek came there with 1111"),
     ):
         peek.progress(9, 1)
@@ -192,7 +192,7 @@ def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
 
 
 def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._KNOWN_STATES", 3)
+    monkeypatch.setattr("tokenloom_server.replay.peek._KNOWN_STATES", 3)
     for at in (1, 2, 3, 1, 4):
         joined(served, str(at))
     assert sorted(served.peeks._known) == [(0, 1), (0, 3), (0, 4)]
@@ -207,7 +207,7 @@ def test_all_who_look_hear_that_the_server_stops(served: ServedRun) -> None:
         except ServerStopping as error:
             errors.append(error)
 
-    with served.peeks.open(served.host.uid, 0, 1) as peek:
+    with served.peeks.open(served.coordinator.uid, 0, 1) as peek:
         peek.progress(0, 1)
         shown(peek, 1)
         thread = threading.Thread(target=wait, args=(peek,))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.memory_service import run_plan
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.picture import SHOWN_SOURCES, draw
-from tokenloom_server.plan import PlannedStretch, RunPlan
+from tokenloom_server.planning.picture import SHOWN_SOURCES, draw
+from tokenloom_server.planning.plan import PlannedSegment, RunPlan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -48,8 +48,8 @@ def test_the_smallest_of_many_sources_are_one_layer() -> None:
     sources: list[Any] = [
         first.model_copy(update={"id": i, "alias": f"s{i}", "tokens": 1000 * (i + 1)}) for i in range(count)
     ]
-    stretches = [PlannedStretch(from_tokens=0, until_tokens=9, shares=[1 / count] * count)]
-    found = texts(run_plan(sources=sources, stretches=stretches))
+    segments = [PlannedSegment(from_tokens=0, until_tokens=9, shares=[1 / count] * count)]
+    found = texts(run_plan(sources=sources, segments=segments))
     assert "8 others" in found
     assert {f"s{i}" for i in range(count)} & set(found) == {f"s{i}" for i in range(8, count)}
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import xxhash
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
-from tokenloom_server.hashing import slice_rotation
+from tokenloom_server.core.hashing import slice_rotation
+from tokenloom_server.core.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.mixing.mixer import target_shares
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import PADDING, BatchPlan, Group
-from tokenloom_server.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.order.pipeline import PADDING, BatchPlan, StepGroup
+from tokenloom_server.order.record import Order
 
 GOLDEN = Path(__file__).parent / "golden" / f"order_v{ORDER_VERSION}.json"
 END_OF_TEXT = 256
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 def groups(
     order: Order, state: State, world_size: int = 1, batch_size: int = 1, group_steps: int = 5, burst: int = 3
-) -> Iterator[Group]:
+) -> Iterator[StepGroup]:
     """The groups from a state to the end of data."""
     pipeline = order.pipeline(state)
     plan = BatchPlan(

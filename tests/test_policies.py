@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from support.corpora import id_rows, mixture, order_of, parsed, write_jsonl, write_parquet
+from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import State
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
 
 #: Rows, and the tokens of the longest: about 2,100, 5,400 and 900 samples of 4 tokens.
 SIZES = {"a": (420, 40), "b": (270, 160), "c": (1200, 6)}
@@ -151,7 +151,7 @@ def test_extents_are_in_the_record_where_a_policy_needs_them_and_are_kept(folder
     assert len(record["extents"]) == 3
     record["extents"] = {key: [2 * rows, tokens] for key, (rows, tokens) in record["extents"].items()}
     again = Order.load(order.config, folder, None, json.dumps(record))
-    assert [extent.rows for extent in again.extents.values()] == [2 * rows for rows, _ in SIZES.values()]
+    assert [extent.rows for extent in again.size_estimates.values()] == [2 * rows for rows, _ in SIZES.values()]
     assert json.loads(again.record()) == record
     assert "extents" not in json.loads(order_of(folder, under("least_consumed")).record())
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import JoinRefused
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.ramp import MAX_ACCUMULATE, MAX_SIZES, BatchSchedule, Ramp
-from tokenloom_server.state import MAX_COUNTER
+from tokenloom_server.order.batch_schedule import MAX_ACCUMULATE, MAX_SIZES, BatchSchedule, Ramp
+from tokenloom_server.order.pipeline import BatchPlan
 
 WORLD_SIZE = 3
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tokenloom_server.errors import SourceError
-from tokenloom_server.packing.base import Block, Places
-from tokenloom_server.readahead import Late, Pools, ReadAhead
+from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
+from tokenloom_server.packing.base import Block, SampleOrigins
 
 
 class Slow:
@@ -31,7 +31,7 @@ class Slow:
             time.sleep(0.002)
             self.made += 1
             self._inside.release()
-            yield Block([], [number], Places(1, number, nothing, nothing.astype(np.uint32), nothing, nothing))
+            yield Block([], [number], SampleOrigins(1, number, nothing, nothing.astype(np.uint32), nothing, nothing))
         if self.fails:
             raise SourceError("row 7 is damaged")
         self.dropped_tokens = 5
@@ -84,7 +84,7 @@ def test_what_a_source_fails_with_comes_behind_all_that_it_gave() -> None:
 def test_sources_are_opened_side_by_side_and_give_the_same_blocks() -> None:
     with ThreadPoolExecutor(3) as opening, ThreadPoolExecutor(2) as making:
         packers = [Slow(5) for _ in range(8)]
-        lates = [Late(lambda packer=packer: packer, Pools(opening, making)) for packer in packers]
+        lates = [LazyPacker(lambda packer=packer: packer, Pools(opening, making)) for packer in packers]
         rounds = list(zip(*(late.blocks() for late in lates), strict=True))
         assert [[block.hashes for block in blocks] for blocks in rounds] == [[[n]] * 8 for n in range(5)]
         assert [late.dropped_tokens for late in lates] == [5] * 8
@@ -92,7 +92,7 @@ def test_sources_are_opened_side_by_side_and_give_the_same_blocks() -> None:
 
 def test_without_threads_a_source_is_opened_when_it_is_asked_for() -> None:
     made: list[Slow] = []
-    late = Late(lambda: made.append(Slow(3)) or made[-1], None)
+    late = LazyPacker(lambda: made.append(Slow(3)) or made[-1], None)
     assert (made, late.dropped_tokens) == ([], 0)
     assert [block.hashes for block in late.blocks()] == [[0], [1], [2]]
     assert late.dropped_tokens == 5
@@ -103,7 +103,7 @@ def test_a_source_that_cannot_be_opened_says_so_where_its_blocks_are_asked_for()
         raise SourceError("it is gone")
 
     with ThreadPoolExecutor(1) as pool:
-        late = Late(make, Pools(pool, pool))
+        late = LazyPacker(make, Pools(pool, pool))
         with pytest.raises(SourceError, match="it is gone"):
             next(late.blocks())
 
@@ -114,7 +114,9 @@ def test_sources_of_a_pipeline_that_is_gone_are_not_opened() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: (begun.set(), go_on.wait()))
         begun.wait()
-        lates = [Late(lambda number=number: made.append(number) or Slow(1), Pools(pool, pool)) for number in range(5)]
+        lates = [
+            LazyPacker(lambda number=number: made.append(number) or Slow(1), Pools(pool, pool)) for number in range(5)
+        ]
         del lates
         go_on.set()
     assert made == []

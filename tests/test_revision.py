@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk, worst_distance
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import NOTHING
 from tokenloom_server.mixing.round_robin import levelled
@@ -167,7 +167,7 @@ def test_what_was_out_and_may_give_more_goes_on(field: str) -> None:
         root["children"][1]["children"][0][field] = 32
 
     walk.revise(changed(config, more), [100, 4])
-    assert walk.mixer.exhausted(walk.mixer.regime) == (False, False)
+    assert walk.mixer.exhausted(walk.mixer.mix_weights) == (False, False)
     assert Counter(walk.leap(20)) == {0: 18, 1: 2}
 
 

@@ -24,14 +24,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
+from tokenloom_server.config.order_fields import order_digest
+from tokenloom_server.core.state import Cursor, State
 from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
-from tokenloom_server.forking import _refuse_other_documents
-from tokenloom_server.order import Order
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
 from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import Cursor, State
-from tokenloom_server.suspects import Suspect
+from tokenloom_server.run.fork import _refuse_other_documents
+from tokenloom_server.tokenizer.crash_records import Suspect
 
 EOT = 256  # of the `bytes` tokeniser
 LENGTH = 8
@@ -294,7 +295,7 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
         for piece in order.documents(0).read(Cursor()):
             begins = [0, *piece.ends.tolist()]
             for at, (begin, end) in enumerate(pairwise(begins)):
-                fate = 0 if piece.fates is None else int(piece.fates[at])
+                fate = 0 if piece.row_status is None else int(piece.row_status[at])
                 middle = 0 if piece.middles is None else int(piece.middles[at])
                 found[(piece.epoch, *piece.origin(at))] = (piece.ids[begin:end].tolist(), fate, middle)
                 assert (fate == BAD) == (piece.origin(at) in piece.reasons and not end - begin)
@@ -441,7 +442,7 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
             states.append(behind)
     config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
     skipping = Order.load(config, tmp_path, None, failing.record())
-    assert skipping.config.digest == failing.config.digest
+    assert order_digest(skipping.config) == order_digest(failing.config)
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
 
 

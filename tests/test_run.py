@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
-from tokenloom_server.pipeline import BatchPlan, Group
-from tokenloom_server.ramp import BatchSchedule, Ramp
-from tokenloom_server.run import Delivery, EndOfData, Generation
-from tokenloom_server.state import digest_hex
+from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
+from tokenloom_server.order.pipeline import BatchPlan, StepGroup
+from tokenloom_server.run.generation import Delivery, EndOfData, Generation
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Point:
 
 @dataclass
 class FakeGroup:
-    """As much of a ``Group`` as the logic looks at."""
+    """As much of a ``StepGroup`` as the logic looks at."""
 
     plan: BatchPlan
     first_step: int
@@ -69,7 +69,7 @@ class Producer:
         assert before + wanted <= plan.group_end(before)
         if before == plan.group_begin(before):
             begin = plan.index_of(before)
-            generation.add_group(cast("Group", FakeGroup(plan, before, point(begin))))
+            generation.add_group(cast("StepGroup", FakeGroup(plan, before, point(begin))))
         group = cast("FakeGroup", generation.groups[-1])
         ended, dropped = None, 0
         for _ in range(wanted):

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, write_corpus, write_parquet
-from support.courses import revised
+from support.timelines import revised
 from tokenloom_proto.seal import canonical
-from tokenloom_server import imported
-from tokenloom_server.checkpoint.content import _sources
-from tokenloom_server.checkpoint.difference import place
-from tokenloom_server.course import Course
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.figures import Figures
-from tokenloom_server.forking import _refuse_other_documents
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import State, digest_hex
+from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.figures import Figures
+from tokenloom_server.run.fork import _refuse_other_documents
+from tokenloom_server.tools.checkpoint.content import _sources
+from tokenloom_server.tools.checkpoint.difference import place
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def shuffled(**fields: Any) -> dict[str, Any]:
     return mixture(mixture={"policy": "weighted", "children": children}, **fields)
 
 
-def states(course: Course) -> list[State]:
+def states(timeline: Timeline) -> list[State]:
     """The state behind each sample, from the first."""
-    pipeline = course.pipeline(course.initial())
+    pipeline = timeline.pipeline(timeline.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=2000))
     pipeline.fill(group, 2000)
     assert pipeline.ended == "every source is exhausted"
@@ -67,20 +67,20 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_shuffled_orders_are_what_they_were(folder: Path, name: str) -> None:
     order = order_of(folder, shuffled(labels="shifted" if "shifted" in name else "same"))
-    last = states(Course(order))[-1]
+    last = states(Timeline(order))[-1]
     assert (last.sample_index, digest_hex(last.digest)) == GOLDEN[name]
 
 
 def test_a_run_goes_on_from_every_sample_also_where_rows_are_left_out_from_some_sample_on(folder: Path) -> None:
-    course = revised(Course(order_of(folder, shuffled())), 60, exclude={"file": "out.jsonl"})
-    whole = states(course)
-    plain = states(Course(course.first))
+    timeline = revised(Timeline(order_of(folder, shuffled())), 60, exclude={"file": "out.jsonl"})
+    whole = states(timeline)
+    plain = states(Timeline(timeline.first))
     assert whole[60].digest == plain[60].digest
     assert whole[-1].sample_index < plain[-1].sample_index
     for at, state in enumerate(whole):
-        again = course.decode(course.encode(state))
+        again = timeline.decode(timeline.encode(state))
         assert again == state
-        pipeline = course.pipeline(again)
+        pipeline = timeline.pipeline(again)
         steps = min(7, len(whole) - 1 - at) if at % 20 else len(whole) - 1 - at
         for step in range(1, steps + 1, 3):
             pipeline.advance(min(3, steps - step + 1))
@@ -111,7 +111,7 @@ def test_every_token_comes_as_often_as_there_are_epochs(folder: Path) -> None:
 
 def test_states_name_what_they_mean(folder: Path) -> None:
     order = order_of(folder, shuffled())
-    found = json.loads(order.encode(states(Course(order))[80]))["datasets"]
+    found = json.loads(order.encode(states(Timeline(order))[80]))["datasets"]
     code, docs, prose, wiki = found
     assert code["shuffle"] == docs["shuffle"] == wiki["shuffle"] == "rows"
     assert prose["shuffle"] == "shards"
@@ -148,7 +148,7 @@ BAD: list[tuple[str, int, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("source", "fields", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
 def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields: dict[str, Any], says: str) -> None:
     order = order_of(folder, shuffled())
-    document = json.loads(order.encode(states(Course(order))[80]))
+    document = json.loads(order.encode(states(Timeline(order))[80]))
     document["datasets"][source].update(fields)
     with pytest.raises(SnapshotInvalid, match=says):
         order.decode(canonical(document))
@@ -156,12 +156,12 @@ def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields:
 
 def test_an_older_checkpoint_of_a_shuffled_source_is_refused(folder: Path) -> None:
     for spec, shard in ((CODE, "data/code-0.parquet"), (PROSE, "data/prose/0.txt")):
-        payload = imported.read(
+        payload = foreign_checkpoint.read(
             json.dumps({"resume_state": {"datasets": [{"spec": spec, "shard": shard, "row_offset": 3}]}})
         )
         assert payload is not None
         with pytest.raises(SnapshotInvalid, match="a place in file order, but the mixture file reads the source with"):
-            imported.resume_point(payload, Course(order_of(folder, shuffled())))
+            foreign_checkpoint.resume_point(payload, Timeline(order_of(folder, shuffled())))
 
 
 def test_files_are_appended_to_shuffled_files_and_not_to_shuffled_rows(tmp_path: Path) -> None:
@@ -170,29 +170,29 @@ def test_files_are_appended_to_shuffled_files_and_not_to_shuffled_rows(tmp_path:
     children = document["mixture"]["children"]
     children[2] |= {"alias": "prose"}
     children[1] |= {"shuffle": "none", "lanes": 2}
-    course = Course(order_of(tmp_path, document))
-    index = states(course)[-1].sample_index
+    timeline = Timeline(order_of(tmp_path, document))
+    index = states(timeline)[-1].sample_index
     write_parquet(tmp_path / "data/code-2.parquet", [[1, 2, 3]] * 9)
     (tmp_path / "data/docs-2.jsonl").write_text("")
     (tmp_path / "data/prose/2.txt").write_text("one\ntwo\n")
     with pytest.raises(ConfigError, match="append_files: 'code' is read with shuffle: rows, and with more files every"):
-        revised(course, 10, append_files=["code"])
+        revised(timeline, 10, append_files=["code"])
     with pytest.raises(ConfigError, match="append_files: 'docs' is read in 2 lanes"):
-        revised(course, 10, append_files=["docs"])
-    more = states(revised(course, 10, append_files=["prose"]))
-    assert more[10].digest == states(course)[10].digest
+        revised(timeline, 10, append_files=["docs"])
+    more = states(revised(timeline, 10, append_files=["prose"]))
+    assert more[10].digest == states(timeline)[10].digest
     assert more[-1].sample_index > index
 
 
 def test_another_shuffle_of_a_source_is_no_revision(folder: Path) -> None:
-    course = Course(order_of(folder, shuffled()))
+    timeline = Timeline(order_of(folder, shuffled()))
     for field, value in (("shuffle", "none"), ("shuffle_window_rows", 11), ("lanes", 2)):
         document = shuffled()["mixture"]
         document["children"][0] |= {field: value}
         if field == "shuffle":
             del document["children"][0]["shuffle_window_rows"]
         with pytest.raises(ConfigError, match=f"{field} is .* in this run and .* another order of its rows"):
-            revised(course, 10, mixture=document)
+            revised(timeline, 10, mixture=document)
 
 
 def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(folder: Path) -> None:
@@ -225,21 +225,21 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Pat
     # Each lane would go on in a part that is not its own: over rows that another gave.
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
     with pytest.raises(ConfigError, match=says):
-        revised(Course(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
+        revised(Timeline(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
     with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork', but its 3"):
         _refuse_other_documents(order(epochs), order(other, run="fork"))
 
-    revised(Course(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])
-    revised(Course(order(2)), 5, set=[{"child": "code", "epochs": 3}])
+    revised(Timeline(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])
+    revised(Timeline(order(2)), 5, set=[{"child": "code", "epochs": 3}])
     _refuse_other_documents(order(2), order(3, run="fork"))
 
 
 def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path) -> None:
     order = order_of(folder, shuffled())
-    host: Any = None
+    coordinator: Any = None
     losses: Any = None
-    figures = Figures(host, losses)
-    every = states(Course(order))
+    figures = Figures(coordinator, losses)
+    every = states(Timeline(order))
     for source, epochs in enumerate(order.config.epochs):
         read = []
         for state in every:

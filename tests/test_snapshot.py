@@ -12,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import CODE, flat, mixture, order_of, parsed, write_corpus
 from tokenloom_proto.seal import canonical, seal, unseal
-from tokenloom_server import snapshot
-from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.order import Order
-from tokenloom_server.snapshot import ResumePoint, Shape
-from tokenloom_server.state import (
+from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
     ChildState,
     Cursor,
+    RowCounts,
     SourceState,
     State,
-    Tally,
     digest_hex,
     jumped_over,
 )
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.order import snapshot
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.snapshot import ResumePoint, Shape
 
 UID = "0123456789abcdef0123456789abcdef"
 BASE, INDEX = 60, 63
@@ -305,7 +305,7 @@ SWAPPED = [
 COUNTS = [
     *("sample_index", "total_tokens", "resume_state.sample_index", "resume_state.total_tokens"),
     *(f"{DATASET}.{key}" for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")),
-    *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens", *Tally._fields)),
+    *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens", *RowCounts._fields)),
     *(f"{DATASET}.{key}" for key in ("skipped_samples", "skipped_rows", "skipped_tokens")),
     *("resume_state.nodes.0.0.0", "resume_state.nodes.0.0.1", "resume_state.nodes.1.1.0"),
 ]

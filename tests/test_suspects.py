@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tokenloom_server.suspects import Suspect, Suspects
+from tokenloom_server.tokenizer.crash_records import Suspect, Suspects
 
 #: Notes rows, says so, and dies of a real fault of memory.
 _DYING = """
 import ctypes, sys
 from contextlib import ExitStack
 from pathlib import Path
-from tokenloom_server.suspects import Suspects
+from tokenloom_server.tokenizer.crash_records import Suspects
 
 suspects = Suspects(Path(sys.argv[1]), "run")
 with suspects.noting(0, 0, 0, 10):

@@ -13,6 +13,9 @@ import pytest
 import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
+from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -23,16 +26,13 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
-from tokenloom_server.host import Waiting
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.peeking import MAX_PEEKS, Peek
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import Runs, ServedRun
-from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
-from tokenloom_server.traced import TracedSample
-from tokenloom_server.tracing import _stretches
+from tokenloom_server.replay.peek import MAX_PEEKS, Peek
+from tokenloom_server.replay.trace import _segments
+from tokenloom_server.reports.trace import TracedSample
+from tokenloom_server.run.coordinator import Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import JoinCall
 
 PATIENCE_S = 20.0
 END = 256
@@ -87,22 +87,22 @@ class Rank0:
     """A world of one by itself, in this process."""
 
     def __init__(self, served: ServedRun, attempt: str, state: bytes = b"", resume: str = "", batch_size: int = 1):
-        self.host = served.host
+        self.coordinator = served.coordinator
         call = JoinCall(
             rank=0, world_size=1, batch_size=batch_size, attempt=attempt, nonce="n", resume=resume, state=state,
             takeover=True,
         )  # fmt: skip
-        self.opening = served.opener.join(call).opening
+        self.opening = served.join_handler.join(call).opening
         self.at = self.opening.start_index
-        self.session = self.host.attach(self.host.uid, self.opening.generation, 0, "n", self.at, 0)
+        self.session = self.coordinator.attach(self.coordinator.uid, self.opening.generation, 0, "n", self.at, 0)
         self.samples: dict[int, tuple[int, bytes]] = {}
         self.digests: dict[int, str] = {}
 
     def train(self, to: int) -> Rank0:
         """Takes samples up to an index, or to the end of the data, and has them committed."""
-        self.host.progress(self.session, self.at, 10_000)
+        self.coordinator.progress(self.session, self.at, 10_000)
         while self.at < to:
-            found = self.host.next_for(self.session, PATIENCE_S, lambda: False)
+            found = self.coordinator.next_for(self.session, PATIENCE_S, lambda: False)
             if isinstance(found, EndOfData):
                 break
             if isinstance(found, Waiting):
@@ -114,8 +114,8 @@ class Rank0:
                 if source >= 0:
                     self.samples[group.step_begin(found.first) + i] = source, ids.tobytes()
             self.at = group.marks[found.last - 1].sample_index
-            self.host.progress(self.session, self.at, 10_000)
-        self.host.finish(self.session, PATIENCE_S)
+            self.coordinator.progress(self.session, self.at, 10_000)
+        self.coordinator.finish(self.session, PATIENCE_S)
         return self
 
 
@@ -149,7 +149,7 @@ DOCUMENTS = {
 @pytest.mark.parametrize("name", ["nested", "shifted", "long", "shuffled", "shifted, fractions of epochs"])
 def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Path, name: str) -> None:
     with serving(folder, tmp_path, DOCUMENTS[name]) as served:
-        order = served.host.order
+        order = served.coordinator.order
         rank = Rank0(served, "a").train(10**6)
         digest = 0
         positions: dict[tuple[int, int], int] = {}
@@ -287,16 +287,16 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Pat
 def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking.AHEAD_SAMPLES", 3)
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 3)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
     with serving(folder, tmp_path, mixture(window_steps=4)) as served:
         first = Rank0(served, "a")
         for to in range(4, 72, 4):
             first.train(to)
         Rank0(served, "b", resume="fresh").train(4)
-        host = served.host
+        coordinator = served.coordinator
         for _ in range(3):
-            host.ledger.thin_journal(host.uid, host.stream, host.epoch)
+            coordinator.ledger.thin_journal(coordinator.uid, coordinator.stream, coordinator.epoch)
         for index in range(64):
             assert served.traces.sample(index, 1, False).digest == first_digest(first, index)
         with pytest.raises(BeyondHorizon):
@@ -317,13 +317,13 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
     with serving(folder, tmp_path, flat([PROSE], sequence_length=32)) as served:
         Rank0(served, "a", batch_size=4).train(10**6)
         assert len(served.traces.step(1, None, None, False).ranks[0].samples) == 4
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_DOCUMENTS", 3)
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_DOCUMENTS", 3)
         with pytest.raises(LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"):
             served.traces.step(1, None, None, False)
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_TEXT_TOKENS", 100)
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TEXT_TOKENS", 100)
         with pytest.raises(LimitExceeded, match="and one trace tells of 100 at most with their text: ask for one rank"):
             served.traces.step(1, None, None, True)
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_TOKENS", 63)
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TOKENS", 63)
         with pytest.raises(LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"):
             served.traces.step(1, None, None, False)
         assert len(served.traces.sample(4, None, False).documents) > 0
@@ -333,7 +333,7 @@ def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> No
     with serving(folder, tmp_path, mixture()) as served, ExitStack() as places:
         Rank0(served, "a").train(4)
         for _ in range(MAX_PEEKS):
-            places.enter_context(served.peeks.open(served.host.uid, 0, 1))
+            places.enter_context(served.peeks.open(served.coordinator.uid, 0, 1))
         with pytest.raises(TooManyPeeks):
             served.traces.sample(0, None, False)
         places.close()
@@ -343,13 +343,13 @@ def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> No
 def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.peeking._TURN_TOKENS", 40)
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 1000)
+    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 40)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 1000)
     with serving(folder, tmp_path, mixture()) as served:
         rank = Rank0(served, "a").train(61)
         times = iter(range(10_000))
-        monkeypatch.setattr("tokenloom_server.tracing.time.monotonic", lambda: float(next(times)))
-        monkeypatch.setattr("tokenloom_server.tracing.MAX_FORWARD_S", 1.5)
+        monkeypatch.setattr("tokenloom_server.replay.trace.time.monotonic", lambda: float(next(times)))
+        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_FORWARD_S", 1.5)
         asked = 0
         while True:
             asked += 1
@@ -368,16 +368,16 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
     ledger.mkdir()
     with serving(folder, ledger, flat([PROSE])) as served:
         Rank0(served, "a").train(4)
-        order = served.host.order
-        group, _ = served.traces._samples(served.host.course, order.initial(), 4)
+        order = served.coordinator.order
+        group, _ = served.traces._samples(served.coordinator.timeline, order.initial(), 4)
         path = folder / PATHS[PROSE][0]
         written = path.stat()
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))
         # A change that shows by the time of writing is refused when the file is opened again.
         os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-        (stretch,) = _stretches(group)
+        (segment,) = _segments(group)
         with pytest.raises(OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"):
-            served.traces._explained(order, group, stretch, False)
+            served.traces._explained(order, group, segment, False)
 
 
 # Revisions
@@ -385,7 +385,7 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
 
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a revision may hold soon."""
-    monkeypatch.setattr("tokenloom_server.host.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
 
 
 def change(**fields: Any) -> MixtureChange:
@@ -466,12 +466,14 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served, ExitStack() as open_peeks:
         rank = Rank0(served, "a").train(4)
-        near, far, resting = (open_peeks.enter_context(served.peeks.open(served.host.uid, at, 1)) for at in (5, 70, 70))
+        near, far, resting = (
+            open_peeks.enter_context(served.peeks.open(served.coordinator.uid, at, 1)) for at in (5, 70, 70)
+        )
         seen = []
         for peek, at in ((near, 5), (far, 70), (resting, 70)):
             peek.progress(at, 1)
             seen.append(_taken(peek, 1))
-        monkeypatch.setattr("tokenloom_server.peeking.REST_S", 0.0)
+        monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
         assert isinstance(resting.next(0.01, lambda: False), Waiting)
         assert resting._way is None
         index = served.revising.revise(change(drop=[PROSE])).sample_index
@@ -484,7 +486,7 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
             peek.progress(71, 1)
             with pytest.raises(OrderMismatch, match=rf"the mixture was revised at sample {index} while this peek was"):
                 _taken(peek, 1)
-        with served.peeks.open(served.host.uid, 70, 1) as again:
+        with served.peeks.open(served.coordinator.uid, 70, 1) as again:
             again.progress(70, 1)
             assert _taken(again, 1) == [rank.samples[70][1]]
 
@@ -504,9 +506,9 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
         rank = Rank0(served, "a").train(8)
-        host = served.host
+        coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
-        host.ledger.pin(host.uid, host.stream, host.epoch, served.peeks.pin(text, 60))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, served.peeks.pin(text, 60))
         index = served.revising.revise(change(drop=[PROSE])).sample_index
         assert index < 60
         behind = Rank0(served, "b")

@@ -142,9 +142,9 @@ class ChaosServer:
         """Whether it serves the run, and does not stand by for another server."""
         if not self.ready or self.stopped:
             return False
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"http://127.0.0.1:{self.rest_port}/readyz", timeout=_LOOK_TIMEOUT_S):
+            with join_handler.open(f"http://127.0.0.1:{self.rest_port}/readyz", timeout=_LOOK_TIMEOUT_S):
                 return True
         except urllib.error.HTTPError as error:
             with error:
@@ -160,9 +160,9 @@ class ChaosServer:
             {"content-type": "application/json"},
             method="POST",
         )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=_CALL_TIMEOUT_S) as answer:
+            with join_handler.open(request, timeout=_CALL_TIMEOUT_S) as answer:
                 found: dict[str, Any] = json.loads(answer.read())
                 return found
         except urllib.error.HTTPError as error:

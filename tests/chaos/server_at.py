@@ -107,14 +107,14 @@ class _PointedLedger:
 
 def install(arm_file: Path, mutant: str) -> None:
     """Patches the server's modules in this process."""
-    import tokenloom_server.server
+    import tokenloom_server.api.server
 
     points = Points(arm_file)
-    server: Any = tokenloom_server.server
+    server: Any = tokenloom_server.api.server
     open_ledger = server.open_ledger
 
     def open_pointed(url: str, base_dir: Path) -> Any:
-        from tokenloom_server.history import History
+        from tokenloom_server.run.history import History
 
         patched: Any = History
         patched.snapshot = points.behind("snapshot", History.snapshot)

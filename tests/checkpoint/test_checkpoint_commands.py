@@ -19,17 +19,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server import config, snapshot
-from tokenloom_server.checkpoint import report
-from tokenloom_server.checkpoint.content import Child, Content, Node, read
-from tokenloom_server.checkpoint.difference import difference
-from tokenloom_server.checkpoint.faults import faults
-from tokenloom_server.checkpoint.file import Found, find
-from tokenloom_server.checkpoint.probabilities import chances
 from tokenloom_server.cli import app
-from tokenloom_server.course import Course
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.state import digest_hex
+from tokenloom_server.order import snapshot
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.tools.checkpoint import report
+from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
+from tokenloom_server.tools.checkpoint.difference import difference
+from tokenloom_server.tools.checkpoint.faults import faults
+from tokenloom_server.tools.checkpoint.file import Found, find
+from tokenloom_server.tools.checkpoint.probabilities import chances
 from typer.testing import CliRunner
 
 UID = "0123456789abcdef0123456789abcdef"
@@ -51,7 +52,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     found = []
     for boundary, more in ((60, 3), (30, 0)):
         pipeline.advance(boundary)
-        base = Course(order).encode(pipeline.state())
+        base = Timeline(order).encode(pipeline.state())
         pipeline.advance(more)
         state = pipeline.state()
         template = order.template(UID, "train", 2)

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 from support.features import document, order_of, write_arrow
-from tokenloom.errors import ProtocolError
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
-from tokenloom_server.pipeline import BatchPlan
+from tokenloom.errors import ProtocolError
+from tokenloom_server.order.pipeline import BatchPlan
 
 ROWS = 8
 SIZE = 4

@@ -14,9 +14,9 @@ import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
 from tokenloom.batch.packed import IGNORED, Batch, Layout, Message
 from tokenloom.errors import ProtocolError
-from tokenloom_server.order import Order
-from tokenloom_server.packing.origins import Part
-from tokenloom_server.pipeline import PADDING, BatchPlan
+from tokenloom_server.order.pipeline import PADDING, BatchPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.packing.origins import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH = 3
@@ -43,7 +43,7 @@ def layout_of(order: Order, *asked: str) -> Layout:
     )
 
 
-def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[Part]]]]:
+def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
     state, layout = order.initial(), layout_of(order, *asked)
     parts = {i: order.parts(i, source, 10_000) for i, source in enumerate(state.sources)}
@@ -124,12 +124,12 @@ def test_attention_over_packed_documents_is_that_over_each_alone(folder: Path, n
             for part in own:
                 # What lies in the last id of a shifted sample is only a label.
                 document = torch.from_numpy(part.ids.astype(np.int64))[: length - at]
-                stretch = slice(at, at + len(document))
-                assert torch.equal(batch["input_ids"][i, stretch], document)
+                segment = slice(at, at + len(document))
+                assert torch.equal(batch["input_ids"][i, segment], document)
                 if len(document):
                     expected = alone(document)
-                    torch.testing.assert_close(packed[i, stretch], expected)
-                    torch.testing.assert_close(varlen.reshape(BATCH, length, -1)[i, stretch], expected)
+                    torch.testing.assert_close(packed[i, segment], expected)
+                    torch.testing.assert_close(varlen.reshape(BATCH, length, -1)[i, segment], expected)
                     seen += 1
                 at += len(part.ids)
     assert seen > 40

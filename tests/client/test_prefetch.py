@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenloom.errors import ProtocolError
 from tokenloom.connection.batch_schedule import BatchPlan, Ramp
+from tokenloom.errors import ProtocolError
 
 WORLD_SIZE = 2
 

@@ -14,6 +14,7 @@ import pytest
 from support.ledger_data import SPECS, commit_at, opening_of, revision_of
 from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
+from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import (
     AttemptUsed,
     Fenced,
@@ -26,7 +27,6 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.base import Commit, Counters, Lease, Ledger, StoredRevision, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.state import MAX_COUNTER
 
 NAME, STREAM, UID = "wiki-and-code", "train", "uid-1"
 

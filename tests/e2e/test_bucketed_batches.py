@@ -27,8 +27,8 @@ from support.features import SHAPES, document, latents, write_features, write_mi
 from support.server_process import CommandLine, ServerProcess
 from tokenloom import RemoteDataset
 from tokenloom.errors import ProtocolError, TokenloomError
-from tokenloom_server.checkpoint.content import _sources
-from tokenloom_server.checkpoint.difference import place as stands_at
+from tokenloom_server.tools.checkpoint.content import _sources
+from tokenloom_server.tools.checkpoint.difference import place as stands_at
 
 RUN = "latents"
 SIZE = 4

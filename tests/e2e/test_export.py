@@ -16,13 +16,14 @@ import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
-from tokenloom_server import config, viewer
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
-from tokenloom_server.exporting import export
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
-from tokenloom_server.viewer import Following, Servers
+from tokenloom_server.tools import viewer
+from tokenloom_server.tools.export import export
+from tokenloom_server.tools.viewer import Following, Servers
 
 RUN = "leaving"
 #: From one sample within the run to another.

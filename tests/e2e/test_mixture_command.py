@@ -12,7 +12,7 @@ import yaml
 from conftest import SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
-from tokenloom_server import config
+from tokenloom_server.config import mixture_file as config
 
 RUN = "by-hand"
 WHY = ("--reason", "because", "--author", "ada")

@@ -12,7 +12,7 @@ from conftest import LENGTH, Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom import Batch, RemoteDataset
-from tokenloom_server.viewer import look
+from tokenloom_server.tools.viewer import look
 
 RUNS: dict[str, dict[str, Any]] = {
     "best-fit": {"packing": "best_fit", "pack_window_rows": 16, "mask_boundaries": True},

@@ -17,15 +17,15 @@ import pytest
 import yaml
 from conftest import StartServer
 from support.corpora import write_parquet
-from support.courses import revised
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
+from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
 from tokenloom import RemoteDataset
-from tokenloom_server import config
-from tokenloom_server.course import Course
-from tokenloom_server.order import Order
-from tokenloom_server.state import digest_hex
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import digest_hex
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
 
 LENGTH = 16
 RANKS, BATCH = 2, 1
@@ -73,15 +73,15 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
     return path
 
 
-def course_of(mixture: Path) -> Course:
+def course_of(mixture: Path) -> Timeline:
     """The order of the run, worked out here and not by any server."""
-    return Course(Order.create(config.load(mixture), mixture.parent, None))
+    return Timeline(Order.create(config.load(mixture), mixture.parent, None))
 
 
-def check(world: World, course: Course, begin: int = 0) -> list[Sample]:
+def check(world: World, timeline: Timeline, begin: int = 0) -> list[Sample]:
     """That the ranks got the course's order from ``begin`` on, nothing else, nothing twice; returns the samples."""
     samples = world.receipt.sequence(begin)
-    pipeline = course.pipeline(course.initial())
+    pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(begin)
     start = digest_hex(pipeline.state().digest)
     pipeline.advance(len(samples))
@@ -221,15 +221,15 @@ def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_s
         early = until(world, 30).state()
         made = mixture.revise(**change)
         late = until(world, made["sample_index"] + 10).state()
-    course = revised(course_of(path), made["sample_index"], **change)
+    timeline = revised(course_of(path), made["sample_index"], **change)
     # Another world and batch: the revision lies within a step, and within a group, of theirs.
     with World(server.url(run), 3, 5, state=early) as world:
         until(world, 300)
-        check(world, course, 30)
+        check(world, timeline, 30)
     assert server.log.count(f"{run}: revision 1 applies at sample {made['sample_index']} (why)") == 1
     with World(server.url(run), 1, 7, state=late) as world:
         until(world, 400)
-        check(world, course, made["sample_index"] + 10)
+        check(world, timeline, made["sample_index"] + 10)
     assert mixture.read()["dropped"] == ["c"]
 
 
@@ -254,10 +254,10 @@ def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(
     assert server.terminate() == 0
     server.ledger_file.write_bytes(before)
     server.start()
-    course = revised(course_of(path), made["sample_index"], **change)
+    timeline = revised(course_of(path), made["sample_index"], **change)
     with World(server.url(run), 3, 2, state=state) as world:
         until(world, made["sample_index"] + 200)
-        check(world, course, made["sample_index"] + 20)
+        check(world, timeline, made["sample_index"] + 20)
     assert [each["reason"] for each in mixture_of(server, run).read()["revisions"]] == ["brought by a trainer's state"]
 
 
@@ -398,8 +398,8 @@ def test_what_is_paused_gives_nothing_and_goes_on_where_it_stood(
         wait_for(lambda: bool(mixture.read()["paused"] == ["b"]), "the commit of the pause")
         until(world, 3 * GROUP)
     assert mixture.read()["paused"] == []
-    course = revised(revised(course_of(path), GROUP, **pause), 2 * GROUP - 3, **resume)
-    samples = check(world, course)
+    timeline = revised(revised(course_of(path), GROUP, **pause), 2 * GROUP - 3, **resume)
+    samples = check(world, timeline)
     by_b = [index for index, sample in enumerate(samples) if sample.source == 1]
     assert not any(GROUP <= index < 2 * GROUP - 3 for index in by_b)
     ids = [token for index in by_b for token in samples[index].ids]
@@ -468,7 +468,7 @@ def test_a_ledger_that_is_away_refuses_a_change_and_all_is_consistent_behind_it(
         path = write_mixture(folder, run)
         server = start_server(path, ledger=redis.url(), flags=("--lease", 2))
         mixture = mixture_of(server, run)
-        course = course_of(path)
+        timeline = course_of(path)
         with World(server.url(run), RANKS, BATCH) as world:
             until(world, 10)
             redis.stop()
@@ -481,7 +481,7 @@ def test_a_ledger_that_is_away_refuses_a_change_and_all_is_consistent_behind_it(
             change = {"set": [{"child": "b", "weight": 9}]}
             made = mixture.revise(**change)
             until(world, 3 * GROUP)
-            check(world, revised(course, made["sample_index"], **change))
+            check(world, revised(timeline, made["sample_index"], **change))
     finally:
         redis.stop()
 
@@ -509,11 +509,11 @@ def test_two_changes_at_once_build_on_each_other(
         with ThreadPoolExecutor(len(changes)) as pool:
             made = sorted(pool.map(ask, changes), key=lambda each: int(each[0]["number"]))
         assert [each["number"] for each, _ in made] == [1, 2, 3, 4, 5]
-        course = course_of(path)
+        timeline = course_of(path)
         for each, change in made:
-            course = revised(course, each["sample_index"], **change)
+            timeline = revised(timeline, each["sample_index"], **change)
         until(world, 3 * GROUP)
-        check(world, course)
+        check(world, timeline)
     assert len(mixture.read()["revisions"]) == 5
 
 
@@ -614,9 +614,9 @@ def test_a_run_resumes_and_forks_with_fewer_epochs_than_a_source_had(
         state, begin = world.state(), world.sample_index
     read = json.loads(state["tokenloom"])["resume_state"]["datasets"][0]
     assert read["epoch"] >= 1, "the source was in its first epoch still, and nothing is tried"
-    course = revised(course_of(path), made["sample_index"], **change)
+    timeline = revised(course_of(path), made["sample_index"], **change)
     with World(server.url("fewer"), 1, 3, state=state) as world:
-        check(until(world, begin + 60), course, begin)
+        check(until(world, begin + 60), timeline, begin)
         assert {sample.source for sample in world.receipt.samples.values()} == {1, 2}
     with World(server.url("once"), 1, 1, fork_from=state) as world:
         until(world, begin + 5)

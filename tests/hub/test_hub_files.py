@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.hub import Repo, StandInHub, stand_in_hub
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.hub.client import HubBusy
-from tokenloom_server.hub.files import HubFiles, HubPath
 from tokenloom_server.sources.hub import HubResolver
-from tokenloom_server.spec import Spec
+from tokenloom_server.storage.hub.client import HubBusy
+from tokenloom_server.storage.hub.files import HubFiles, HubPath
 
 CONTENT = bytes(range(256)) * 64
 
@@ -130,7 +130,7 @@ def test_a_body_that_is_cut_short_is_no_answer(hub: StandInHub, repo: Repo) -> N
 
 
 def test_a_storage_that_says_nothing_is_given_up(hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenloom_server.hub import client
+    from tokenloom_server.storage.hub import client
 
     handle = HubFiles().open(url(repo))
     monkeypatch.setattr(client, "SILENCE_S", 0.1)

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from support.corpora import flat, parsed, text_rows
 from support.hub import StandInHub, stand_in_hub
-from tokenloom_server import dataset_mix
-from tokenloom_server.course import Course
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.sources import short_form
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]
@@ -191,13 +191,13 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
     repo = hub.repo("org/name")
     first = {"data/train-0.parquet": parquet(ROWS[0])}
     repo.commit({"README.md": b"---\nconfigs: [{config_name: default, data_files: 'data/*'}]\n---\n"} | first)
-    course = Course(create(tmp_path))
+    timeline = Timeline(create(tmp_path))
     change = MixtureChange(append_files=[SPEC], reason="more")
     with pytest.raises(ConfigError, match="has no file that the run does not read already"):
-        course.revise(change, 100)
+        timeline.revise(change, 100)
 
     repo.commit(repo.commits[repo.refs["main"]] | {"data/train-1.parquet": parquet(ROWS[1])})
-    content = course.revise(change, 100)
+    content = timeline.revise(change, 100)
     assert [shard[0].rpartition("/")[2] for shard in content["shards"][SPEC]] == [
         "train-0.parquet", "train-1.parquet",
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
     with pytest.raises(
         SourceChanged, match=r"1 of the 1 files that the run reads are gone or others at \w+ \(the first"
     ):
-        course.revise(change, 100)
+        timeline.revise(change, 100)
 
 
 # --- where data may lie ---------------------------------------------------------------------------------
@@ -245,12 +245,12 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
 def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) -> None:
     for name in ("org/name", "org/v1.5"):
         hub.repo(name).commit({"train.parquet": parquet(ROWS[0]), "test.parquet": parquet(ROWS[1])})
-    found = dataset_mix.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, run="mix")
+    found = short_form.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, run="mix")
     assert found["mixture"]["children"] == [
         {"source": SPEC, "alias": "name", "weight": 0.9},
         {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
     ]
-    found = dataset_mix.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
+    found = short_form.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
     assert found["mixture"]["children"] == [
         {"source": "parquet:hf://datasets/org/name/tr*.parquet:text", "alias": "tr"}
     ]

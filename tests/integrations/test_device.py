@@ -18,8 +18,8 @@ import torch
 import yaml
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
-from tokenloom.batch.packed import Layout, Message
 from tokenloom.batch.device import DeviceSteps, Transfer, resolve
+from tokenloom.batch.packed import Layout, Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 
 GPU = torch.cuda.is_available()

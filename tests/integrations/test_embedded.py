@@ -35,8 +35,8 @@ from tokenloom import (
     child_server,
     embedded,
 )
-from tokenloom.job_server.shared import machine, reachable_host
 from tokenloom.job_server.mixture_file import require_server
+from tokenloom.job_server.shared import machine, reachable_host
 from torch.utils.data import DataLoader
 
 

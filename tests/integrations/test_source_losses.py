@@ -20,7 +20,7 @@ from support.killed import EXAMPLES, two_runs
 from support.scripts import Forks, launch
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
-from tokenloom_server.stats import RunLosses
+from tokenloom_server.reports.stats import RunLosses
 
 SCRIPT = EXAMPLES / "source_losses.py"
 

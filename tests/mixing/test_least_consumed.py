@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import worst_distance
-from tokenloom_server.config import RunConfig
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.policy import Children, NodeShape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.corpora import flat, parsed
 from support.mixing import Walk
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import NOTHING
 
 POLICIES = (

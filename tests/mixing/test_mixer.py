@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import (
     NOTHING,
     initial_nodes,
@@ -46,7 +46,7 @@ def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> No
         expected, found = whole.step(), broken.step()
         assert found == expected
         assert broken.present() == whole.present()
-        out = whole.mixer.exhausted(whole.mixer.regime)
+        out = whole.mixer.exhausted(whole.mixer.mix_weights)
         # Also right behind an exhaustion, where credits were just spread anew.
         if out != known or rng.random() < often:
             broken.restore()
@@ -83,7 +83,7 @@ def test_states_at_earlier_marks_are_those_that_were_there_then(seed: int) -> No
     walk = Walk(config, [rng.choice([0, 3, 20]) for _ in config.sources])
     marks, states = [], []
     for _ in range(60):
-        marks.append((walk.mixer.regime, list(walk.given)))
+        marks.append((walk.mixer.mix_weights, list(walk.given)))
         states.append(walk.present())
         if walk.step() == NOTHING:
             break
@@ -149,7 +149,7 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
     while walk.step() != NOTHING:
         pass
     assert walk.given == capacity
-    assert walk.mixer.exhausted(walk.mixer.regime) == (True,) * len(capacity)
+    assert walk.mixer.exhausted(walk.mixer.mix_weights) == (True,) * len(capacity)
 
 
 def test_the_credit_of_an_exhausted_child_is_frozen() -> None:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import Walk
-from tokenloom_server.config import RunConfig
-from tokenloom_server.extents import Extent
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.schedule import Schedule
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES, Left, balance_remaining, soft_sequential
 from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.order.size_estimates import SizeEstimate
 
 ESTIMATED = ("soft_sequential", "balance_remaining")
 
@@ -109,7 +109,9 @@ def test_a_child_that_goes_out_between_updates_leaves_its_share_at_once() -> Non
     # Its total is overestimated four times over, so that it is out at the first update and has nearly all the weight.
     walk = Walk(mixture_of("soft_sequential", 3), [60, 400, 400], updates=256)
     walk.mixer = Mixer(
-        walk.config, initial_nodes(walk.config), {0: Extent(240, 8000), 1: Extent(400, 8000), 2: Extent(400, 8000)}
+        walk.config,
+        initial_nodes(walk.config),
+        {0: SizeEstimate(240, 8000), 1: SizeEstimate(400, 8000), 2: SizeEstimate(400, 8000)},
     )
     found = walk.leap(200)
     assert found[:60] == [0] * 60
@@ -133,7 +135,7 @@ def test_totals_are_what_the_rows_that_were_picked_say() -> None:
 
 
 def test_rows_are_those_of_all_epochs() -> None:
-    extent = Extent(rows=11, tokens_per_1000_rows=1)
+    extent = SizeEstimate(rows=11, tokens_per_1000_rows=1)
     assert [rows_of(extent, epochs) for epochs in (1.0, 3.0, 0.5, 2.1)] == [11, 33, 6, 24]
 
 
@@ -148,10 +150,10 @@ def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> Non
     config = parsed(document)
     assert config.epochs == (2, 3, float("inf"))
     assert config.measured_sources == (0, 1)
-    mixer = Mixer(config, initial_nodes(config), {0: Extent(100, 8000), 1: Extent(10, 8000)})
+    mixer = Mixer(config, initial_nodes(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)})
     mixer.begin(0, 0, lambda _: (0, 0))
-    assert [child.total for child in mixer.states(mixer.regime, [0, 0, 0])[0]] == [200, 30, 11]
-    assert target_shares(config, {0: Extent(100, 8000), 1: Extent(10, 8000)}) == pytest.approx(
+    assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0])[0]] == [200, 30, 11]
+    assert target_shares(config, {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)}) == pytest.approx(
         (200 / 241, 30 / 241, 11 / 241)
     )
 

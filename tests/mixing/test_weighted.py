@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.corpora import flat, parsed
-from tokenloom_server.config import RunConfig
-from tokenloom_server.hashing import Purpose, draw, draws, slice_rotation
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.hashing import Purpose, draw, draws, slice_rotation
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.weighted import Weighted

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, order_of
 from support.documents import EOT, Row, Sample, documents_of, samples_of, state_behind
+from tokenloom_server.core.hashing import Purpose, draw
+from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.fit import best_fit
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.pipeline import BatchPlan
-from tokenloom_server.state import Cursor, SourceState, Tally
 
 SOURCE_ID, SEED, PAD = 3, 11, 255
 _WINDOW = Window(8, 100)
@@ -75,22 +75,22 @@ class Case:
         return samples_of(self.packer(state, piece), self.form, limit)
 
 
-Stretch = tuple[int, int, int]  # row of the window, begin, end
+TimelineSegment = tuple[int, int, int]  # row of the window, begin, end
 
 
-def fitted(stretches: list[Stretch], capacity: int) -> list[list[Stretch]]:
+def fitted(segments: list[TimelineSegment], capacity: int) -> list[list[TimelineSegment]]:
     """Best-fit decreasing by looking at every bin; of equal ones the bin that came to its room last."""
-    bins: list[list[Stretch]] = []
+    bins: list[list[TimelineSegment]] = []
     rooms: list[tuple[int, int]] = []  # room, when it came to it
-    for moment, stretch in enumerate(sorted(stretches, key=lambda each: each[1] - each[2])):
-        length = stretch[2] - stretch[1]
+    for moment, segment in enumerate(sorted(segments, key=lambda each: each[1] - each[2])):
+        length = segment[2] - segment[1]
         fits = [(room, -since, i) for i, (room, since) in enumerate(rooms) if room >= length]
         if not fits:
             bins.append([])
             rooms.append((capacity, moment))
             fits = [(capacity, -moment, len(bins) - 1)]
         chosen = min(fits)[2]
-        bins[chosen].append(stretch)
+        bins[chosen].append(segment)
         rooms[chosen] = (rooms[chosen][0] - length, moment)
     return bins
 
@@ -117,14 +117,14 @@ def windows(case: Case) -> Iterator[list[tuple[int, int, int, list[int]]]]:
 
 def expected(case: Case) -> Iterator[Sample]:
     """The samples by definition."""
-    width, passed, tally = case.form.width, 0, Tally()
+    width, passed, tally = case.form.width, 0, RowCounts()
     for window in windows(case):
-        stretches = [
+        segments = [
             (row, begin, min(begin + width, len(ids)))
             for row, (*_, ids) in enumerate(window)
             for begin in range(0, len(ids), width)
         ]
-        bins = [sorted(each) for each in fitted(stretches, width)]
+        bins = [sorted(each) for each in fitted(segments, width)]
         epoch, shard, first, _ = window[0]
         key = draw(draw(SEED, Purpose.PACK, SOURCE_ID, epoch), Purpose.PACK, shard, first)
         bins = [bins[i] for _, i in sorted((draw(key, Purpose.PACK, 0, i), i) for i in range(len(bins)))]
@@ -235,16 +235,16 @@ def test_every_document_is_there_once_and_whole_unless_it_is_longer_than_a_sampl
     case = Case(shards, length, window=Window(rows, 2**20))
     if not has_tokens(case):
         return
-    stretches: Counter[tuple[int, ...]] = Counter()
+    segments: Counter[tuple[int, ...]] = Counter()
     for sample in case.samples(1000):
         ends = [*sample.starts[1:], len(sample.ids)]
-        stretches.update(sample.ids[begin:end] for begin, end in zip(sample.starts, ends, strict=True))
+        segments.update(sample.ids[begin:end] for begin, end in zip(sample.starts, ends, strict=True))
     wanted: Counter[tuple[int, ...]] = Counter()
     for ids in chain(*shards):
         if ids:
             document = (*ids, EOT)
             wanted.update(document[at : at + length] for at in range(0, len(document), length))
-    assert stretches == wanted
+    assert segments == wanted
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
@@ -261,7 +261,7 @@ def test_a_long_document_is_cut_into_full_samples_and_its_rest_is_packed() -> No
     found = case.samples(9)
     # Ten tokens: 4 + 4 + 2; the rest of it and the second, of three, do not fit together.
     assert sorted(sample.ids for sample in found) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, EOT), (20, 21, EOT)]
-    assert found[-1].tally == Tally(padding_tokens=3, cut_documents=1)
+    assert found[-1].tally == RowCounts(padding_tokens=3, cut_documents=1)
 
 
 def test_a_state_behind_more_samples_than_the_window_has_is_refused() -> None:

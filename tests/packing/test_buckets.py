@@ -11,16 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.courses import revised
 from support.features import LATENTS, MORE, SHAPES, document, latents, order_of, write_arrow, write_features
-from tokenloom_server.course import Course
+from support.timelines import revised
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
-from tokenloom_server.order import Order
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.pipeline import BatchPlan, Pipeline
 from tokenloom_server.sources.buckets import BucketIndex
-from tokenloom_server.state import State, digest_hex
 
 SIZE = 4
 
@@ -286,10 +286,10 @@ def test_limits_and_phases_end_with_a_whole_batch(folder: Path) -> None:
             ],
         ),
     )
-    course = Course(order)
-    assert [stretch.begin for stretch in course.stretches] == [0, 20]
-    assert (course.index_at(17), course.index_at(20), course.index_at(21)) == (20, 20, 24)
-    pipeline = course.pipeline(course.initial())
+    timeline = Timeline(order)
+    assert [segment.begin for segment in timeline.segments] == [0, 20]
+    assert (timeline.index_at(17), timeline.index_at(20), timeline.index_at(21)) == (20, 20, 24)
+    pipeline = timeline.pipeline(timeline.initial())
     found = list(steps(pipeline))
     assert [step.source for step in found[:5]] == [0, 1, 0, 1, 1]
     assert [step.source for step in found[5:]] == [1] * 3
@@ -339,8 +339,8 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
     for policy in ("least_consumed", "round_robin", "balance_remaining"):
         children = [{"source": LATENTS, "alias": "latents", "epochs": 2}, {"source": MORE, "alias": "more"}]
         order = order_of(tmp_path, document(mixture={"policy": policy, "children": children}))
-        course = Course(order)
-        revised_course = revised(course, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}])
+        timeline = Timeline(order)
+        revised_course = revised(timeline, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}])
         revised_course = revised(revised_course, 24, set=[{"child": "latents", "paused": True}])
         whole = list(steps(revised_course.pipeline(revised_course.initial()), group_steps=5))
         assert {step.source for step in whole[:2]} <= {0, 1}
@@ -353,9 +353,9 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
             rest = list(steps(revised_course.pipeline(again), world_size=2))
             assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
     with pytest.raises(ConfigError, match="sample 10 lies within a global batch of 4"):
-        revised(course, 10, set=[{"child": "latents", "paused": True}])
+        revised(timeline, 10, set=[{"child": "latents", "paused": True}])
     with pytest.raises(ConfigError, match="append_files: this run is made of batches from buckets"):
-        revised(course, 8, append_files=["latents"])
+        revised(timeline, 8, append_files=["latents"])
 
 
 def by_length(folder: Path, **batching: Any) -> Order:

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import numbers
 from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_behind
+from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.state import Cursor, SourceState, Tally
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 SOURCE_ID, PAD = 3, 255
 
@@ -98,7 +98,7 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
             raw=raw,
             cursor=advanced[-1][2],
             rows=advanced[-1][3],
-            tally=Tally(padding_tokens=rest),
+            tally=RowCounts(padding_tokens=rest),
             starts=tuple(i + rest * case.left for i, (_, begins, *_) in enumerate(read) if begins),
             hash=xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenloom_server.hashing import Purpose, draw, stream
+from tokenloom_server.core.hashing import Purpose, draw, stream
 from tokenloom_server.packing.fim import PSM, SPM, FillInMiddle
 
 PREFIX, MIDDLE, SUFFIX, BOS, EOT = 1001, 1002, 1003, 7, 8

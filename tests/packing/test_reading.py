@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing import window
-from tokenloom_server.packing.documents import Documents, Piece
+from tokenloom_server.packing.documents import Documents, TokenizedRows
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.state import Cursor
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 KINDS = ("none", "shards", "rows")
 SEED, SOURCE_ID = 11, 4
@@ -81,7 +81,7 @@ def documents_of(
     return Documents("numbered", source, encoder, epochs, excluded, reading_of(kind, source, **more), lane)
 
 
-def rows_of(pieces: Iterator[Piece]) -> Iterator[Taken]:
+def rows_of(pieces: Iterator[TokenizedRows]) -> Iterator[Taken]:
     for piece in pieces:
         begins = [0, *piece.ends.tolist()]
         for at, (begin, end) in enumerate(pairwise(begins)):
@@ -108,16 +108,16 @@ COUNTS = st.lists(st.integers(0, 23), min_size=1, max_size=5).filter(lambda coun
     piece=st.integers(1, 5),
     window_rows=st.integers(2, 12),
     lanes=st.integers(1, 4),
-    stretch=st.integers(1, 200),
+    segment=st.integers(1, 200),
 )
 def test_every_epoch_has_every_row_once_with_its_own_tokens(
-    kind: str, counts: list[int], block: int, piece: int, window_rows: int, lanes: int, stretch: int
+    kind: str, counts: list[int], block: int, piece: int, window_rows: int, lanes: int, segment: int
 ) -> None:
     every = [(shard, row) for shard, rows in enumerate(counts) for row in range(rows)]
     lanes = min(lanes, 1 if len(every) < 10 * lanes else lanes)
     window_rows = max(1, min(window_rows, len(every) // lanes))  # as orders have it: a lane has a window at least
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "WINDOW_BYTES", stretch)
+        patch.setattr(window, "WINDOW_BYTES", segment)
         found: list[Taken] = []
         for lane in range(lanes):
             source = Numbered(counts, block, piece)

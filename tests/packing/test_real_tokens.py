@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, write_corpus
-from tokenloom.batch.packed import IGNORED, Batch, Layout, Message
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import PADDING, BatchPlan, Pipeline
+from tokenloom.batch.layout import IGNORED, Batch, Layout
+from tokenloom.batch.packed import Message
+from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
+from tokenloom_server.order.record import Order
 
 WORLD, BATCH, GROUP = 3, 2, 4
 FIM = {"fim": {"rate": 0.5, "ids": {"prefix": 1, "suffix": 2, "middle": 3}}}

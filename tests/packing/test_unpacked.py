@@ -14,10 +14,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import EOT, Sample, documents_of, samples_of, state_behind
+from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.packing import unpacked
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
-from tokenloom_server.state import Cursor, SourceState, Tally
 
 SOURCE_ID, PAD = 5, 255
 
@@ -62,7 +62,7 @@ def expected(case: Case) -> Iterator[Sample]:
     """The samples by definition."""
     rows = [(shard, row, ids) for shard, many in enumerate(case.shards) for row, ids in enumerate(many)]
     exact = None if math.isinf(case.epochs) else Fraction(repr(case.epochs))
-    width, passed, tally = case.form.width, 0, Tally()
+    width, passed, tally = case.form.width, 0, RowCounts()
     for epoch in count():
         left = None if exact is None else exact - epoch
         if left is not None and left <= 0:
@@ -74,7 +74,7 @@ def expected(case: Case) -> Iterator[Sample]:
             lost = len(document) - width if not case.splits else 0
             for i, chunk in enumerate(chunks if case.splits else chunks[:1]):
                 rest = width - len(chunk)
-                tally = Tally(
+                tally = RowCounts(
                     padding_tokens=tally.padding_tokens + rest,
                     cut_documents=tally.cut_documents + (i == 0 and len(chunks) > 1),
                     lost_tokens=tally.lost_tokens + max(0, lost),

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support import corpora
-from tokenloom_server.config import NodeConfig, RunConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.extents import Extent, measure
-from tokenloom_server.picture import draw
-from tokenloom_server.pipeline import initial_state
-from tokenloom_server.plan import RunPlan
+from tokenloom_server.order.pipeline import initial_state
+from tokenloom_server.order.size_estimates import SizeEstimate, measure
 from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.picture import draw
+from tokenloom_server.planning.plan import RunPlan
+from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.shares import Soft, Span
-from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 
 LENGTH = 8
 
@@ -37,8 +38,8 @@ def config_of(root: dict[str, Any], **fields: Any) -> RunConfig:
 def planned(root: dict[str, Any], samples: dict[str, int], until: int | None = None, **fields: Any) -> RunPlan:
     """The plan of a mixture whose sources have so many samples in an epoch, of one row each."""
     config = config_of(root, **fields)
-    extents = [Extent(samples[source.name], 1000 * LENGTH) for source in config.sources]
-    return forecast([Part(config=config, extents=extents)], initial_state(config), until)
+    size_estimates = [SizeEstimate(samples[source.name], 1000 * LENGTH) for source in config.sources]
+    return forecast([Part(config=config, size_estimates=size_estimates)], initial_state(config), until)
 
 
 def out_at(plan: RunPlan) -> dict[str, int | None]:
@@ -46,7 +47,7 @@ def out_at(plan: RunPlan) -> dict[str, int | None]:
 
 
 def shares_at(plan: RunPlan, tokens: int) -> list[float]:
-    return next(s.shares for s in plan.stretches if s.from_tokens <= tokens < s.until_tokens)
+    return next(s.shares for s in plan.segments if s.from_tokens <= tokens < s.until_tokens)
 
 
 def test_a_source_that_stops_its_node_ends_the_run_and_one_that_drops_leaves_it_the_rest() -> None:
@@ -131,7 +132,7 @@ def test_a_plan_goes_as_far_as_it_is_asked_to() -> None:
 def test_a_total_that_the_run_has_already_is_refused() -> None:
     config = config_of(node("sequential", leaf("a")))
     with pytest.raises(ConfigError, match="tokens: 0 tokens are asked for, but the run has 0 already"):
-        forecast([Part(config=config, extents=[Extent(10, 8000)])], initial_state(config), 0)
+        forecast([Part(config=config, size_estimates=[SizeEstimate(10, 8000)])], initial_state(config), 0)
 
 
 def test_what_a_policy_balances_ends_together() -> None:
@@ -197,30 +198,30 @@ def test_weights_follow_a_schedule_between_points_and_in_steps() -> None:
     assert (plan.reason, plan.until_sample_index) == ("every source is exhausted", 1_500_000)
 
 
-def test_tokens_are_conserved_and_stretches_have_no_gaps() -> None:
+def test_tokens_are_conserved_and_segments_have_no_gaps() -> None:
     inner = node("soft_sequential", *(leaf(f"s{i}") for i in range(12)))
     curve = leaf("c", weight=[[0, 5], [200_000, 1], [900_000, 2]])
     plan = planned(node("schedule", curve, inner), {"c": 40_000} | {f"s{i}": 3_000 * (i + 1) for i in range(12)})
-    assert len(plan.stretches) <= MAX_STRETCHES
-    assert plan.stretches[0].from_tokens == 0
-    assert all(a.until_tokens == b.from_tokens for a, b in zip(plan.stretches, plan.stretches[1:], strict=False))
-    assert plan.stretches[-1].until_tokens == plan.until_tokens
+    assert len(plan.segments) <= MAX_SEGMENTS
+    assert plan.segments[0].from_tokens == 0
+    assert all(a.until_tokens == b.from_tokens for a, b in zip(plan.segments, plan.segments[1:], strict=False))
+    assert plan.segments[-1].until_tokens == plan.until_tokens
     assert sum(source.tokens for source in plan.sources) == pytest.approx(plan.until_tokens, abs=len(plan.sources))
     for source in plan.sources:
-        given = sum(s.shares[source.id] * (s.until_tokens - s.from_tokens) for s in plan.stretches)
+        given = sum(s.shares[source.id] * (s.until_tokens - s.from_tokens) for s in plan.segments)
         assert given == pytest.approx(source.tokens, rel=1e-4, abs=1000)
 
 
-def test_joined_stretches_keep_what_each_source_gets_and_where_shares_jump() -> None:
+def test_joined_segments_keep_what_each_source_gets_and_where_shares_jump() -> None:
     rng = np.random.default_rng(5)
     raw = rng.random((50, 3)) * 0.01 + np.repeat([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1]], 10, axis=0)
     ends = np.cumsum(rng.random(50) + 0.5)
     shares = raw / raw.sum(axis=1, keepdims=True)
-    before = [Stretch(b, e, s) for b, e, s in zip([0.0, *ends[:-1]], ends, shares, strict=True)]
+    before = [PlanSegment(b, e, s) for b, e, s in zip([0.0, *ends[:-1]], ends, shares, strict=True)]
     after = merged(before, 5)
-    assert [stretch.end for stretch in after] == [before[i].end for i in (9, 19, 29, 39, 49)]
-    tokens = sum((stretch.end - stretch.begin) * stretch.shares for stretch in after)
-    assert tokens == pytest.approx(sum((stretch.end - stretch.begin) * stretch.shares for stretch in before))
+    assert [segment.end for segment in after] == [before[i].end for i in (9, 19, 29, 39, 49)]
+    tokens = sum((segment.end - segment.begin) * segment.shares for segment in after)
+    assert tokens == pytest.approx(sum((segment.end - segment.begin) * segment.shares for segment in before))
 
 
 def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any) -> None:
@@ -228,8 +229,8 @@ def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any
         corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(900 + 300 * i, i, 40), group=100)
     inner = node("round_robin", leaf("1", epochs=1.5), leaf("2"))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=node("least_consumed", leaf("0"), inner)))
-    extents = [measure(order, i) for i in range(3)]
-    parts = [Part(config=order.config, extents=extents)]
+    size_estimates = [measure(order, i) for i in range(3)]
+    parts = [Part(config=order.config, size_estimates=size_estimates)]
     whole = forecast(parts, order.initial())
     pipeline = order.pipeline(order.initial())
     for _ in range(6):
@@ -251,11 +252,11 @@ def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str)
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10**6)
-    extents = [measure(order, i) for i in range(2)]
-    plan = forecast([Part(config=order.config, extents=extents)], pipeline.state())
+    size_estimates = [measure(order, i) for i in range(2)]
+    plan = forecast([Part(config=order.config, size_estimates=size_estimates)], pipeline.state())
     assert plan.ends
     assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
-    assert (plan.stretches, plan.endings) == ([], [])
+    assert (plan.segments, plan.endings) == ([], [])
     assert [source.exhausted for source in plan.sources] == [True, on_exhausted == "drop"]
     expected = {"drop": "every source is exhausted", "stop": "node 1 stops, as 0 is exhausted"}
     assert plan.reason == expected[on_exhausted]
@@ -276,10 +277,11 @@ def test_what_is_paused_waits_and_what_was_dropped_is_gone() -> None:
         # What the other config had worked out of its own mixture is not this one's.
         for name in ("sources", "nodes", "epochs"):
             found.__dict__.pop(name, None)
-        extents = [
-            None if presence.get(n) == "dropped" else Extent(k, 8000) for n, k in zip("abcd", samples, strict=True)
+        size_estimates = [
+            None if presence.get(n) == "dropped" else SizeEstimate(k, 8000)
+            for n, k in zip("abcd", samples, strict=True)
         ]
-        return forecast([Part(config=found, extents=extents)], initial_state(found))
+        return forecast([Part(config=found, size_estimates=size_estimates)], initial_state(found))
 
     plan = under(b="paused", d="dropped")
     assert [source.tokens // LENGTH for source in plan.sources] == [100, 0, 300, 0]

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 from support import corpora
 from tokenloom_proto.seal import canonical
-from tokenloom_server.config import NodeConfig, RunConfig
-from tokenloom_server.course import Course
-from tokenloom_server.extents import measure
+from tokenloom_server.config.mixture_change import MixtureChange, Setting
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.mixture_change import MixtureChange, Setting
-from tokenloom_server.order import Order
-from tokenloom_server.plan import RunPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
-from tokenloom_server.state import State
 
 LENGTH = 8
 SOURCES = 7
@@ -98,7 +99,9 @@ def order_of(folder: Path, root: dict[str, Any], seed: int) -> Order:
 
 
 def plan_of(order: Order, state: State) -> RunPlan:
-    return forecast([Part(config=order.config, extents=[measure(order, i) for i in range(len(order.specs))])], state)
+    return forecast(
+        [Part(config=order.config, size_estimates=[measure(order, i) for i in range(len(order.specs))])], state
+    )
 
 
 def run_out(order: Order, state: State) -> tuple[State, dict[int, int]]:
@@ -192,16 +195,16 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
         phases=[{"until_tokens": 100_004}, {"until_tokens": 240_000, "mixture": later}, {"sequence_length": 16}],
     )
     order = corpora.order_of(folder, document)
-    course = Course(order)
+    timeline = Timeline(order)
     change = MixtureChange(set=[Setting(child="s3", weight=4)], drop=["s2"], reason="test")
-    content = canonical(course.revise(change, 20_000))
+    content = canonical(timeline.revise(change, 20_000))
     revision = StoredRevision(number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content)
-    course = course.with_revisions([revision])
-    assert len(course.stretches) == 4
+    timeline = timeline.with_revisions([revision])
+    assert len(timeline.segments) == 4
 
-    start = course.initial()
-    plan = Planner().plan(course, start, None)
-    pipeline = course.pipeline(start)
+    start = timeline.initial()
+    plan = Planner().plan(timeline, start, None)
+    pipeline = timeline.pipeline(start)
     while pipeline.ended is None:
         pipeline.advance(4096)
     end = pipeline.state()
@@ -213,11 +216,11 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
         assert source_plan.exhausted == was.exhausted
     # What was dropped is not looked at, and what came later had no share before.
     assert plan.sources[2].epochs_read is None
-    assert all(len(stretch.shares) == 5 for stretch in plan.stretches)
-    assert plan.stretches[0].shares[3:] == [0, 0]
-    assert {100_008, 20_000 * 8} <= {stretch.from_tokens for stretch in plan.stretches}
+    assert all(len(segment.shares) == 5 for segment in plan.segments)
+    assert plan.segments[0].shares[3:] == [0, 0]
+    assert {100_008, 20_000 * 8} <= {segment.from_tokens for segment in plan.segments}
     # From behind the revision on.
-    pipeline = course.pipeline(start)
+    pipeline = timeline.pipeline(start)
     pipeline.advance(21_000)
-    rest = Planner().plan(course, pipeline.state(), None)
+    rest = Planner().plan(timeline, pipeline.state(), None)
     assert rest.until_tokens == pytest.approx(end.total_tokens, rel=0.01)

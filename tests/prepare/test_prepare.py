@@ -17,16 +17,16 @@ import pytest
 import yaml
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
 from support.server_process import run_module
-from tokenloom_server import config
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
 from tokenloom_server.prepare.job import Job, ShardFormat
 from tokenloom_server.prepare.journal import Journal, checksum
 from tokenloom_server.prepare.preparer import Done, Tell, prepare
 from tokenloom_server.prepare.shards import ShardWriter
 from tokenloom_server.sources import line_index
-from tokenloom_server.state import State
 
 
 def job_of(

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.host import Session
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.opening import JoinCall
-from tokenloom_server.run import EndOfData
+from tokenloom_server.run.coordinator import Session
+from tokenloom_server.run.generation import EndOfData
+from tokenloom_server.run.join import JoinCall
 
 from tests.simulation.corpus import Reference, reference
 from tests.simulation.scheduler import Violation
@@ -90,7 +90,7 @@ class Checker:
         index = run.committed.sample_index
         if (run.generation, index) == (self._generation, self._index):
             return
-        epoch = server.host.epoch if server.host is not None else None
+        epoch = server.coordinator.epoch if server.coordinator is not None else None
         if epoch != run.epoch:
             self.fail(f"{server.name} has epoch {epoch}, the ledger {run.epoch}, but its {call} moved the ledger")
         if run.generation != self._generation:
@@ -222,10 +222,10 @@ class Checker:
 
     def look_at_memory(self, server: Server) -> None:
         """G5: ids are held of a window and a group at most."""
-        live = server.host.live if server.host is not None else None
-        if live is None:
+        active = server.coordinator.active if server.coordinator is not None else None
+        if active is None:
             return
-        generation = live.generation
+        generation = active.generation
         held = sum(len(group.marks) for group in generation.groups if len(group.samples))
         most = generation.window_steps + max(plan.group_steps for plan in generation.ramp.plans)
         if held > most:

@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
-from tokenloom_server import config
-from tokenloom_server.config import RunConfig
-from tokenloom_server.course import Course
-from tokenloom_server.exclusions import Exclusions
-from tokenloom_server.extents import Extent
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 from tokenloom_server.ledger.base import Counters, StoredRevision
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan, Group, Pipeline, Switch
+from tokenloom_server.order.exclusions import Exclusions
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup, Switch
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles
-from tokenloom_server.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 
 VOCAB, END_OF_TEXT = 60_000, 59_999
 #: Rows of one read.
@@ -130,9 +130,9 @@ class MemoryOrder(Order):
         config: RunConfig,
         manifest: Manifest,
         excluded: Exclusions,
-        extents: Mapping[int, Extent] = MappingProxyType({}),
+        size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({}),
     ) -> Order:
-        order = super().under(config, manifest, excluded, extents)
+        order = super().under(config, manifest, excluded, size_estimates)
         order.__dict__["breathe"] = self.breathe
         return order
 
@@ -141,7 +141,7 @@ class MemoryOrder(Order):
         if ahead:
             fill, breathe = pipeline.fill, self.breathe
 
-            def breathing(group: Group, steps: int) -> None:
+            def breathing(group: StepGroup, steps: int) -> None:
                 breathe()
                 fill(group, steps)
                 breathe()
@@ -186,7 +186,7 @@ class Reference:
         self.config = order.config
         self.specs = order.specs
         self.length = order.config.sequence_length
-        picks = _picks(Course(order, revisions))
+        picks = _picks(Timeline(order, revisions))
         streams = [_stream(source.spec.location, source.epochs) for source in order.config.sources]
         ends = [stream.row_ends for stream in streams]
         given = [0] * len(streams)
@@ -253,9 +253,9 @@ def _rows_taken(row_ends: list[int], tokens: int) -> int:
     return last + (row_ends[last] == tokens)
 
 
-def _picks(course: Course) -> list[int]:
+def _picks(timeline: Timeline) -> list[int]:
     """The source of every sample, from an undisturbed pipeline."""
-    pipeline = course.pipeline(course.initial())
+    pipeline = timeline.pipeline(timeline.initial())
     plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4096)
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 4096)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tokenloom_server.course import Course
 from tokenloom_server.errors import NotFound
-from tokenloom_server.host import Host, Live
 from tokenloom_server.ledger.base import Commit, StoredRun
-from tokenloom_server.pipeline import Pipeline
-from tokenloom_server.run import Generation
-from tokenloom_server.slots import Slot
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.coordinator import ActiveGeneration, RunCoordinator
+from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.slots import Slot
 
 from tests.support.memory_ledger import MemoryLedger, Run, Store
 
@@ -43,13 +43,15 @@ def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
 def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
     """The server serves every generation as if it were the present one."""
 
-    def live_of(self: Host, uid: str, generation: int, attempt: str, committed_through: int) -> Live:
-        if self.live is None:
+    def live_of(
+        self: RunCoordinator, uid: str, generation: int, attempt: str, committed_through: int
+    ) -> ActiveGeneration:
+        if self.active is None:
             raise NotFound("join first")
-        return self.live
+        return self.active
 
-    patch.setattr(Host, "_live_of", live_of)
-    patch.setattr(Host, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
+    patch.setattr(RunCoordinator, "_active_of", live_of)
+    patch.setattr(RunCoordinator, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
     return MemoryLedger
 
 
@@ -84,13 +86,13 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(Host, "doubt", lambda self, what, error: None)
+    patch.setattr(RunCoordinator, "await_ledger", lambda self, what, error: None)
     return MemoryLedger
 
 
 def lease_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A server that could not renew its lease goes on sending."""
-    patch.setattr(Host, "leads", lambda self: self.epoch_held)
+    patch.setattr(RunCoordinator, "leads", lambda self: self.epoch_held)
     return MemoryLedger
 
 
@@ -112,21 +114,23 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
 def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A revision may hold from a sample on that was produced already."""
 
-    def first_revisable(self: Host) -> int:
+    def first_revisable(self: RunCoordinator) -> int:
         return self.committed.sample_index + 1 if self.committed is not None else 0
 
-    patch.setattr(Host, "first_revisable", first_revisable)
+    patch.setattr(RunCoordinator, "first_revisable", first_revisable)
     return MemoryLedger
 
 
 def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A server that takes a run up goes on with the revisions that it knows."""
-    right = Host.lead
+    right = RunCoordinator.lead
 
-    def lead(self: Host, epoch: int, stored: StoredRun, course: Course, since: float, until: float) -> None:
-        right(self, epoch, stored, self.course, since, until)
+    def lead(
+        self: RunCoordinator, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float
+    ) -> None:
+        right(self, epoch, stored, self.timeline, since, until)
 
-    patch.setattr(Host, "lead", lead)
+    patch.setattr(RunCoordinator, "lead", lead)
     return MemoryLedger
 
 

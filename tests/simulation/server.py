@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tokenloom.snapshot import Base, Point
 from tokenloom_proto.seal import canonical
-from tokenloom_server.committer import Committer
+from tokenloom_server.api.service import ServedRun
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
-from tokenloom_server.host import Host, Live, Session, Waiting
-from tokenloom_server.leadership import Leadership
 from tokenloom_server.ledger.base import Opening, StoredRun
-from tokenloom_server.opening import RANK_0_WAIT_S, JoinCall, Joined
-from tokenloom_server.producer import Producer
-from tokenloom_server.run import Delivery, EndOfData
-from tokenloom_server.service import ServedRun
-from tokenloom_server.state import digest_hex
-from tokenloom_server.streams import Streams
+from tokenloom_server.run.committer import Committer
+from tokenloom_server.run.coordinator import ActiveGeneration, RunCoordinator, Session, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.join import RANK_0_WAIT_S, JoinCall, Joined
+from tokenloom_server.run.leadership import Leadership
+from tokenloom_server.run.producer import Producer
+from tokenloom_server.run.streams import Streams
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable
@@ -82,7 +82,7 @@ def _no_other_run(name: str) -> NoReturn:
     raise NotFound(f"there is no run {name!r} on this server")
 
 
-class SmallHost(Host):
+class SmallHost(RunCoordinator):
     """A host whose messages and groups have few steps, so that a small world has many of each."""
 
     steps_of_message = steps_of_group = 1
@@ -132,7 +132,7 @@ class Server(Process):
         self._ahead_s = world.rng.random() * 1000
         self._rate = 1 + world.plan.clock_drift * (2 * world.rng.random() - 1)
         self._wall_ahead_s = 1e6 + world.rng.random()
-        self.host: Host | None = None
+        self.coordinator: RunCoordinator | None = None
         self.streams: dict[Stream, _Stream] = {}
         #: Joins that were sent here and not answered, and those that arrived.
         self.calls: dict[tuple[Rank, int], None] = {}
@@ -142,10 +142,10 @@ class Server(Process):
         self._producer_due = self._committer_due = False
         self._keeping_lease = False
         self._lease_at = 0.0
-        self._hooked: Live | None = None
+        self._hooked: ActiveGeneration | None = None
 
     def held_up(self) -> bool:
-        return self.paused or (self.host is not None and self.host.lock.locked())
+        return self.paused or (self.coordinator is not None and self.coordinator.lock.locked())
 
     def clock(self) -> float:
         return self._world.now * self._rate + self._ahead_s
@@ -169,18 +169,18 @@ class Server(Process):
             world.note(self.name, "cannot start", error.name, str(error))
             world.kill_server(self)
             return
-        host = SmallHost(order, ledger, stored.uid, world.plan.terms, self.clock, self.wall_clock)
-        host.steps_of_message, host.steps_of_group = world.plan.message_steps, world.plan.group_steps
+        coordinator = SmallHost(order, ledger, stored.uid, world.plan.timeouts, self.clock, self.wall_clock)
+        coordinator.steps_of_message, coordinator.steps_of_group = world.plan.message_steps, world.plan.group_steps
         # Where another thread would wait, a world does something else: no part of it enters twice.
-        self.one_change = host.one_change = threading.Lock()  # type: ignore[assignment]
-        self.host = host
-        self.leadership = Leadership(host, self.holder)
-        self.served = ServedRun(host, self.leadership, Streams(order, order.config, {}), _no_other_run)
-        self.producer, self.committer = Producer(host), Committer(host)
-        host.producer_wakes = Wake(host.lock, self._wake_producer)
-        host.committer_wakes = Wake(host.lock, self._wake_committer)
-        host.changed = Wake(host.lock, self._wake_joins)
-        host.lease_wakes = Wake(host.lock, self._wake_lease)
+        self.one_change = coordinator.one_change = threading.Lock()  # type: ignore[assignment]
+        self.coordinator = coordinator
+        self.leadership = Leadership(coordinator, self.holder)
+        self.served = ServedRun(coordinator, self.leadership, Streams(order, order.config, {}), _no_other_run)
+        self.producer, self.committer = Producer(coordinator), Committer(coordinator)
+        coordinator.producer_wakes = Wake(coordinator.lock, self._wake_producer)
+        coordinator.committer_wakes = Wake(coordinator.lock, self._wake_committer)
+        coordinator.changed = Wake(coordinator.lock, self._wake_joins)
+        coordinator.lease_wakes = Wake(coordinator.lock, self._wake_lease)
         self.reachable = True
         self._keep_lease()
 
@@ -189,15 +189,17 @@ class Server(Process):
 
     def _keep_lease(self) -> None:
         """The thread of the lease."""
-        assert self.host is not None
-        if self.host.stopping or self._keeping_lease:
+        assert self.coordinator is not None
+        if self.coordinator.stopping or self._keeping_lease:
             return
         self._keeping_lease = True
-        led = self.host.epoch_held
+        led = self.coordinator.epoch_held
         pause_s = self.leadership.step()
         self._keeping_lease = False
-        if self.host.epoch_held != led:
-            self._world.note(self.name, "leads" if self.host.epoch_held else "leads no longer", self.host.epoch)
+        if self.coordinator.epoch_held != led:
+            self._world.note(
+                self.name, "leads" if self.coordinator.epoch_held else "leads no longer", self.coordinator.epoch
+            )
         self._hook()
         self._lease_at = self._world.now + pause_s
         self._world.at_time(self._lease_at, self, self._lease_is_due)
@@ -218,11 +220,11 @@ class Server(Process):
 
     def stop(self) -> None:
         """SIGTERM: commits what is acknowledged, ends streams, and goes."""
-        if self.host is None:
+        if self.coordinator is None:
             self._world.kill_server(self)
             return
         self.reachable = False
-        self.host.stop()
+        self.coordinator.stop()
         self._world.soon(1.0, self, self._leave)
 
     def _leave(self) -> None:
@@ -243,7 +245,7 @@ class Server(Process):
 
     def _produce(self) -> None:
         self._producer_due = False
-        if self._producing or self.host is None or self.host.stopping:
+        if self._producing or self.coordinator is None or self.coordinator.stopping:
             return
         self._producing = True
         worked = self.producer.step()
@@ -260,9 +262,9 @@ class Server(Process):
 
     def _commit(self) -> None:
         self._committer_due = False
-        if self._committing or self.host is None:
+        if self._committing or self.coordinator is None:
             return
-        with self.host.lock:
+        with self.coordinator.lock:
             rest_s = self.committer.rest_s()
         if rest_s is None:
             return
@@ -273,7 +275,7 @@ class Server(Process):
         worked = self.committer.step()
         self._committing = False
         self._hook()
-        if worked or not self.host.stopping:
+        if worked or not self.coordinator.stopping:
             self._wake_committer()
 
     # Joins
@@ -281,7 +283,7 @@ class Server(Process):
     def join(self, rank: Rank, call: JoinCall, number: int) -> None:
         """A Join arrives. ``number`` −1: nobody waits for the answer."""
         world = self._world
-        if self.host is None or not self.reachable:
+        if self.coordinator is None or not self.reachable:
             self.calls.pop((rank, number), None)
             world.soon(0.3, rank, rank.answered, number, Unavailable("nobody listens there"))
             return
@@ -291,16 +293,16 @@ class Server(Process):
         self._try_join(waiting)
 
     def _try_join(self, waiting: _Waiting) -> None:
-        if waiting not in self._joining or self.host is None:
+        if waiting not in self._joining or self.coordinator is None:
             return
-        world, opener, call = self._world, self.served.opener, waiting.call
+        world, join_handler, call = self._world, self.served.join_handler, waiting.call
         if call.rank == 0 and self.one_change.locked():
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:
-            joined = opener.try_join(call)
+            joined = join_handler.try_join(call)
             if joined is None:
-                waiting.asked = opener._ask_of(call)
+                waiting.asked = join_handler._ask_of(call)
                 self._wake_joins()  # it was decided meanwhile, perhaps
                 return
             self._answer(waiting, self._accepted(joined))
@@ -311,7 +313,7 @@ class Server(Process):
 
     def _give_up(self, waiting: _Waiting) -> None:
         if waiting in self._joining and waiting.asked is not None:
-            self._answer(waiting, self.served.opener.no_rank_0(waiting.call))
+            self._answer(waiting, self.served.join_handler.no_rank_0(waiting.call))
 
     def _answer(self, waiting: _Waiting, answer: Accepted | TokenloomError) -> None:
         self._joining.pop(waiting, None)
@@ -328,24 +330,27 @@ class Server(Process):
     def _look_at_joins(self) -> None:
         """The Joins that wait for rank 0 look again where it was decided."""
         self._joins_due = False
-        assert self.host is not None
+        assert self.coordinator is not None
         for waiting in list(self._joining):
-            with self.host.lock:
+            with self.coordinator.lock:
                 decided = (
-                    self.host.stopping
-                    or not self.host.leads()
-                    or (waiting.asked is not None and self.served.opener._decided(waiting.call.attempt, waiting.asked))
+                    self.coordinator.stopping
+                    or not self.coordinator.leads()
+                    or (
+                        waiting.asked is not None
+                        and self.served.join_handler._decided(waiting.call.attempt, waiting.asked)
+                    )
                 )
             if decided:
                 self._try_join(waiting)
 
     def _accepted(self, joined: Joined) -> Accepted:
-        assert self.host is not None
+        assert self.coordinator is not None
         start, opening = joined.start, joined.opening
-        template = self.host.order.template(joined.uid, STREAM, opening.generation)
+        template = self.coordinator.order.template(joined.uid, STREAM, opening.generation)
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, digest_hex(start.digest), base)
-        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.host.epoch)
+        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.coordinator.epoch)
 
     # Streams
 
@@ -361,21 +366,21 @@ class Server(Process):
         consumed: Point,
         credit_steps: int,
     ) -> None:
-        if self.host is None or not self.reachable:
+        if self.coordinator is None or not self.reachable:
             stream.end(Unavailable("nobody listens there"))
             return
         state = self.streams[stream] = _Stream(stream)
         rank = stream.rank.number
         try:
-            session = self.host.attach(
+            session = self.coordinator.attach(
                 uid, generation, rank, nonce, received.sample_index, committed_through,
                 received.digest, server_epoch, stream.rank.launch.attempt,
             )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session
-            self.host.progress(session, consumed.sample_index, credit_steps, consumed.digest)
+            self.coordinator.progress(session, consumed.sample_index, credit_steps, consumed.digest)
             while state.inbox:
-                self.host.progress(session, *state.inbox.pop(0))
+                self.coordinator.progress(session, *state.inbox.pop(0))
         except TokenloomError as error:
             self._end(state, error)
             return
@@ -387,14 +392,14 @@ class Server(Process):
 
     def progress(self, stream: Stream, consumed: Point, credit_steps: int) -> None:
         state = self.streams.get(stream)
-        if state is None or state.over or self.host is None:
+        if state is None or state.over or self.coordinator is None:
             return
         report = consumed.sample_index, credit_steps, consumed.digest
         if state.session is None:
             state.inbox.append(report)
             return
         try:
-            self.host.progress(state.session, *report)
+            self.coordinator.progress(state.session, *report)
         except TokenloomError as error:
             self._end(state, error)
 
@@ -413,14 +418,14 @@ class Server(Process):
             self._detach(state)
 
     def _finish(self, state: _Stream) -> None:
-        """Waits, bounded, until all that every rank acknowledged is committed; as ``Host.finish`` does."""
-        if state.over or self.host is None or state.closed_at is None:
+        """Waits, bounded, until all that every rank acknowledged is committed; as ``RunCoordinator.finish`` does."""
+        if state.over or self.coordinator is None or state.closed_at is None:
             return
         late = self._world.now - state.closed_at > FINISH_S
         generation = state.session.generation if state.session is not None else None
-        if late or generation is None or generation.all_committed() or self.host.stopping:
+        if late or generation is None or generation.all_committed() or self.coordinator.stopping:
             if state.session is not None:
-                self.host.leave(state.session)
+                self.coordinator.leave(state.session)
             self._end(state, None)
         else:
             self._world.soon(0.1, self, self._finish, state)
@@ -433,21 +438,21 @@ class Server(Process):
     def _pump(self, state: _Stream) -> None:
         """The stream's thread: sends one message, or sleeps."""
         state.pump_due = False
-        if state.over or state.closed_at is not None or self.host is None or state.session is None:
+        if state.over or state.closed_at is not None or self.coordinator is None or state.session is None:
             return
-        host, stream, session, world = self.host, state.stream, state.session, self._world
+        coordinator, stream, session, world = self.coordinator, state.stream, state.session, self._world
         try:
-            found = host.next_for(session, 0.0, lambda: False)
-            committed = host.committed.sample_index if host.committed is not None else 0
+            found = coordinator.next_for(session, 0.0, lambda: False)
+            committed = coordinator.committed.sample_index if coordinator.committed is not None else 0
             if isinstance(found, Delivery):
-                message = self._batches(host, session.rank, found)
+                message = self._batches(coordinator, session.rank, found)
                 world.checker.sent(self, stream.rank, session, committed)
-                stream.down(stream.rank.receive, message, committed, host.epoch)
+                stream.down(stream.rank.receive, message, committed, coordinator.epoch)
             elif isinstance(found, EndOfData):
                 world.checker.sent(self, stream.rank, session, committed)
-                stream.down(stream.rank.receive, found, committed, host.epoch)
+                stream.down(stream.rank.receive, found, committed, coordinator.epoch)
             elif isinstance(found, Waiting) and world.now >= state.heartbeat_at:
-                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, host.epoch)
+                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, coordinator.epoch)
                 state.heartbeat_at = world.now + HEARTBEAT_S
                 world.at_time(state.heartbeat_at, self, self._pump_soon, state, WOKEN_S)
         except TokenloomError as error:
@@ -456,7 +461,7 @@ class Server(Process):
         if not isinstance(found, Waiting):
             self._pump_soon(state, WOKEN_S)
 
-    def _batches(self, host: Host, rank: int, delivery: Delivery) -> Batches:
+    def _batches(self, coordinator: RunCoordinator, rank: int, delivery: Delivery) -> Batches:
         group, first, last, with_base = delivery
         size = group.plan.batch_size
         ids = [one.tobytes() for one in group.ids(rank, first, last)]
@@ -473,7 +478,7 @@ class Server(Process):
             )
             for step in range(first, last)
         ]
-        base = Base(group.begin, host.resume_state(group).encode()) if with_base else None
+        base = Base(group.begin, coordinator.resume_state(group).encode()) if with_base else None
         return Batches(group.step_begin(first), steps, base)
 
     def _end(self, state: _Stream, error: TokenloomError | None) -> None:
@@ -483,15 +488,17 @@ class Server(Process):
         state.stream.end(error)
 
     def _detach(self, state: _Stream) -> None:
-        if state.session is not None and self.host is not None:
-            self.host.detach(state.session)
+        if state.session is not None and self.coordinator is not None:
+            self.coordinator.detach(state.session)
 
     def _hook(self) -> None:
         """Makes the slots' conditions of a new generation wake their streams."""
-        live = self.host.live if self.host is not None else None
-        if self.host is not None and live is not None and live is not self._hooked:
-            self._hooked = live
-            live.slots[:] = [Wake(self.host.lock, partial(self._wake_rank, rank)) for rank in range(len(live.slots))]
+        active = self.coordinator.active if self.coordinator is not None else None
+        if self.coordinator is not None and active is not None and active is not self._hooked:
+            self._hooked = active
+            active.slots[:] = [
+                Wake(self.coordinator.lock, partial(self._wake_rank, rank)) for rank in range(len(active.slots))
+            ]
             for state in self.streams.values():
                 self._pump_soon(state, WOKEN_S)  # those of the generation before
             self._wake_producer()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -18,9 +19,8 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TokenloomError,
 )
-from tokenloom_server.host import Terms
 from tokenloom_server.ledger.base import StoredSnapshot
-from tokenloom_server.mixture_change import MixtureChange
+from tokenloom_server.run.coordinator import Timeouts
 
 from tests.simulation.checker import Checker
 from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference
@@ -73,7 +73,7 @@ class Plan:
     fault_count: int
     fault_gap_s: float
     servers: int
-    terms: Terms
+    timeouts: Timeouts
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
@@ -109,7 +109,7 @@ class Plan:
             fault_count=(rng.randint(4, 12) if small else rng.randint(1, 8)) if faults else 0,
             fault_gap_s=rng.choice([0.05, 0.3, 1.0]),
             servers=rng.choice([1, 1, 2]),
-            terms=Terms(
+            timeouts=Timeouts(
                 lease_s=rng.choice([0.5, 3.0, 15.0]),
                 liveness_s=rng.choice([0.5, 3.0, 15.0]),
                 rank_timeout_s=rng.choice([30.0, 300.0]),
@@ -412,7 +412,7 @@ class World(Scheduler):
 
     def _snapshot(self) -> None:
         server = self._a_server()
-        if server is not None and server.host is not None:
+        if server is not None and server.coordinator is not None:
             self.at(0.0, server, self._save_snapshot, server)
 
     def _save_snapshot(self, server: Server) -> None:
@@ -420,11 +420,11 @@ class World(Scheduler):
 
     def _make_snapshot(self, server: Server, save: bool) -> str | None:
         """The server's own state at some index is the trainer's; saved, it can be resumed from."""
-        host, launch = server.host, self.launches[-1]
-        if host is None or host.live is None or host.committed is None:
+        coordinator, launch = server.coordinator, self.launches[-1]
+        if coordinator is None or coordinator.active is None or coordinator.committed is None:
             return None
-        low = host.live.generation.ramp.start_index
-        index = self.rng.randint(low, max(low, host.committed.sample_index))
+        low = coordinator.active.generation.ramp.start_index
+        index = self.rng.randint(low, max(low, coordinator.committed.sample_index))
         try:
             text, at = server.served.history.snapshot(index)
             self.checker.look_at_text(text, at)
@@ -432,7 +432,7 @@ class World(Scheduler):
             if save:
                 snapshot_id = f"{at}-{len(self.saved)}"
                 saved = StoredSnapshot(id=snapshot_id, sample_index=at, saved_at=self.now, text=text)
-                host.ledger.save_snapshot(host.uid, host.stream, saved)
+                coordinator.ledger.save_snapshot(coordinator.uid, coordinator.stream, saved)
                 self.saved[snapshot_id] = text
         except (LedgerError, NotFound) as error:
             self.note(server.name, "no snapshot", error.name)
@@ -443,17 +443,17 @@ class World(Scheduler):
 
     def _pin(self) -> None:
         server = self._a_server()
-        if server is not None and server.host is not None:
+        if server is not None and server.coordinator is not None:
             self.at(0.0, server, self._ask_for_pin, server)
 
     def _ask_for_pin(self, server: Server) -> None:
         text = self._make_snapshot(server, False)
-        host = server.host
-        if text is None or host is None:
+        coordinator = server.coordinator
+        if text is None or coordinator is None:
             return
         try:
             server.served.history.forward(server.served.history.parse(text))
-            host.ledger.pin(host.uid, host.stream, host.epoch, text)
+            coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, text)
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:
@@ -461,17 +461,17 @@ class World(Scheduler):
 
     def _revise(self) -> None:
         server = self._a_server()
-        if server is not None and server.host is not None:
+        if server is not None and server.coordinator is not None:
             self.at(0.0, server, self._ask_for_revision, server)
 
     def _ask_for_revision(self, server: Server) -> None:
         """An operator changes the mixture, as the REST API has it done."""
-        host = server.host
-        if host is None or server.one_change.locked():
+        coordinator = server.coordinator
+        if coordinator is None or server.one_change.locked():
             return
-        asked = {"reason": f"at {self.now:.3f}", **self._change(host.course.at(2**40).config)}
+        asked = {"reason": f"at {self.now:.3f}", **self._change(coordinator.timeline.at(2**40).config)}
         if self.rng.random() < 0.4:
-            asked["sample_index"] = host.first_revisable() + self.rng.choice([0, 1, 7, 30])
+            asked["sample_index"] = coordinator.first_revisable() + self.rng.choice([0, 1, 7, 30])
         try:
             revision = server.served.revising.revise(MixtureChange.model_validate(asked))
         except (ConfigError, LedgerError) as error:
@@ -502,15 +502,15 @@ class World(Scheduler):
 
     def _drop_revisions(self) -> None:
         server = self._a_server()
-        if server is not None and server.host is not None:
+        if server is not None and server.coordinator is not None:
             self.at(0.0, server, self._ask_for_drop, server)
 
     def _ask_for_drop(self, server: Server) -> None:
-        host = server.host
-        if host is None or server.one_change.locked() or not host.course.revisions:
+        coordinator = server.coordinator
+        if coordinator is None or server.one_change.locked() or not coordinator.timeline.revisions:
             return
-        number = self.rng.randint(1, len(host.course.revisions))
-        self.checker.asked_to_drop(host.course.revisions[number - 1 :])
+        number = self.rng.randint(1, len(coordinator.timeline.revisions))
+        self.checker.asked_to_drop(coordinator.timeline.revisions[number - 1 :])
         try:
             server.served.revising.drop(number)
         except (BeyondHorizon, LedgerError, NotFound) as error:

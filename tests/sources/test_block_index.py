@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.corpora import write_jsonl, write_parquet
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 SPEC = Spec.parse("parquet:*.parquet:ids")
 FILES = 20

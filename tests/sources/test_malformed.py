@@ -22,11 +22,11 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from support.mutations import IDS, TEXTS, formats
+from tokenloom_server.config.row_rules import Comparison, RowRules, Template
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import Comparison, RowRules, Template
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 #: Of each variant of a format: several hundred of each format.
 MUTATIONS = {"parquet": 100, "arrow": 100, "jsonl": 150, "txt": 200}

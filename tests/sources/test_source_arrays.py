@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 from tokenloom_server.sources import parquet_lists
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
 
 parquet_lists.MIN_VALUES = 1

@@ -10,10 +10,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 SPEC = Spec.parse("arrow:saved:input_ids")
 

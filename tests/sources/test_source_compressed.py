@@ -12,14 +12,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tokenloom_server.dataset_mix import ENDINGS
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import compressed, lines
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.compressed import codec_of, ending_of
-from tokenloom_server.sources.glimpse import columns_of
+from tokenloom_server.sources.detect_columns import columns_of
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
+from tokenloom_server.sources.short_form import ENDINGS
 from tokenloom_server.storage.local import LocalFile
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.features import write_arrow
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import features
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.features import FeatureSource, Values
 from tokenloom_server.sources.manifest import build
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 ROWS = 23
 
@@ -51,7 +51,7 @@ WRITERS: dict[str, Writer] = {"parquet": parquet, "arrow stream": stream, "compr
 def opened(folder: Path, spec: str, names: list[str] | None = None, **dtypes: str) -> FeatureSource:
     parsed = Spec.parse(spec)
     shards: tuple[Shard, ...] = build([parsed], folder).shards(spec)
-    return FeatureSource(parsed, shards, folder, Traffic(), names=names, dtypes=dtypes)
+    return FeatureSource(parsed, shards, folder, IoStats(), names=names, dtypes=dtypes)
 
 
 def rows_of(source: FeatureSource, rows: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

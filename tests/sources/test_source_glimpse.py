@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content
-from tokenloom_server.sources.glimpse import columns_of
+from tokenloom_server.sources.detect_columns import columns_of
 
 TABLE = pa.table(
     {

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from support.hub import CONVERSION, Repo, StandInHub, blob_id, hash_of, stand_in_hub
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.hub import HubResolver
-from tokenloom_server.spec import Spec
 
 
 @pytest.fixture
@@ -394,7 +394,7 @@ def test_an_address_where_nobody_is_says_so(
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which are not made."""
-    from tokenloom_server.hub import client
+    from tokenloom_server.storage.hub import client
 
     pauses: list[float] = []
     monkeypatch.setattr(client.time, "sleep", pauses.append)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import jsonl
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 SPEC = Spec.parse("jsonl:a.jsonl:text")
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import line_index, lines
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 TXT = Spec.parse("txt:a.txt:text")
 JSONL = Spec.parse("jsonl:a.jsonl:text")

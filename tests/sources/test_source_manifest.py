@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import files, locations, manifest
 from tokenloom_server.sources.manifest import Manifest
-from tokenloom_server.spec import Spec
 
 GLOB = Spec.parse("txt:data/*.txt:text")
 

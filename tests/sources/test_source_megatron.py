@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpora import flat
-from tokenloom_server import config
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
 from tokenloom_server.sources import locations, megatron
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
 SPEC = Spec.parse("megatron:data/corpus")

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.corpora import flat
-from tokenloom_server import config, forking
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.order_fields import order_digest
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
+from tokenloom_server.run import fork
 from tokenloom_server.sources import npy
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 END = 9
 ROWS = [[1, 2, 3, END], [END], [4, END], [5] * 30 + [END], [END], [6, 7, END], [8]]
@@ -255,7 +257,7 @@ def test_another_override_of_the_end_is_another_order_and_survives_the_record(tm
         child = {"source": "npy:a.npy"} | ({} if override is None else {"add_eot": override})
         mixture = {"policy": "least_consumed", "children": [child]}
         run = order(tmp_path, "npy:a.npy", mixture=mixture)
-        digests[override] = run.config.digest
+        digests[override] = order_digest(run.config)
         again = Order.load(run.config, tmp_path, None, run.record())
         assert ids_of(again) == ids_of(run)
     assert digests[None] == digests["auto"]
@@ -271,9 +273,9 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_row(tmp_path: Pa
 def test_runs_with_other_ends_of_text_have_other_documents(tmp_path: Path) -> None:
     write_npy("uint16")(tmp_path / "a.npy", IDS)
     ours, same, other = (order(tmp_path, "npy:a.npy", end_of_text_id=end) for end in (END, END, 5))
-    forking._refuse_other_documents(ours, same)
+    fork._refuse_other_documents(ours, same)
     with pytest.raises(SnapshotInvalid, match=r"'npy:a.npy': end_of_text_id is 5 in run 'test' and 9 in 'test'"):
-        forking._refuse_other_documents(other, ours)
+        fork._refuse_other_documents(other, ours)
 
 
 def test_the_order_goes_on_from_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import parquet
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 SPEC = Spec.parse("parquet:a.parquet:text")
 

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, parquet_lists, parquet_pages, thrift
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.open import open_file
 
 SPEC = Spec.parse("parquet:a.parquet:ids")

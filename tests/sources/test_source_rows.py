@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import columns, files, line_index, lines
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "nul\x00inside", "x" * 300, "", "last"]
 IDS = [[1, 2, 3], [], [7], list(range(200)), [0], [2**31 - 1], []]

@@ -9,15 +9,15 @@ from typing import Any
 import fsspec
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture, parsed, write_corpus
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
-from tokenloom_server.order import Order
-from tokenloom_server.pipeline import BatchPlan
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
 from tokenloom_server.sources import locations, manifest
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
-from tokenloom_server.state import State
 
 PLACE = "memory://corpus"
 

@@ -14,18 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, StorageError
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage import ahead, remote, traffic
-from tokenloom_server.storage.attempts import Fetch
+from tokenloom_server.storage import io_stats, prefetch, remote
 from tokenloom_server.storage.file import Range
+from tokenloom_server.storage.hedged_read import HedgedRead
+from tokenloom_server.storage.io_stats import IoStats, RetryPolicy
 from tokenloom_server.storage.open import open_file
-from tokenloom_server.storage.traffic import Patience, Traffic
 
 Read = tuple[str, int, int]
 #: Impatient enough for a test; errors come after seconds, not minutes.
-HURRY = Patience(hedge_s=0.05, attempt_s=0.2, pause_s=0.01, longest_pause_s=0.05, total_s=1.0)
+HURRY = RetryPolicy(hedge_s=0.05, attempt_s=0.2, pause_s=0.01, longest_pause_s=0.05, total_s=1.0)
 DATA = bytes(range(251)) * 40_000
 
 
@@ -87,8 +87,8 @@ def fails(error: Exception, times: int) -> Callable[[int], None]:
 def test_a_read_that_fails_is_tried_again(storage: type[Troubled], tmp_path: Path) -> None:
     url = put("a/x.bin", DATA)
     storage.trouble = staticmethod(fails(ConnectionResetError("cut"), 3))
-    shared = Traffic(HURRY)
-    with open_file(url, tmp_path, traffic=shared) as file:
+    shared = IoStats(HURRY)
+    with open_file(url, tmp_path, io_stats=shared) as file:
         assert file.read_at(7, 100_000) == DATA[7:100_007]
     assert shared.counts.retries == 3
     assert shared.longest_wait(0.0) == ""
@@ -99,8 +99,8 @@ def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
 ) -> None:
     url = put("a/x.bin", DATA)
     storage.trouble = staticmethod(lambda number: hang() if number == 0 else None)
-    shared = Traffic(HURRY)
-    with open_file(url, tmp_path, traffic=shared) as file:
+    shared = IoStats(HURRY)
+    with open_file(url, tmp_path, io_stats=shared) as file:
         assert file.read_at(0, 70_000) == DATA[:70_000]
     assert shared.counts.hedges >= 1
     assert len(storage.reads) > 1
@@ -108,7 +108,7 @@ def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
 
 
 def test_what_is_usual_decides_when_a_read_is_late() -> None:
-    shared = Traffic(Patience(hedge_s=0.5, hedge_factor=3, attempt_s=30))
+    shared = IoStats(RetryPolicy(hedge_s=0.5, hedge_factor=3, attempt_s=30))
     for _ in range(20):
         shared.took(1 << 20, 2.0)
     assert shared.hedge_after_s(1 << 20) == 6.0
@@ -123,8 +123,8 @@ def test_storage_that_never_answers_is_named_and_then_an_error(
 ) -> None:
     url = put("a/x.txt", b"one\ntwo\n")
     source = Spec.parse(f"txt:{url}:text")
-    shared = Traffic(HURRY)
-    reader = open_source(source, tmp_path, traffic=shared)
+    shared = IoStats(HURRY)
+    reader = open_source(source, tmp_path, io_stats=shared)
     storage.trouble = staticmethod(lambda _: hang())
     said: list[str] = []
 
@@ -157,7 +157,7 @@ def test_failing_storage_is_no_damage(storage: type[Troubled], tmp_path: Path, s
             sink.write(b'{"text": "x"}\n' * 200_000)
     ending = "/*" if scheme != "arrow" else ""
     put(f"a/x.{scheme}", sink.getvalue().to_pybytes())
-    reader = open_source(Spec.parse(f"{scheme}:troubled://a{ending}:text"), tmp_path, traffic=Traffic(HURRY))
+    reader = open_source(Spec.parse(f"{scheme}:troubled://a{ending}:text"), tmp_path, io_stats=IoStats(HURRY))
     first = len(storage.reads)
 
     def trouble(number: int) -> None:
@@ -172,7 +172,7 @@ def test_failing_storage_is_no_damage(storage: type[Troubled], tmp_path: Path, s
 @pytest.mark.parametrize("error", [PermissionError("not yours"), FileNotFoundError("gone")])
 def test_a_refusal_is_not_asked_for_again(storage: type[Troubled], tmp_path: Path, error: OSError) -> None:
     url = put("a/x.bin", DATA)
-    with open_file(url, tmp_path, traffic=Traffic(HURRY)) as file:
+    with open_file(url, tmp_path, io_stats=IoStats(HURRY)) as file:
         storage.trouble = staticmethod(fails(error, 10**9))
         with pytest.raises(StorageError, match=f"its storage refuses it .{type(error).__name__}: {error}"):
             file.read_at(0, 10)
@@ -181,7 +181,7 @@ def test_a_refusal_is_not_asked_for_again(storage: type[Troubled], tmp_path: Pat
 
 def test_a_file_that_changes_while_it_is_read_is_named(storage: type[Troubled], tmp_path: Path) -> None:
     url = put("a/x.bin", DATA)
-    with open_file(url, tmp_path, "the file", Traffic(HURRY)) as file:
+    with open_file(url, tmp_path, "the file", IoStats(HURRY)) as file:
         put("a/x.bin", DATA[:1000])
         with pytest.raises(SourceChanged, match=r"the file was changed while being read: found 1000 bytes"):
             file.read_at(200_000, 100_000)
@@ -194,9 +194,9 @@ def test_what_was_planned_is_read_ahead_in_few_reads_and_little_memory(
     storage: type[Troubled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = put("a/x.bin", DATA)
-    shared = Traffic(HURRY)
+    shared = IoStats(HURRY)
     begin, end = 1_000_000, 9_000_000
-    with open_file(url, tmp_path, traffic=shared) as file:
+    with open_file(url, tmp_path, io_stats=shared) as file:
         file.plan([Range(begin, 4_000_000), Range(4_100_000, end)])
         for at in range(begin, end, 33_333):
             length = min(33_333, end - at)
@@ -207,14 +207,14 @@ def test_what_was_planned_is_read_ahead_in_few_reads_and_little_memory(
         (begin + (3 << 20), begin + (7 << 20)),
         (begin + (7 << 20), end),
     ]
-    assert shared.reserve(traffic.AHEAD_BYTES), "all that was taken was given back"
+    assert shared.reserve(io_stats.AHEAD_BYTES), "all that was taken was given back"
 
 
 def test_without_memory_for_it_nothing_is_read_ahead(storage: type[Troubled], tmp_path: Path) -> None:
     url = put("a/x.bin", DATA)
-    shared = Traffic(HURRY)
-    assert shared.reserve(traffic.AHEAD_BYTES - ahead.FIRST_BLOCK_BYTES + 1)
-    with open_file(url, tmp_path, traffic=shared) as file:
+    shared = IoStats(HURRY)
+    assert shared.reserve(io_stats.AHEAD_BYTES - prefetch.FIRST_BLOCK_BYTES + 1)
+    with open_file(url, tmp_path, io_stats=shared) as file:
         file.plan([Range(0, len(DATA))])
         for at in range(0, 1_000_000, 100_000):
             assert file.read_at(at, 100_000) == DATA[at : at + 100_000]
@@ -223,7 +223,7 @@ def test_without_memory_for_it_nothing_is_read_ahead(storage: type[Troubled], tm
 
 def test_reading_elsewhere_leaves_the_plan_alone(storage: type[Troubled], tmp_path: Path) -> None:
     url = put("a/x.bin", DATA)
-    with open_file(url, tmp_path, traffic=Traffic(HURRY)) as file:
+    with open_file(url, tmp_path, io_stats=IoStats(HURRY)) as file:
         file.plan([Range(500_000, 2_000_000)])
         for at in (500_000, len(DATA) - 8, 600_000, 0, 1_600_000, 1_999_990, 700_000):
             assert bytes(file.read_at(at, 100_000)) == DATA[at : at + 100_000]
@@ -244,5 +244,5 @@ def test_a_server_that_says_when_to_come_again_is_left_alone_until_then() -> Non
             raise found
         return found
 
-    assert Fetch(work, "it", Traffic(HURRY)).result() == 7
+    assert HedgedRead(work, "it", IoStats(HURRY)).result() == 7
     assert time.monotonic() - began >= 0.3

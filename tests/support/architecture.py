@@ -9,56 +9,37 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 
 from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, Tree
 
-#: From the ground up. A module may import those of lower rows, and of its own name; nothing points up, and
-#: neighbours in a row do not know each other. A name stands for a module or for a whole folder.
+#: From the ground up. A package (or a module beside the packages) may import those of lower rows, and its own modules;
+#: nothing points up, and neighbours in a row do not know each other.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
-        ("__init__", "errors", "state", "hashing", "slots", "leash"),
-        ("hub",),
-        ("storage",),
-        ("spec", "rules", "security", "tls", "data_roots", "mixture_change", "traced", "receipt", "plan", "amounts"),
-        ("config", "stats", "picture"),
-        ("differences",),
-        ("sources",),
-        ("tokenizer", "dataset_mix"),
+        ("__init__", "errors"),
+        ("core", "storage"),
+        ("config", "ledger"),
+        ("mixing", "sources"),
+        ("tokenizer",),
         ("packing",),
-        ("mixing",),
-        ("pipeline",),
-        ("ledger", "snapshot", "readahead", "engines", "isolated", "suspects", "revision", "exclusions", "ramp"),
-        ("careful", "extents"),
-        ("order", "run"),
-        ("course",),
-        ("planning", "prepare", "streams"),
-        ("imported",),
-        ("host",),
-        ("committer", "leadership", "losses", "producer"),
-        ("history", "figures"),
-        ("forking", "revising"),
-        ("opening", "peeking", "evaluating"),
-        ("tracing", "accounts"),
-        ("service",),
-        ("metrics", "page"),
-        ("grpc_service", "rest_api"),
-        ("server", "remote", "demo", "checkpoint"),
-        ("local", "viewer", "trace_report", "sides", "model_card", "mixture_report"),
-        ("comparison", "exporting"),
+        ("order",),
+        ("planning", "prepare"),
+        ("reports",),
+        ("run", "tools"),
+        ("replay",),
+        ("api",),
+        ("demo",),
         ("cli",),
         ("__main__",),
     ),
     CLIENT: (
-        ("errors", "columns", "loaders", "mixture_file", "waits"),
-        ("ramp",),
-        ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer", "child_server", "device", "local", "token_losses"),
-        ("connection", "embedded"),
-        ("figures",),
-        ("dataset", "lr_scheduler"),
-        ("token_budget",),
-        ("token_progress",),
-        ("source_loss",),
+        ("errors",),
+        ("batch", "snapshot"),
+        ("connection",),
+        ("job_server",),
+        ("datasets",),
+        ("clock", "losses"),
         ("__init__",),
         # Users of what a trainer imports; nothing of the package knows them.
         ("integrations",),
@@ -69,19 +50,17 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 
-#: Stricter than the rows: all that these may import of their own package.
+#: Stricter than the rows: all that these packages and modules may import of the server.
 ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.errors": frozenset(),
-    f"{SERVER}.state": frozenset(),
-    f"{SERVER}.hashing": frozenset(),
-    f"{SERVER}.slots": frozenset(),
-    f"{SERVER}.hub": frozenset({"errors"}),
-    f"{SERVER}.storage": frozenset({"errors", "hub"}),
-    f"{SERVER}.spec": frozenset({"errors", "storage"}),
-    f"{SERVER}.rules": frozenset({"errors"}),
-    f"{SERVER}.config": frozenset({"errors", "rules", "spec"}),
-    f"{SERVER}.ledger": frozenset({"errors", "state"}),
-    f"{SERVER}.run": frozenset({"errors", "hashing", "pipeline", "ramp", "slots", "state"}),
+    f"{SERVER}.core": frozenset({"core", "errors"}),
+    f"{SERVER}.storage": frozenset({"storage", "errors"}),
+    f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
+    f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
+    f"{SERVER}.run.slots": frozenset(),
+    f"{SERVER}.run.generation": frozenset(
+        {"core", "errors", "order.batch_schedule", "order.pipeline", "run.slots"},
+    ),
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
@@ -93,10 +72,10 @@ INTEGRATIONS = f"{CLIENT}.integrations"
 #: Client and server in one process: the demonstration is a user of both.
 USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
 #: The server's part in a process that trains by itself: without a socket there is no wire to meet at. It is imported
-#: where ``local=True`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
-USES_SERVER = f"{CLIENT}.local"
+#: where a ``LocalDataset`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
+USES_SERVER = f"{CLIENT}.job_server.in_process"
 #: A trainer's checkpoint may be a file that only torch reads; where there is no torch, this says so.
-READS_WITH_TORCH = f"{SERVER}.checkpoint"
+READS_WITH_TORCH = f"{SERVER}.tools.checkpoint"
 
 #: What lies at the edge stays there: these names may be imported by the units beside them only.
 EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
@@ -104,26 +83,33 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
         ("grpc", "grpc_health", "grpc_reflection", f"{PROTO}.dataloader_pb2", f"{PROTO}.dataloader_pb2_grpc"),
         frozenset(
             {
-                f"{SERVER}.grpc_service",
-                f"{SERVER}.viewer",
+                f"{SERVER}.api.grpc",
+                f"{SERVER}.tools.viewer",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
-                f"{CLIENT}.local",
+                f"{CLIENT}.job_server.in_process",
             }
         ),
     ),
-    (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.rest_api", f"{SERVER}.page"})),
+    (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.api.rest", f"{SERVER}.api.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
-    (("matplotlib",), frozenset({f"{SERVER}.picture"})),
-    (("fsspec",), frozenset({f"{SERVER}.storage", f"{SERVER}.hub"})),
+    (("matplotlib",), frozenset({f"{SERVER}.planning.picture"})),
+    (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
     (("transformers", "trl", "accelerate", "lightning", "torchdata"), frozenset({INTEGRATIONS})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
 #: and no other process, and the order is exact because none of them draws a random number of its own.
-PURE = ("tokenizer", "packing", "mixing", "pipeline", "ramp", "run", "slots")
+PURE = tuple(
+    f"{SERVER}.{name}"
+    for name in (
+        *("core", "mixing", "packing", "order.batch_schedule", "order.pipeline", "run.generation", "run.slots"),
+        *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
+        *("tokenizer.engine", "tokenizer.masked", "tokenizer.text"),
+    )
+)
 IMPURE = (
     *("asyncio", "concurrent", "datetime", "multiprocessing", "queue", "select", "selectors", "signal", "socket"),
     *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),
@@ -217,16 +203,30 @@ def upward(tree: Tree) -> Iterator[str]:
     """Nothing points up, and neighbours do not know each other."""
     rank = {f"{p}.{name}": i for p, rows in LAYERS.items() for i, row in enumerate(rows) for name in row}
     for module in tree.modules.values():
+        allowed = next((names for owner, names in ONLY.items() if _is(module.name, (owner,))), None)
         for target, line in module.imports:
             other = tree.resolve(target)
-            if other is None or other.package != module.package or other.unit == module.unit:
+            if other is None or other.package != module.package:
                 continue
+            inside = other.unit == module.unit
             below = rank.get(other.qualified_unit, -1) < rank.get(module.qualified_unit, sys.maxsize)
-            allowed = ONLY.get(module.qualified_unit)
-            if not below:
+            if not below and not inside:
                 yield f"{module.at(line)}: {module.unit} imports {other.unit}, which is not below it"
-            elif allowed is not None and other.unit not in allowed | {"__init__"}:
+            elif allowed is not None and not _is(other.name, [f"{module.package}.{name}" for name in allowed]):
                 yield f"{module.at(line)}: {module.unit} imports {other.unit}; it may import {sorted(allowed)} only"
+
+
+def circles(tree: Tree) -> Iterator[str]:
+    """No module needs itself by way of others, also within a package."""
+    needs = {
+        module.name: {o.name for target, _ in module.imports if (o := tree.resolve(target)) and o.name != module.name}
+        for module in tree.modules.values()
+    }
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        yield f"{tree.modules[min(circle)].path}: imports run in a circle: {' → '.join(reversed(circle))}"
 
 
 def crossings(tree: Tree) -> Iterator[str]:
@@ -234,9 +234,7 @@ def crossings(tree: Tree) -> Iterator[str]:
     forbidden = {CLIENT: (SERVER,), SERVER: (CLIENT,), PROTO: (CLIENT, SERVER)}
     for module in tree.modules.values():
         for target, line in module.imports:
-            if module.qualified_unit not in (USES_CLIENT_AND_TORCH, USES_SERVER) and _is(
-                target, forbidden[module.package]
-            ):
+            if not _is(module.name, (USES_CLIENT_AND_TORCH, USES_SERVER)) and _is(target, forbidden[module.package]):
                 yield f"{module.at(line)}: {module.package} imports {target}; they meet only in {PROTO}"
 
 
@@ -254,7 +252,7 @@ def torch_in_server(tree: Tree) -> Iterator[str]:
     """The server runs without torch; its image has none."""
     for module in tree.of(SERVER):
         for target, line in module.imports:
-            if module.qualified_unit not in (USES_CLIENT_AND_TORCH, READS_WITH_TORCH) and _is(target, ("torch",)):
+            if not _is(module.name, (USES_CLIENT_AND_TORCH, READS_WITH_TORCH)) and _is(target, ("torch",)):
                 yield f"{module.at(line)}: the server imports {target}; its image has no torch"
 
 
@@ -263,7 +261,7 @@ def edges(tree: Tree) -> Iterator[str]:
     for module in tree.modules.values():
         for names, owners in EDGES:
             for target, line in module.imports:
-                if _is(target, names) and module.qualified_unit not in owners:
+                if _is(target, names) and not _is(module.name, owners):
                     yield f"{module.at(line)}: imports {target}, which is for {', '.join(sorted(owners))} only"
 
 
@@ -271,8 +269,8 @@ def impure(tree: Tree) -> Iterator[str]:
     """No clock, no thread, no socket, no Redis and no chance where the order is decided."""
     for module in tree.of(SERVER):
         for target, line in module.imports:
-            if module.unit in PURE and _is(target, IMPURE):
-                yield f"{module.at(line)}: {module.unit} imports {target}; it is handed what it needs"
+            if _is(module.name, PURE) and _is(target, IMPURE):
+                yield f"{module.at(line)}: {module.name} imports {target}; it is handed what it needs"
 
 
 def code_in_data(tree: Tree) -> Iterator[str]:
@@ -428,6 +426,6 @@ def _changes(module: Module, constants: set[str]) -> Iterator[str]:
 
 Rule = Callable[[Tree], Iterator[str]]
 RULES: tuple[Rule, ...] = (
-    *(unplaced, upward, crossings, undeclared, torch_in_server, edges, impure, code_in_data, dead),
+    *(unplaced, upward, circles, crossings, undeclared, torch_in_server, edges, impure, code_in_data, dead),
     import_time_work,
 )

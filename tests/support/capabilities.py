@@ -16,12 +16,12 @@ import tokenloom
 from google.protobuf.descriptor import Descriptor
 from tokenloom_proto import dataloader_pb2
 from tokenloom_server import errors
+from tokenloom_server.api.metrics import create_registry
+from tokenloom_server.api.rest.app import create_app
+from tokenloom_server.api.rest.problems import HTTP_ERRORS
 from tokenloom_server.cli import app
-from tokenloom_server.config import RunConfig
-from tokenloom_server.metrics import create_registry
-from tokenloom_server.rest_api.app import create_app
-from tokenloom_server.rest_api.problems import HTTP_ERRORS
-from tokenloom_server.spec import SCHEMES
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.spec import SCHEMES
 from typer.main import get_command
 
 from tests.support.memory_service import MemoryService

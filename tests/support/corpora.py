@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenloom_server import config
-from tokenloom_server.config import RunConfig
-from tokenloom_server.order import Order
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.order.record import Order
 
 #: One of each scheme; between them empty rows, a null, several shards, rows longer than a sample.
 CODE = "parquet:data/code-*.parquet:ids"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.packing.base import Packer
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.state import Cursor, SourceState, Tally
-from tokenloom_server.tokenizer import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
 
 EOT = 250
 
@@ -59,7 +59,7 @@ class Sample:
     raw: bytes
     cursor: Cursor
     rows: int
-    tally: Tally
+    tally: RowCounts
     starts: tuple[int, ...]
     hash: int
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from tokenloom_server import config
-from tokenloom_server.order import Order
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.order.record import Order
 
 from support.corpora import numbers
 

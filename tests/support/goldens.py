@@ -25,12 +25,12 @@ from prometheus_client import generate_latest
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.api.metrics import create_registry
+from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.cli import app
 from tokenloom_server.ledger.base import Ledger, StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.metrics import create_registry
-from tokenloom_server.rest_api.app import create_app
 from typer.testing import CliRunner
 
 from support.capabilities import commands

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from support.architecture import LAYERS
 from support.source_tree import CLIENT, PACKAGE_FOLDERS, SERVER, Module, Tree, read_tree
+from support.words import old_words, vague_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "house.json"
@@ -36,6 +37,8 @@ LIMITS = {
     f"modules over {LONG_MODULE} lines": 0,
     "circles of imports": 0,
     "imports of a package's own root": 0,
+    "old words": 0,
+    "vague names": 0,
 }
 
 
@@ -60,6 +63,8 @@ def measure(root: Path = ROOT) -> tuple[dict[str, int], dict[str, list[str]]]:
         ],
         "circles of imports": [" <-> ".join(circle) for circle in _circles(_graph(tree))],
         "imports of a package's own root": list(_own_roots(tree)),
+        "old words": list(old_words(tree, root)),
+        "vague names": list(vague_names(tree)),
     }
     excepted = exceptions()
     faults = {name: [fault for fault in found if fault not in excepted.get(name, {})] for name, found in faults.items()}

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import RowCounts, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
-from tokenloom_server.mixture_change import MixtureChange
-from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
-from tokenloom_server.receipt import Receipt, RunReport, SourceReport, Tokenizer
-from tokenloom_server.state import Tally, digest_hex
-from tokenloom_server.stats import (
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
+from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
+from tokenloom_server.reports.stats import (
     LedgerStats,
     MixtureInfo,
     PlannedRevision,
@@ -27,7 +27,7 @@ from tokenloom_server.stats import (
     SourceLosses,
     SourceStats,
 )
-from tokenloom_server.traced import TracedDocument, TracedRank, TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedDocument, TracedRank, TracedSample, TracedStep
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
@@ -47,7 +47,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "exhausted": False,
             "dropped_tokens": 0,
             "excluded_rows": 0,
-            **Tally()._asdict(),
+            **RowCounts()._asdict(),
             "fill_rate": 1.0,
             "cut_rate": 0.0,
             "skipped_samples": 0,
@@ -175,7 +175,7 @@ def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
                 PlannedEnding(tokens=10_249_216, sample_index=20_018, name=alias, why="is exhausted")
                 for alias in ("code", "prose")
             ],
-            "stretches": [PlannedStretch(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])],
+            "segments": [PlannedSegment(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])],
         }
         | figures
     )

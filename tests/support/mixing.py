@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from tokenloom_server.config import RunConfig
-from tokenloom_server.extents import Extent
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES
-from tokenloom_server.revision import carry
-from tokenloom_server.state import ChildState, SourceState, State
+from tokenloom_server.order.revision import carry
+from tokenloom_server.order.size_estimates import SizeEstimate
 
 #: Tokens of every row.
 ROW = 13
@@ -33,13 +33,13 @@ class Walk:
 
     def begin_under(self, config: RunConfig, nodes: Nodes) -> None:
         self.config = config
-        extents = {source: self._extent(source) for source in config.measured_sources}
-        self.mixer = Mixer(config, nodes, extents)
+        size_estimates = {source: self._extent(source) for source in config.measured_sources}
+        self.mixer = Mixer(config, nodes, size_estimates)
         self.before = list(self.given)
 
-    def _extent(self, source: int) -> Extent:
+    def _extent(self, source: int) -> SizeEstimate:
         tokens = self.capacity[source] * self.config.sequence_length
-        return Extent(max(1, round(tokens / ROW / self.config.epochs[source])), 1000 * ROW)
+        return SizeEstimate(max(1, round(tokens / ROW / self.config.epochs[source])), 1000 * ROW)
 
     def rows_picked(self, source: int) -> tuple[int, int]:
         return divmod(self.given[source] * self.config.sequence_length, ROW)
@@ -81,7 +81,7 @@ class Walk:
 
     def present(self) -> Nodes:
         given = [now - then for now, then in zip(self.given, self.before, strict=True)]
-        return self.mixer.states(self.mixer.regime, given)
+        return self.mixer.states(self.mixer.mix_weights, given)
 
     def restore(self) -> None:
         """Builds the mixer anew from its state, as a restart does."""
@@ -89,7 +89,7 @@ class Walk:
 
     def revise(self, config: RunConfig, capacity: list[int]) -> None:
         """Goes on under another mixture of the run; ``capacity`` of all sources it ever had."""
-        exhausted = self.mixer.exhausted(self.mixer.regime)
+        exhausted = self.mixer.exhausted(self.mixer.mix_weights)
         sources = [
             SourceState(samples=samples, tokens=samples * self.config.sequence_length, exhausted=out)
             for samples, out in zip(self.given, exhausted, strict=True)

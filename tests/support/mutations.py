@@ -143,11 +143,11 @@ def mutated(whole: bytes, draw: random.Random) -> bytes:
 
 def _outcome(form: Format, folder: Path, skip: bool, known: list[Any]) -> str:
     """``rows``: those that were written. ``others``: other ones, each of its kind. Else what was raised."""
+    from tokenloom_server.config.row_rules import RowRules
+    from tokenloom_server.config.spec import Spec
     from tokenloom_server.errors import SourceError
-    from tokenloom_server.rules import RowRules
     from tokenloom_server.sources.base import Content
     from tokenloom_server.sources.open import open_source
-    from tokenloom_server.spec import Spec
 
     found: list[Any] = []
     bad = 0

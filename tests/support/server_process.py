@@ -139,7 +139,7 @@ class Finished:
 _FORKS = """
 import json, os, signal, sys
 from tokenloom_server.__main__ import main
-import tokenloom_server.cli, tokenloom_server.remote, tokenloom_server.server
+import tokenloom_server.cli, tokenloom_server.tools.remote, tokenloom_server.api.server
 
 for line in sys.stdin:
     request = json.loads(line)

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from tokenloom_server.tokenizer import EngineChoice, TokenizerDefinition, choose_engine, find_tokenizer
+from tokenloom_server.tokenizer.choose import EngineChoice, choose_engine
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|pad|>"]
 CL100K = (

@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer import (
-    AddedToken,
-    TokenizerDefinition,
-    begin_of_text_id,
-    end_of_text_id,
-    find_tokenizer,
-    id_dtype,
-)
+from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
+from tokenloom_server.tokenizer.definition import AddedToken, TokenizerDefinition, find_tokenizer, id_dtype
 
 Find = Callable[[str], TokenizerDefinition]
 

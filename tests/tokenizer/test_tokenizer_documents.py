@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer import DocumentEncoder, Documents, TokenizerDefinition, id_dtype
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, id_dtype
+from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
 from tokenloom_server.tokenizer.engine import BytesEngine, Encoded, TokenizersEngine
 
 BOS, EOT = 98, 99

@@ -15,15 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer import (
-    EngineChoice,
-    TokenizerDefinition,
-    choose_engine,
-    engine,
-    find_tokenizer,
-    load_engine,
-)
+from tokenloom_server.tokenizer import engine
 from tokenloom_server.tokenizer.check import CheckedEngine, sampled
+from tokenloom_server.tokenizer.choose import EngineChoice, choose_engine, load_engine
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 from tokenloom_server.tokenizer.engine import BytesEngine, Encoded, GigatokenEngine, TokenizersEngine, ragged
 
 Find = Callable[[str], TokenizerDefinition]

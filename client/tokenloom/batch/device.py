@@ -44,8 +44,8 @@ def resolve(device: str | torch.device) -> torch.device:
         return resolved
     if resolved.type != "cuda":
         raise ValueError(
-            f'batches are made on "cuda" or "cpu"; got device={str(resolved)!r}: leave device out, and move the tensors '
-            "of each batch"
+            f'batches are made on "cuda" or "cpu"; got device={str(resolved)!r}: leave device out, and move the '
+            "tensors of each batch"
         )
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -20,8 +20,8 @@ class PeekDataset(OrderDataset):
     """The batches of a run to look at: it joins nothing, counts nothing and fences nobody, whatever the run is doing.
 
     ``url`` is as for ``RemoteDataset``. The whole order comes, to this process alone, from ``at`` on: a sample index, a
-    ``state_dict()``, ``"latest"`` (what the ledger has committed; the default), ``"fresh"`` (the beginning) or the id of
-    a saved snapshot. The order is the run's own, so ``state_dict()`` is a point that training can resume at.
+    ``state_dict()``, ``"latest"`` (what the ledger has committed; the default), ``"fresh"`` (the beginning) or the id
+    of a saved snapshot. The order is the run's own, so ``state_dict()`` is a point that training can resume at.
 
     ``batch_size`` is one number; for a run of buckets it is left out. ``columns``, ``device`` and ``connection`` are
     those of ``RemoteDataset``.

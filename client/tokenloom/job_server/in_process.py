@@ -32,7 +32,7 @@ class InProcessServer(RunServer):
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file. Raises ``ConfigError``."""
         require_server(mixture)
-        from tokenloom_server.local import LocalServer
+        from tokenloom_server.api.local import LocalServer
 
         with _as_clients():
             self._server = LocalServer(mixture)

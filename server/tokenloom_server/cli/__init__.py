@@ -19,7 +19,7 @@ from tokenloom_server.cli import (
     serve,
     stats,
 )
-from tokenloom_server.cli.parts import console
+from tokenloom_server.cli.common import console
 
 app = typer.Typer(
     name="tokenloom",

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.parts import console, fail, print_json
+from tokenloom_server.cli.common import console, fail, print_json
 from tokenloom_server.errors import TokenloomError
 
 if TYPE_CHECKING:
-    from tokenloom_server.checkpoint.content import Content
+    from tokenloom_server.tools.checkpoint.content import Content
 
 app = typer.Typer(
     name="checkpoint",
@@ -43,7 +43,7 @@ def show_checkpoint(
     file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
 ) -> None:
     """Show where a checkpoint's data stand: run, sources, counters of every node, and what is suspicious."""
-    from tokenloom_server.checkpoint import report
+    from tokenloom_server.tools.checkpoint import report
 
     content = _content(file, mixture, inside)
     print_json(report.shown(content)) if as_json else report.show(content, console())
@@ -56,8 +56,8 @@ def diff_checkpoints(
     """Show what was consumed between two checkpoints, by source, and whether they are of one run."""
     from dataclasses import asdict
 
-    from tokenloom_server.checkpoint import report
-    from tokenloom_server.checkpoint.difference import difference
+    from tokenloom_server.tools.checkpoint import report
+    from tokenloom_server.tools.checkpoint.difference import difference
 
     before, after = _content(a, mixture, inside), _content(b, mixture, inside)
     found = difference(before, after)
@@ -69,16 +69,16 @@ def checkpoint_probabilities(
     file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
 ) -> None:
     """Show with which probability each child of a node is next: with the saved counters, and as if they were lost."""
-    from tokenloom_server.checkpoint import report
+    from tokenloom_server.tools.checkpoint import report
 
     content = _content(file, mixture, inside)
     print_json(report.probabilities(content)) if as_json else report.show_probabilities(content, console())
 
 
 def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
-    from tokenloom_server import config
-    from tokenloom_server.checkpoint.content import read
-    from tokenloom_server.checkpoint.file import find
+    from tokenloom_server.config import mixture_file as config
+    from tokenloom_server.tools.checkpoint.content import read
+    from tokenloom_server.tools.checkpoint.file import find
 
     try:
         return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)

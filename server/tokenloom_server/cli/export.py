@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.parts import TlsCa, TlsCert, TlsKey, TokenFile, console, fail, set_up_logging
+from tokenloom_server.cli.common import TlsCa, TlsCert, TlsKey, TokenFile, console, fail, set_up_logging
 from tokenloom_server.errors import TokenloomError
 
 app = typer.Typer()
@@ -61,8 +61,8 @@ def export(
     """
     from tokenloom_server.cli.progress import Progress
     from tokenloom_server.errors import ConfigError
-    from tokenloom_server.exporting import export as write
-    from tokenloom_server.viewer import Following, Servers
+    from tokenloom_server.tools.export import export as write
+    from tokenloom_server.tools.viewer import Following, Servers
 
     set_up_logging("warning")
     try:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.parts import RunName, TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
+from tokenloom_server.cli.common import RunName, TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 if TYPE_CHECKING:
-    from tokenloom_server.traced import TracedSample, TracedStep
-    from tokenloom_server.viewer import View
+    from tokenloom_server.reports.trace import TracedSample, TracedStep
+    from tokenloom_server.tools.viewer import View
 
 app = typer.Typer()
 
@@ -53,7 +53,7 @@ def peek(
 
     Text is the run's tokeniser's, control characters as pictures; without a tokeniser, ids are shown.
     """
-    from tokenloom_server.viewer import look
+    from tokenloom_server.tools.viewer import look
 
     try:
         view = look(
@@ -146,7 +146,7 @@ def trace(
     rows once more, in turns with the peeks, so that training is not slowed. Tokens of a row are counted with its
     begin- and end-of-text ids.
     """
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.tools.remote import Remote
 
     try:
         if (sample is None) == (step is None):
@@ -168,6 +168,6 @@ def trace(
     if as_json:
         print_json(found.model_dump())
     else:
-        from tokenloom_server.trace_report import print_trace
+        from tokenloom_server.reports.trace_text import print_trace
 
         print_trace(console(), name, found, text)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tokenloom_server.cli.parts import (
+from tokenloom_server.cli.common import (
     ControlTokenFile,
     RunName,
     TlsCa,
@@ -58,8 +58,8 @@ def show(
     tls_key: TlsKey = None,
 ) -> None:
     """Show the mixture in force, what is paused and dropped, and all phases and revisions, those to come, too."""
-    from tokenloom_server import mixture_report
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.reports import mixture_text
+    from tokenloom_server.tools.remote import Remote
 
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
@@ -69,9 +69,9 @@ def show(
     if as_json:
         print_json(info.model_dump())
     elif as_yaml:
-        print(mixture_report.as_yaml(info), end="")
+        print(mixture_text.as_yaml(info), end="")
     else:
-        mixture_report.print_mixture(console(), info)
+        mixture_text.print_mixture(console(), info)
 
 
 def _send(
@@ -102,9 +102,9 @@ def _send(
     ask: bool = False,
 ) -> None:
     """Has the server make a change. ``ask``: only once somebody said yes to it."""
-    from tokenloom_server.amounts import parse_amount
-    from tokenloom_server.mixture_report import print_revision
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.core.amounts import parse_amount
+    from tokenloom_server.reports.mixture_text import print_revision
+    from tokenloom_server.tools.remote import Remote
 
     out = console()
     try:
@@ -198,7 +198,7 @@ def _set(
     alias: Annotated[str | None, typer.Option(help="Another short name.", show_default=False)] = None,
 ) -> _Change:
     """Set a source's or node's weight, policy, epochs, limits or alias."""
-    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.core.amounts import parse_amount
 
     given: _Change = {"policy": policy, "unit": unit, "interpolate": interpolate, "alias": alias}
     given = {field: value for field, value in given.items() if value is not None}
@@ -252,7 +252,7 @@ def _add(
     ] = None,
 ) -> _Change:
     """Add a source; its share is its own from the first sample on, without catching up."""
-    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.core.amounts import parse_amount
 
     child: _Change = {"source": spec}
     if alias is not None:
@@ -286,8 +286,8 @@ def _apply(
 
     Sources are known by their specs, nodes by their aliases. What the file does not have any more is dropped.
     """
-    from tokenloom_server import config
-    from tokenloom_server.revision import as_file
+    from tokenloom_server.config import mixture_file as config
+    from tokenloom_server.order.revision import as_file
 
     found = config.load(mixture)
     return {"mixture": as_file(found), "run": found.run}
@@ -333,8 +333,8 @@ def undo(
     tls_key: TlsKey = None,
 ) -> None:
     """Take back a revision, and all after it, none of which production has reached."""
-    from tokenloom_server.mixture_report import print_revision
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.reports.mixture_text import print_revision
+    from tokenloom_server.tools.remote import Remote
 
     try:
         remote = Remote(
@@ -350,7 +350,7 @@ def undo(
 
 def _weight(text: str) -> float | list[list[float]]:
     """A number, or the points of a schedule."""
-    from tokenloom_server.amounts import parse_amount
+    from tokenloom_server.core.amounts import parse_amount
 
     expected = "a number above 0, or points TOKENS:WEIGHT such as 0:1,2B:0.1"
     if ":" not in text:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.parts import ControlTokenFile, RunName, TlsCa, TlsCert, TlsKey, Url, console, fail
+from tokenloom_server.cli.common import ControlTokenFile, RunName, TlsCa, TlsCert, TlsKey, Url, console, fail
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 app = typer.Typer()
@@ -45,7 +45,7 @@ def restore(
     refused. Samples to skip are those of the order right behind it, such as a range at which the loss went up: they
     count as skipped, not as consumed, and the launch begins behind them.
     """
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.tools.remote import Remote
 
     try:
         if [snapshot, sample, state].count(None) != 2:
@@ -108,7 +108,7 @@ def fork(
     rolling digest go on. The first launch of the new run then joins without a state; in a trainer,
     RemoteDataset(…, fork_from=state_dict) does the same.
     """
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.tools.remote import Remote
 
     try:
         if (parent is None) == (state is None):

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.given import (
+from tokenloom_server.cli.common import console, fail, set_up_logging
+from tokenloom_server.cli.options import (
     DatasetMix,
     MixEndOfText,
     MixLength,
@@ -23,7 +24,6 @@ from tokenloom_server.cli.given import (
     one_mixture,
     short_form,
 )
-from tokenloom_server.cli.parts import console, fail, set_up_logging
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 app = typer.Typer()
@@ -59,9 +59,9 @@ def plan(
     Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
     tokens are planned. Drawn policies are planned at their mean.
     """
-    from tokenloom_server.amounts import parse_amount
-    from tokenloom_server.course import Course
-    from tokenloom_server.order import Order
+    from tokenloom_server.core.amounts import parse_amount
+    from tokenloom_server.order.record import Order
+    from tokenloom_server.order.timeline import Timeline
     from tokenloom_server.planning.planner import Planner
 
     set_up_logging("warning")
@@ -73,11 +73,11 @@ def plan(
         found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
         with console(stderr=True).status("opening sources and tokeniser") as status:
             order = Order.create(found, base_dir, None, roots)
-            course = Course(order)
+            timeline = Timeline(order)
             planner = Planner(lambda name: status.update(f"measuring {name}"))
-            made = planner.plan(course, course.initial(), until)
+            made = planner.plan(timeline, timeline.initial(), until)
         if picture is not None and form is not None:
-            from tokenloom_server.picture import draw
+            from tokenloom_server.planning.picture import draw
 
             _write(picture, draw(made, form))
     except TokenloomError as error:

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.given import (
+from tokenloom_server.cli.common import console, fail, set_up_logging
+from tokenloom_server.cli.options import (
     DatasetMix,
     MixEndOfText,
     MixLength,
@@ -23,7 +24,6 @@ from tokenloom_server.cli.given import (
     one_mixture,
     short_form,
 )
-from tokenloom_server.cli.parts import console, fail, set_up_logging
 from tokenloom_server.errors import TokenloomError
 
 app = typer.Typer()
@@ -78,7 +78,7 @@ def prepare(
     It may be ended at any time: the same command goes on behind the shards that are whole, after a check of what lies
     there. Other files, another tokeniser or other settings are refused, with the difference.
     """
-    from tokenloom_server.data_roots import DataRoots
+    from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.prepare.job import Job
     from tokenloom_server.prepare.journal import refuse_others
     from tokenloom_server.prepare.preparer import input_bytes

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tokenloom_server.cli.parts import console
+from tokenloom_server.cli.common import console
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.parts import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
+from tokenloom_server.cli.common import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
 from tokenloom_server.errors import TokenloomError
 
 app = typer.Typer()
@@ -38,15 +38,16 @@ def verify(
     sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
     differ, 2 if that cannot be told.
     """
-    from tokenloom_server import comparison, sides
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.tools import verify as comparison
+    from tokenloom_server.tools import verify_sides
+    from tokenloom_server.tools.remote import Remote
 
     def connect(url: str) -> Remote:
         return Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
 
     try:
         with console(stderr=True).status("comparing"):
-            both = sides.side(a, run_a, connect), sides.side(b, run_b, connect)
+            both = verify_sides.side(a, run_a, connect), verify_sides.side(b, run_b, connect)
             verdict = comparison.compare(*both)
             lines = comparison.explain(verdict, *both)
     except TokenloomError as error:
@@ -72,8 +73,8 @@ def report(
     tls_key: TlsKey = None,
 ) -> None:
     """Write what a model card needs to say about a run's data: sources, tokens, epochs, digests, launches."""
-    from tokenloom_server.model_card import markdown
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.reports.model_card import markdown
+    from tokenloom_server.tools.remote import Remote
 
     try:
         remote = Remote(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)

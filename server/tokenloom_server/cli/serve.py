@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.given import (
+from tokenloom_server.cli.common import console, fail, set_up_logging
+from tokenloom_server.cli.options import (
     PANEL,
     DatasetMix,
     MixEndOfText,
@@ -28,7 +29,6 @@ from tokenloom_server.cli.given import (
     one_mixture,
     short_form,
 )
-from tokenloom_server.cli.parts import console, fail, set_up_logging
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 #: How long a signal to stop may go unnoticed, seconds.
@@ -151,14 +151,14 @@ def serve(
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
     """
     if parent is not None:
-        from tokenloom_server import leash
+        from tokenloom_server.api import parent_death
 
-        leash.hold(parent)
+        parent_death.hold(parent)
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from tokenloom_server.security import Access
-    from tokenloom_server.server import ServeOptions, Server
-    from tokenloom_server.tls import Tls
+    from tokenloom_server.api.auth import Access
+    from tokenloom_server.api.server import ServeOptions, Server
+    from tokenloom_server.api.tls import Tls
 
     set_up_logging(log_level)
     stopping, serving = threading.Event(), threading.Event()
@@ -244,8 +244,8 @@ def validate(
     from rich.table import Table
 
     from tokenloom_server.mixing.mixer import target_shares
-    from tokenloom_server.order import Order
-    from tokenloom_server.streams import Streams
+    from tokenloom_server.order.record import Order
+    from tokenloom_server.run.streams import Streams
 
     set_up_logging("warning")
     out = console(stderr=print_file)
@@ -269,7 +269,7 @@ def validate(
     for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
     for i, (source, shards, share) in enumerate(
-        zip(found.sources, order.shards, target_shares(found, order.extents), strict=True)
+        zip(found.sources, order.shards, target_shares(found, order.size_estimates), strict=True)
     ):
         size = sum(shard.size for shard in shards) / 1e6
         table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.parts import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
+from tokenloom_server.cli.common import TlsCa, TlsCert, TlsKey, TokenFile, Url, console, fail, print_json
 from tokenloom_server.errors import TokenloomError
 
 app = typer.Typer()
@@ -26,7 +26,7 @@ def stats(
     """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
     from rich.table import Table
 
-    from tokenloom_server.remote import Remote
+    from tokenloom_server.tools.remote import Remote
 
     out = console()
     try:

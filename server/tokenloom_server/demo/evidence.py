@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from tokenloom_server.config import RunConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.demo import proof, receipts
 from tokenloom_server.demo.plan import Plan
 from tokenloom_server.demo.proof import Disproved
 from tokenloom_server.demo.receipts import Receipts, Samples, Step
-from tokenloom_server.stats import RunStats
+from tokenloom_server.reports.stats import RunStats
 
 Claim = tuple[str, Callable[[], str]]
 

@@ -15,7 +15,7 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 
-from tokenloom_server import config
+from tokenloom_server.config import mixture_file as config
 from tokenloom_server.demo import corpus, receipts, service
 from tokenloom_server.demo.corpus import Corpus
 from tokenloom_server.demo.evidence import Evidence

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tokenloom_server import leash
+from tokenloom_server.api import parent_death
 from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.proof import Disproved
 
@@ -32,7 +32,7 @@ class Child:
         self.killed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         # -I and -S: the leash needs nothing that is installed. The program's own Python starts as usual.
-        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
+        leashed = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 leashed,

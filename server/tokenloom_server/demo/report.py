@@ -17,7 +17,7 @@ from tokenloom_server.demo.corpus import Corpus
 from tokenloom_server.demo.plan import RUN, Launch
 from tokenloom_server.demo.proof import Disproved
 from tokenloom_server.demo.receipts import Step
-from tokenloom_server.stats import RunStats
+from tokenloom_server.reports.stats import RunStats
 
 #: Steps over which a loss is averaged: single batches of a small model scatter.
 AVERAGED_STEPS = 4

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.processes import POLL_S, Child, Processes, wait_until
-from tokenloom_server.stats import RunStats
+from tokenloom_server.reports.stats import RunStats
 
 #: Imports, the ledger, the files and the check of the tokeniser: seconds, on a machine that is busy otherwise.
 READY_TIMEOUT_S = 120.0
@@ -43,10 +43,10 @@ class Service:
 
     def stats(self, run: str) -> RunStats:
         """The figures of a run, as anyone can read them."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
+        join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
         url = f"http://{self.rest}/v1/runs/{run}/stats"
         try:
-            with opener.open(url, timeout=REQUEST_TIMEOUT_S) as answer:
+            with join_handler.open(url, timeout=REQUEST_TIMEOUT_S) as answer:
                 return RunStats.model_validate_json(answer.read())
         except (URLError, OSError, ValidationError) as error:
             raise self.child.failure(f"GET {url}: {error}") from None

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import (
     AttemptUsed,
     Fenced,
@@ -18,7 +19,6 @@ from tokenloom_server.errors import (
     OrderMismatch,
 )
 from tokenloom_server.ledger.base import Commit, Opening, StoredRevision, date_of
-from tokenloom_server.state import MAX_COUNTER
 
 
 def no_such_run(uid: str, stream: str) -> NotFound:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
-from tokenloom_server.ledger.place import refuse_shared
+from tokenloom_server.ledger.shared_filesystem import refuse_shared
 
 #: How long a call waits for another process's transaction; those take milliseconds.
 BUSY_TIMEOUT_S = 5.0

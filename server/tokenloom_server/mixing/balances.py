@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.mixing.round_robin import levelled
-from tokenloom_server.state import MAX_COUNTER, ChildState
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.hashing import Purpose, draws
+from tokenloom_server.core.hashing import Purpose, draws
 from tokenloom_server.mixing.credits import carried, rescaled
 from tokenloom_server.mixing.policy import Children, Choices, NodeShape
 

@@ -17,13 +17,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config import Child, NodeConfig, RunConfig
+from tokenloom_server.config.node import Child, NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape, Policy
 from tokenloom_server.mixing.round_robin import RoundRobin
 from tokenloom_server.mixing.schedule import Points, Schedule
 from tokenloom_server.mixing.sequential import Sequential
-from tokenloom_server.mixing.totals import Extent, SourceTotal, rows_of
+from tokenloom_server.mixing.totals import SizeEstimate, SourceTotal, rows_of
 from tokenloom_server.mixing.varying import (
     UPDATE_SAMPLES,
     Estimated,
@@ -33,7 +35,6 @@ from tokenloom_server.mixing.varying import (
 )
 from tokenloom_server.mixing.weighted import Weighted
 from tokenloom_server.mixing.weights import integer_weights
-from tokenloom_server.state import MAX_COUNTER, ChildState
 
 #: Returned in place of a source id when a node has nothing more to give.
 NOTHING = -1
@@ -62,7 +63,7 @@ class NodeRegime(NamedTuple):
 
 
 #: Of every node, in node-id order.
-Regime = tuple[NodeRegime, ...]
+MixWeights = tuple[NodeRegime, ...]
 
 
 class _Node:
@@ -186,20 +187,20 @@ class _Node:
             self.policy.lost(position)
         return NOTHING
 
-    def regime(self) -> NodeRegime:
+    def mix_weights(self) -> NodeRegime:
         return NodeRegime(tuple(self.exhausted), self.policy.mark())
 
-    def states_at(self, regime: NodeRegime, given: Sequence[int]) -> tuple[ChildState, ...]:
+    def states_at(self, mix_weights: NodeRegime, given: Sequence[int]) -> tuple[ChildState, ...]:
         """The children's states under a regime; ``given`` is how many samples each gave since the node was built."""
         pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self.states, given, strict=True)]
         tokens = [was.tokens + more * self._sample_tokens // pick for was, more in zip(self.states, given, strict=True)]
-        owed = self.policy.credits(regime.credits, tokens)
-        made = self.policy.made(regime.credits) or [(0, 0)] * len(given)
+        owed = self.policy.credits(mix_weights.credits, tokens)
+        made = self.policy.made(mix_weights.credits) or [(0, 0)] * len(given)
         return tuple(
             ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
-                samples, tokens, owed, regime.exhausted, made, strict=True
+                samples, tokens, owed, mix_weights.exhausted, made, strict=True
             )
         )
 
@@ -241,9 +242,9 @@ class Mixer:
         self,
         config: RunConfig,
         states: Sequence[Sequence[ChildState]],
-        extents: Mapping[int, Extent] | None = None,
+        size_estimates: Mapping[int, SizeEstimate] | None = None,
     ) -> None:
-        """``states`` are the nodes' in node-id order, as in ``State.nodes``; ``extents`` those of the sources in
+        """``states`` are the nodes' in node-id order, as in ``State.nodes``; ``size_estimates`` those of the sources in
         ``RunConfig.measured_sources``, by id."""
         shapes = {shape.node_id: (shape, state) for (_, shape), state in zip(node_shapes(config), states, strict=True)}
         # Children before parents.
@@ -259,12 +260,12 @@ class Mixer:
         self._root = build(config.mixture)
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
         self._varies = [node for node in self._nodes if isinstance(node.policy, Estimated | Scheduled)]
-        self._extents = extents or {}
+        self._size_estimates = size_estimates or {}
         self._source_totals: dict[int, SourceTotal] = {}
         estimated = {below for node in self._nodes if isinstance(node.policy, Estimated) for below in node.nodes()}
         self._estimated = [node for node in self._upwards if node in estimated]
         #: What a state has beside the counters, now.
-        self.regime: Regime = self._regime()
+        self.mix_weights: MixWeights = self._mix_weights()
 
     def begin(self, sample_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
         """To be called before each decision, with the run's position in picks: makes weights anew where that is due,
@@ -279,7 +280,7 @@ class Mixer:
                 totals = self._totals(rows_picked) if any(node in self._estimated for node in nodes) else {}
                 for node in nodes:
                     node.update(totals.get(node, ()), total_tokens)
-                self.regime = self._regime()
+                self.mix_weights = self._mix_weights()
         return UPDATE_SAMPLES - sample_index % UPDATE_SAMPLES
 
     def plan(self, count: int) -> Picks:
@@ -295,22 +296,22 @@ class Mixer:
         """Decides and counts the next sample where a source of the plan may be out: its source id, or ``NOTHING``
         at the end of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
         source = self._root.pick(has_sample)
-        self.regime = self._regime()
+        self.mix_weights = self._mix_weights()
         return source
 
-    def states(self, regime: Regime, given: Sequence[int]) -> tuple[tuple[ChildState, ...], ...]:
+    def states(self, mix_weights: MixWeights, given: Sequence[int]) -> tuple[tuple[ChildState, ...], ...]:
         """The nodes' states under an earlier regime of this mixer, once each source gave so many samples since
         the mixer was made (by source id)."""
         below: dict[_Node, list[int]] = {}
         for node in self._upwards:
             below[node] = [sum(below[child]) if isinstance(child, _Node) else given[child] for child in node.children]
-        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, regime, strict=True))
+        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights, strict=True))
 
-    def exhausted(self, regime: Regime) -> tuple[bool, ...]:
+    def exhausted(self, mix_weights: MixWeights) -> tuple[bool, ...]:
         """Which sources are out under a regime of this mixer, by source id, as their parents have it."""
         found = {
             child: out
-            for node, now in zip(self._nodes, regime, strict=True)
+            for node, now in zip(self._nodes, mix_weights, strict=True)
             for child, out in zip(node.children, now.exhausted, strict=True)
             if not isinstance(child, _Node)
         }
@@ -342,7 +343,7 @@ class Mixer:
     def why_over(self) -> str:
         """Why there is no further sample, once a pick found none."""
         root, sources = self._root, self._config.sources
-        out = self.exhausted(self.regime)
+        out = self.exhausted(self.mix_weights)
         if root.waits:
             left = [of.name for of, gone in zip(sources, out, strict=True) if of.presence == "paused" and not gone]
             return f"only paused sources are left: {', '.join(left)}"
@@ -356,8 +357,8 @@ class Mixer:
         reached = [name for node in self._nodes for name in node.reached()]
         return f"{reason} (max_tokens reached: {', '.join(reached)})" if reached else reason
 
-    def _regime(self) -> Regime:
-        return tuple(node.regime() for node in self._nodes)
+    def _mix_weights(self) -> MixWeights:
+        return tuple(node.mix_weights() for node in self._nodes)
 
     def _totals(self, rows_picked: RowsPicked) -> dict[_Node, list[int]]:
         """Of each node from which an estimate is made, its children's totals in samples."""
@@ -380,7 +381,7 @@ class Mixer:
         known = self._source_totals.get(source)
         if known is None:
             of = self._config.sources[source]
-            extent = self._extents[source] if source in self._config.measured_sources else None
+            extent = self._size_estimates[source] if source in self._config.measured_sources else None
             known = self._source_totals[source] = SourceTotal(
                 rows=rows_of(extent, self._config.epochs[source]) if extent is not None else None,
                 tokens_per_1000_rows=extent.tokens_per_1000_rows if extent is not None else 0,
@@ -432,9 +433,9 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
     return tuple((ChildState(),) * len(node.children) for node in config.nodes)
 
 
-def target_shares(config: RunConfig, extents: Mapping[int, Extent] | None = None) -> tuple[float, ...]:
+def target_shares(config: RunConfig, size_estimates: Mapping[int, SizeEstimate] | None = None) -> tuple[float, ...]:
     """Each source's share of all tokens that the policies ask for at the beginning of the run, by source id; of a
-    ``sequential`` node the first child has all. ``extents`` as for the ``Mixer``."""
-    mixer = Mixer(config, initial_nodes(config), extents)
+    ``sequential`` node the first child has all. ``size_estimates`` as for the ``Mixer``."""
+    mixer = Mixer(config, initial_nodes(config), size_estimates)
     mixer.begin(0, 0, lambda _: (0, 0))
     return mixer.shares()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from tokenloom_server.state import MAX_COUNTER
+from tokenloom_server.core.state import MAX_COUNTER
 
 
-class Extent(Protocol):
+class SizeEstimate(Protocol):
     """One epoch of a source, measured once, when the run is created."""
 
     @property
@@ -45,7 +45,7 @@ class SourceTotal:
         return samples + max(1, rest // self.sample_tokens)
 
 
-def rows_of(extent: Extent, epochs: float) -> int:
+def rows_of(extent: SizeEstimate, epochs: float) -> int:
     """The rows of all epochs, of a fraction of one the part that is read. Epochs have an end."""
     whole, fraction = divmod(Fraction(repr(epochs)), 1)
     return whole * extent.rows + math.ceil(fraction * extent.rows)

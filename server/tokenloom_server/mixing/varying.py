@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.credits import rescaled
 from tokenloom_server.mixing.least_consumed import LeastConsumed
 from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.schedule import Schedule
 from tokenloom_server.mixing.weights import MAX_SUM, reduced
-from tokenloom_server.state import ChildState
 
 #: Samples of the run between two updates of weights. A part of the order's rules.
 UPDATE_SAMPLES = 256

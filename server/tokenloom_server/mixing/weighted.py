@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from tokenloom_server.hashing import Purpose, draw, draws
+from tokenloom_server.core.hashing import Purpose, draw, draws
 from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
 
 #: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.

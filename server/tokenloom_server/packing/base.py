@@ -10,22 +10,22 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.packing.origins import Part
+from tokenloom_server.core.state import Cursor, Lane, RowCounts, SourceState
+from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.sources.features import item_bytes
-from tokenloom_server.state import Cursor, Lane, SourceState, Tally
 
 
-class Place(NamedTuple):
+class SourcePosition(NamedTuple):
     """Where a source stands: its cursor, its rows counter, its tally; and its lanes, where it has several."""
 
     cursor: Cursor
     rows: int
-    tally: Tally
+    tally: RowCounts
     lanes: tuple[Lane, ...] = ()
 
     @classmethod
-    def of(cls, state: SourceState) -> Place:
+    def of(cls, state: SourceState) -> SourcePosition:
         """The place of a state."""
         return cls(state.cursor, state.rows, state.tally, state.lanes)
 
@@ -53,13 +53,13 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SampleOrigins:
     """Where a block's samples lie in their source: what is kept of a block once its ids are sent.
 
     ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
     source's rows counter *behind* each sample. ``starts`` uint32: the positions, in tokens from the block's
     first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
-    [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``Tally`` behind each sample; [1, 5] where it is the same
+    [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``RowCounts`` behind each sample; [1, 5] where it is the same
     behind all of them.
     """
 
@@ -74,12 +74,12 @@ class Places:
     #: Of a block that is a batch of rows.
     batch: Batch | None = field(default=None, kw_only=True)
 
-    def behind(self, sample: int) -> Place:
+    def behind(self, sample: int) -> SourcePosition:
         """Where the source stands behind a sample (its number within the source)."""
         at = sample - self.first_sample
         epoch, shard, row, offset, rows = self.cursors[at].tolist()
-        tally = Tally(*self.tallies[min(at, len(self.tallies) - 1)].tolist())
-        return Place(Cursor(epoch, shard, row, offset), rows, tally)
+        tally = RowCounts(*self.tallies[min(at, len(self.tallies) - 1)].tolist())
+        return SourcePosition(Cursor(epoch, shard, row, offset), rows, tally)
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         """Where documents begin in a sample (its number within the source), from the sample's first id."""
@@ -112,7 +112,7 @@ class Block:
 
     ids: list[memoryview]
     hashes: list[int]
-    places: Places
+    places: SampleOrigins
 
 
 class Packer(Protocol):
@@ -130,7 +130,7 @@ class Packer(Protocol):
 class DocumentPacker(Packer, Protocol):
     """One whose samples are documents' tokens."""
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
+    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
         """What each of the next ``count`` samples is made of, by reading their rows; fewer where the source ends."""
 
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenloom_server.core.hashing import Purpose, draw, draws
+from tokenloom_server.core.state import PACKED_AGAIN, Cursor, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draw, draws
-from tokenloom_server.packing.base import Block, Places
-from tokenloom_server.packing.documents import BAD, FILTERED, Documents, Piece
+from tokenloom_server.packing.base import Block, SampleOrigins
+from tokenloom_server.packing.documents import BAD, FILTERED, Documents, TokenizedRows
 from tokenloom_server.packing.fit import best_fit
-from tokenloom_server.packing.origins import Part, part_of
+from tokenloom_server.packing.origins import DocumentSpan, part_of
 from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask, SampleFormat, hashed
-from tokenloom_server.state import PACKED_AGAIN, Cursor, SourceState
 
 
 class Window(NamedTuple):
@@ -72,7 +72,7 @@ class BestFitPacker:
             count = int(here.sum())
             tallies = tally + np.cumsum(packed.tallies(self.form)[here], axis=0)
             # Bad and filtered rows count with the window's last sample: a state within it is one before all its rows.
-            tally = (tallies[-1] if count else tally) + window.fates
+            tally = (tallies[-1] if count else tally) + window.row_status
             if count:
                 if here[-1]:
                     tallies[-1] = tally
@@ -81,7 +81,7 @@ class BestFitPacker:
             rows += int(passed[-1] - passed[emitted]) if every else window.rows
             del window, packed
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
+    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
         """What each of the next ``count`` samples is made of."""
         for window, packed, emitted in self._windows():
             first = np.cumsum(packed.counts) - packed.counts
@@ -118,7 +118,7 @@ class BestFitPacker:
 
     def _rows(self) -> Iterator[_Rows]:
         """The rows of each window, from the cursor's on."""
-        held: list[Piece] = []
+        held: list[TokenizedRows] = []
         rows = tokens = 0
         # The offset of the cursor is none in its row; that there is one says that the row is named, not passed.
         for piece in self._documents.read(self._state.cursor, mark_excluded=True):
@@ -206,7 +206,7 @@ class BestFitPacker:
         return Block(
             samples,
             hashed(samples, self._source_id),
-            Places(
+            SampleOrigins(
                 length=form.length,
                 first_sample=number,
                 cursors=cursors,
@@ -236,7 +236,7 @@ class _Rows(NamedTuple):
     ends: Int64s
     mask: Mask | None
     out: Flags | None
-    pieces: Sequence[Piece]
+    pieces: Sequence[TokenizedRows]
 
     @property
     def rows(self) -> int:
@@ -255,15 +255,15 @@ class _Rows(NamedTuple):
         return Cursor(last.epoch, last.shard, last.first_row + len(last.ends))
 
     @property
-    def fates(self) -> Int64s:
-        """[5]: its bad and its filtered rows, as a ``Tally`` counts them."""
+    def row_status(self) -> Int64s:
+        """[5]: its bad and its filtered rows, as a ``RowCounts`` counts them."""
         found = np.zeros(5, np.int64)
         for piece in self.pieces:
-            if piece.fates is not None:
-                found[:2] += [np.count_nonzero(piece.fates == fate) for fate in (BAD, FILTERED)]
+            if piece.row_status is not None:
+                found[:2] += [np.count_nonzero(piece.row_status == fate) for fate in (BAD, FILTERED)]
         return found
 
-    def part(self, row: int, begin: int, end: int) -> Part:
+    def part(self, row: int, begin: int, end: int) -> DocumentSpan:
         """Tokens ``begin`` to ``end`` of the window's, which are of its row."""
         for piece in self.pieces:
             if row < len(piece.ends):
@@ -290,7 +290,7 @@ class _Packed(NamedTuple):
     cut: Flags
 
     def tallies(self, form: SampleFormat) -> Int64s:
-        """[n, 5]: what each sample adds to the source's ``Tally``."""
+        """[n, 5]: what each sample adds to the source's ``RowCounts``."""
         found = np.zeros((len(self.counts), 5), np.int64)
         if len(self.counts):
             first = np.cumsum(self.counts) - self.counts
@@ -299,7 +299,7 @@ class _Packed(NamedTuple):
         return found
 
 
-def _joined(pieces: list[Piece]) -> _Rows:
+def _joined(pieces: list[TokenizedRows]) -> _Rows:
     before = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
     out = mask = None
     if any(piece.out is not None for piece in pieces):

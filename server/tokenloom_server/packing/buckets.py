@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tokenloom_server.core.hashing import Purpose, draw, stream
+from tokenloom_server.core.state import RowCounts, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hashing import Purpose, draw, stream
-from tokenloom_server.packing.base import Batch, Block, Feature, Places
+from tokenloom_server.packing.base import Batch, Block, Feature, SampleOrigins
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.sources.buckets import BucketIndex
 from tokenloom_server.sources.features import BINARY, STORED_AS, STRING, Column, FeatureSource, Values
-from tokenloom_server.state import SourceState, Tally
 
 _Int64s = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -311,15 +311,15 @@ def _put(out: _Bytes, begins: _Int64s, numbers: _Int64s, dtype: str) -> None:
 
 
 def _places(
-    epoch: int, batch: int, size: int, samples: int, rows: int, before: Tally, behind: Tally, of: Batch
-) -> Places:
+    epoch: int, batch: int, size: int, samples: int, rows: int, before: RowCounts, behind: RowCounts, of: Batch
+) -> SampleOrigins:
     cursors = np.zeros((size, 5), np.int64)
     numbers = np.arange(1, size + 1)
     cursors[:, 0] = epoch
     cursors[:, 2] = batch * size + numbers
     cursors[:, 4] = rows + numbers
     tallies = np.array([before] if before == behind else [before] * (size - 1) + [behind], np.int64)
-    return Places(
+    return SampleOrigins(
         length=1,
         first_sample=samples,
         cursors=cursors,

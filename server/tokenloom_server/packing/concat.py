@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tokenloom_server.packing.base import Block, Places
-from tokenloom_server.packing.documents import Documents, Piece
-from tokenloom_server.packing.origins import Part, parts_behind
+from tokenloom_server.core.state import SourceState
+from tokenloom_server.packing.base import Block, SampleOrigins
+from tokenloom_server.packing.documents import Documents, TokenizedRows
+from tokenloom_server.packing.origins import DocumentSpan, parts_behind
+from tokenloom_server.packing.row_counts import RowTallies
 from tokenloom_server.packing.samples import Ids, Int64s, SampleFormat, hashed, wire
-from tokenloom_server.packing.tallies import RowTallies
-from tokenloom_server.state import SourceState
 
 
 class ConcatPacker:
@@ -78,7 +78,7 @@ class ConcatPacker:
             kept = 0
         self.dropped_tokens = kept
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
+    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
         cursor = self._state.cursor
         lookahead = self._width - self._length
         parts = parts_behind(self._documents, cursor, count * self._length + lookahead)
@@ -129,7 +129,7 @@ class ConcatPacker:
         return Block(
             samples,
             hashed(samples, self._source_id),
-            Places(
+            SampleOrigins(
                 length=self._length,
                 first_sample=position // self._length,
                 cursors=cursors,
@@ -141,10 +141,12 @@ class ConcatPacker:
         )
 
 
-def _shared_out(parts: Iterator[Part], count: int, length: int, width: int, pads: bool) -> Iterator[list[Part]]:
+def _shared_out(
+    parts: Iterator[DocumentSpan], count: int, length: int, width: int, pads: bool
+) -> Iterator[list[DocumentSpan]]:
     """The parts of ``count`` consecutive samples, which advance by ``length`` tokens and read ``width``; ``pads``: the
     last of them may be shorter."""
-    held, at, end = deque[Part](), 0, 0
+    held, at, end = deque[DocumentSpan](), 0, 0
     for begin in range(0, count * length, length):
         while end < begin + width and (part := next(parts, None)) is not None:
             held.append(part)
@@ -174,7 +176,7 @@ class _Held:
         # One column a row: first position, end position, epoch, shard, row in shard, number.
         self._tables: list[Int64s] = []
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TokenizedRows) -> None:
         count = len(piece.ends)
         table = np.empty((6, count), np.int64)
         table[1] = piece.ends + self._position

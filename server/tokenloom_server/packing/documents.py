@@ -13,23 +13,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
 from tokenloom_server.packing.window import Held, Reader, Tokens, stretches
 from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.state import Cursor
-from tokenloom_server.tokenizer import Documents as Encoded
+from tokenloom_server.tokenizer.documents import Documents as Encoded
 
 _log = logging.getLogger(__name__)
 
 
-class Piece(NamedTuple):
+class TokenizedRows(NamedTuple):
     """Consecutive rows of one part of an epoch (see ``reading``) as tokens; mostly a part is a file.
 
     ``ids`` [tokens] in the run's narrow dtype; ``ends`` [rows] int64, where each row's tokens end in
     ``ids`` (a row may have none); ``shard`` and ``first_row``: the part and the place within it, as a cursor has them.
-    ``origins`` [2, rows] int64: the file and the row there of each, where that is something else. ``fates`` [rows]
+    ``origins`` [2, rows] int64: the file and the row there of each, where that is something else. ``row_status`` [rows]
     uint8: ``BAD`` and ``FILTERED`` for rows that have no tokens because of that, else 0; None where no row is one.
     ``reasons``: of bad rows, by their origin. ``middles`` [rows] uint8: how a row was rearranged (see ``fim``); None
     where none was. ``mask`` [tokens] uint8: 0 for a token that no loss counts; None where all count. ``out`` [rows]:
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     ids: npt.NDArray[np.unsignedinteger]
     ends: npt.NDArray[np.int64]
     origins: npt.NDArray[np.int64] | None = None
-    fates: npt.NDArray[np.uint8] | None = None
+    row_status: npt.NDArray[np.uint8] | None = None
     reasons: Mapping[tuple[int, int], str] = MappingProxyType({})
     mask: npt.NDArray[np.uint8] | None = None
     out: npt.NDArray[np.bool_] | None = None
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
         shard, row = self.origins[:, at].tolist()
         return shard, row
 
-    def cut(self, behind: int, first: int = 0) -> Piece:
+    def cut(self, behind: int, first: int = 0) -> TokenizedRows:
         """The rows from ``first`` to ``behind``, counted from the first."""
         begin = int(self.ends[first - 1]) if first else 0
         end = int(self.ends[behind - 1]) if behind > first else begin
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
             ids=self.ids[tokens],
             ends=self.ends[rows] - begin,
             origins=None if self.origins is None else self.origins[:, rows],
-            fates=None if self.fates is None else self.fates[rows],
+            row_status=None if self.row_status is None else self.row_status[rows],
             mask=None if self.mask is None else self.mask[tokens],
             out=None if self.out is None else self.out[rows],
             middles=None if self.middles is None else self.middles[rows],
@@ -131,7 +131,7 @@ class Documents:
         self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
         self._fraction = exact - math.floor(exact)
 
-    def read(self, start: Cursor, *, mark_excluded: bool = False) -> Iterator[Piece]:
+    def read(self, start: Cursor, *, mark_excluded: bool = False) -> Iterator[TokenizedRows]:
         """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
 
         ``mark_excluded``: rows that are excluded have their tokens, and ``out`` says which these are.
@@ -141,8 +141,8 @@ class Documents:
         """
         bad = self._bad_rows
         for piece in self._pieces(start, mark_excluded):
-            if piece.fates is not None:
-                found = np.flatnonzero(piece.fates == BAD)
+            if piece.row_status is not None:
+                found = np.flatnonzero(piece.row_status == BAD)
                 if len(found) and bad == self._bad_rows:
                     _log.warning("%s; bad rows are skipped, and counted", piece.reasons[piece.origin(int(found[0]))])
                 # Every pass meets the same bad rows again.
@@ -159,7 +159,7 @@ class Documents:
                 bad += len(found)
             yield self._in_the_middle(piece)
 
-    def _in_the_middle(self, piece: Piece) -> Piece:
+    def _in_the_middle(self, piece: TokenizedRows) -> TokenizedRows:
         if self._fim is None:
             return piece
         if piece.origins is None:
@@ -170,13 +170,13 @@ class Documents:
         ids, ends, middles = self._fim.rearranged(piece.ids, piece.ends, piece.epoch, shards, rows)
         return piece._replace(ids=ids, ends=ends, middles=middles)
 
-    def _pieces(self, start: Cursor, mark_excluded: bool) -> Iterator[Piece]:
+    def _pieces(self, start: Cursor, mark_excluded: bool) -> Iterator[TokenizedRows]:
         epoch, row = start.epoch, start.row
         # A cursor stands behind what was taken, so only the one before all has nothing of a part behind it.
         first = None if (start.shard, row, start.offset) == (0, 0, 0) else start.shard
         # A row that a sample has begun is read to its end, even if it was excluded since.
         begun = (epoch, start.shard, row) if start.offset else None
-        kept: list[Piece] | None = None
+        kept: list[TokenizedRows] | None = None
         #: Epochs in a row that were read as a whole and had no token.
         empty = 0
         reader = Reader(self._source)
@@ -191,7 +191,7 @@ class Documents:
                 continue
             found, out, whole = 0, [0, 0], first is None
             # What is kept for the next epochs must be the same in them.
-            keep: list[Piece] | None = [] if whole and limit is None and self._reading.repeats else None
+            keep: list[TokenizedRows] | None = [] if whole and limit is None and self._reading.repeats else None
             size = 0
             if first is None and begin:
                 first, row = self._place(epoch, begin)
@@ -200,9 +200,9 @@ class Documents:
                 left = None if limit is None else limit - before - row
                 for piece in self._part(Cursor(epoch, part, row), left, begun, reader, mark_excluded):
                     found += piece.given
-                    if piece.fates is not None:
+                    if piece.row_status is not None:
                         out = [
-                            many + int(np.count_nonzero(piece.fates == fate))
+                            many + int(np.count_nonzero(piece.row_status == fate))
                             for many, fate in zip(out, _FATES, strict=True)
                         ]
                     size += len(piece.ids) + len(piece.ends)
@@ -229,11 +229,11 @@ class Documents:
         """Of a file, for people."""
         return self._source.shards[shard].path
 
-    def part(self, at: Cursor, rows: int) -> Iterator[Piece]:
+    def part(self, at: Cursor, rows: int) -> Iterator[TokenizedRows]:
         """Pieces of so many rows of one part of an epoch, from a place in it on."""
         yield from self._part(at, rows, None, Reader(self._source), mark_excluded=False)
 
-    def check_offset(self, piece: Piece, offset: int) -> None:
+    def check_offset(self, piece: TokenizedRows, offset: int) -> None:
         """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
 
         Raises ``SourceError`` where it has not.
@@ -253,7 +253,7 @@ class Documents:
         begun: tuple[int, int, int] | None,
         reader: Reader,
         mark_excluded: bool,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TokenizedRows]:
         """Pieces from a place of a part on; at most ``left`` rows. ``begun``: the place of a row that is read whatever
         became of it since."""
         if self._reading.windows is not None:
@@ -288,7 +288,7 @@ class Documents:
         is_begun: bool,
         reader: Reader,
         mark_excluded: bool,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TokenizedRows]:
         first = 0
         for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
             count = sum(len(each.rows.column) for each in held)
@@ -302,7 +302,7 @@ class Documents:
                 order = order[skipped:] if left is None else order[skipped : skipped + left]
                 row = first + skipped
                 for part in tokens.taken(order):
-                    yield Piece(at.epoch, at.shard, row, *part)
+                    yield TokenizedRows(at.epoch, at.shard, row, *part)
                     row += len(part.ends)
                 left = None if left is None else left - len(order)
             first += count
@@ -321,28 +321,30 @@ class Documents:
                 own = (0, shard, rows.first_row + at) if 0 <= at < count else None
                 piece = self._without_excluded(piece, own)
             lies = np.stack((np.full(count, shard), np.arange(rows.first_row, rows.first_row + count)))
-            found.append(Tokens(piece.ids, piece.ends, lies, piece.fates, piece.reasons, piece.mask, piece.out))
+            found.append(Tokens(piece.ids, piece.ends, lies, piece.row_status, piece.reasons, piece.mask, piece.out))
             before += count
         return Tokens.joined(found)
 
-    def _piece(self, epoch: int, shard: int, rows: Rows) -> Piece:
+    def _piece(self, epoch: int, shard: int, rows: Rows) -> TokenizedRows:
         where = f"{self._name}: {self._source.shards[shard].path}"
         try:
             documents = self._encoder.encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}", error.at) from None
-        piece = Piece(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)
+        piece = TokenizedRows(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)
         if not rows.bad and not documents.bad and rows.filtered is None:
             return piece
         reasons = {row.at: row.reason for row in rows.bad}
         reasons |= {row.at: f"{where}: {row.reason}" for row in documents.bad}
-        fates = np.zeros(len(rows.column), np.uint8)
+        row_status = np.zeros(len(rows.column), np.uint8)
         if rows.filtered is not None:
-            fates[rows.filtered] = FILTERED
-        fates[list(reasons)] = BAD
-        return piece._replace(fates=fates, reasons={piece.origin(at): reason for at, reason in reasons.items()})
+            row_status[rows.filtered] = FILTERED
+        row_status[list(reasons)] = BAD
+        return piece._replace(
+            row_status=row_status, reasons={piece.origin(at): reason for at, reason in reasons.items()}
+        )
 
-    def _without_excluded(self, piece: Piece, begun: tuple[int, int, int] | None) -> Piece:
+    def _without_excluded(self, piece: TokenizedRows, begun: tuple[int, int, int] | None) -> TokenizedRows:
         rows = self._excluded[piece.shard]
         first, behind = np.searchsorted(rows, (piece.first_row, piece.first_row + len(piece.ends)))
         out = rows[first:behind] - piece.first_row
@@ -355,19 +357,21 @@ class Documents:
         keep[out] = False
         kept = np.repeat(keep, lengths)
         mask = piece.mask[kept] if piece.mask is not None else None
-        if piece.fates is not None:
-            piece = piece._replace(fates=piece.fates * keep)  # nobody asks what became of a row that is left out
+        if piece.row_status is not None:
+            piece = piece._replace(
+                row_status=piece.row_status * keep
+            )  # nobody asks what became of a row that is left out
         return piece._replace(ids=piece.ids[kept], ends=np.cumsum(lengths * keep), mask=mask)
 
-    def _marked(self, piece: Piece) -> Piece:
+    def _marked(self, piece: TokenizedRows) -> TokenizedRows:
         rows = self._excluded[piece.shard]
         first, behind = np.searchsorted(rows, (piece.first_row, piece.first_row + len(piece.ends)))
         if first == behind:
             return piece
         out = np.zeros(len(piece.ends), np.bool_)
         out[rows[first:behind] - piece.first_row] = True
-        fates = piece.fates * ~out if piece.fates is not None else None
-        return piece._replace(out=out, fates=fates)
+        row_status = piece.row_status * ~out if piece.row_status is not None else None
+        return piece._replace(out=out, row_status=row_status)
 
     def _may_find_some(self, epoch: int, empty: int) -> bool:
         """Whether a lane may have tokens yet, although its rows of so many epochs had none: it has others in each

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.hashing import Purpose, draw, stream
+from tokenloom_server.core.hashing import Purpose, draw, stream
 
 _Ids = npt.NDArray[np.unsignedinteger[Any]]
 _Int64s = npt.NDArray[np.int64]

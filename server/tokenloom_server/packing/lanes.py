@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.packing.base import Block, DocumentPacker, Packer, Place, Places
-from tokenloom_server.packing.origins import Part
+from tokenloom_server.core.state import Lane, RowCounts, SourceState
+from tokenloom_server.packing.base import Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
+from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.real_tokens import Boundaries
-from tokenloom_server.state import Lane, SourceState, Tally
 
 #: Samples of a block: those of long blocks of the lanes wait meanwhile, as what they are.
 BLOCK_SAMPLES = 1024
@@ -32,7 +32,7 @@ def lane_state(state: SourceState, lane: int) -> SourceState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanesPlaces(Places):
+class LanesPlaces(SampleOrigins):
     """Those of samples that several lanes gave: sample i is sample ``numbers[i]`` of lane ``lanes[i]``, in the
     ``places[of[i]]`` of that lane, which tells its starts and its tally; ``cursors`` are the lanes' own. ``before``:
     where the lanes stand before the first."""
@@ -40,22 +40,22 @@ class LanesPlaces(Places):
     lanes: _Int64s
     numbers: _Int64s
     of: _Int64s
-    places: Sequence[Places]
+    places: Sequence[SampleOrigins]
     before: Sequence[Lane]
 
-    def behind(self, sample: int) -> Place:
+    def behind(self, sample: int) -> SourcePosition:
         at = sample - self.first_sample
         last = np.full(len(self.before), -1)
         # Of several, the last assignment stays.
         last[self.lanes[: at + 1]] = np.arange(at + 1)
         found = [was if i < 0 else self._lane(i) for i, was in zip(last.tolist(), self.before, strict=True)]
-        tally = Tally(*map(sum, zip(*(lane.tally for lane in found), strict=True)))
+        tally = RowCounts(*map(sum, zip(*(lane.tally for lane in found), strict=True)))
         cursor = found[int(self.lanes[at])].cursor
-        return Place(cursor, sum(lane.rows for lane in found), tally, tuple(found))
+        return SourcePosition(cursor, sum(lane.rows for lane in found), tally, tuple(found))
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         at = sample - self.first_sample
-        places: Places = self.places[int(self.of[at])]
+        places: SampleOrigins = self.places[int(self.of[at])]
         return places.starts_of(int(self.numbers[at]))
 
     def boundaries(self, first: int, behind: int) -> Boundaries:
@@ -109,7 +109,7 @@ class LanesPacker:
     def dropped_tokens(self) -> int:
         return sum(packer.dropped_tokens for packer in self._packers)
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
+    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
         given = [lane_state(self._state, i).samples for i in range(len(self._packers))]
         parts = [packer.parts(count) for packer in self._packers]
         live = list(range(len(given)))

@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.packing import fim
-from tokenloom_server.packing.documents import Documents, Piece
-from tokenloom_server.state import Cursor
+from tokenloom_server.packing.documents import Documents, TokenizedRows
 
 
-class Part(NamedTuple):
+class DocumentSpan(NamedTuple):
     """Consecutive tokens of one row: those from ``begin`` to ``end`` of the ``row_tokens`` that it has.
 
     ``middle``: where the row was rearranged to fill in its middle, in which order (``psm`` or ``spm``); tokens are
@@ -29,20 +29,22 @@ class Part(NamedTuple):
     ids: npt.NDArray[np.unsignedinteger]
     middle: Literal["psm", "spm"] | None = None
 
-    def cut(self, begin: int, end: int) -> Part:
+    def cut(self, begin: int, end: int) -> DocumentSpan:
         """Those of them from ``begin`` to ``end``, counted from the first."""
         return self._replace(begin=self.begin + begin, end=self.begin + end, ids=self.ids[begin:end])
 
 
-def part_of(piece: Piece, row: int, begin: int, end: int) -> Part:
+def part_of(piece: TokenizedRows, row: int, begin: int, end: int) -> DocumentSpan:
     """Tokens of one row of a piece: those from ``begin`` to ``end`` of the piece's."""
     first = int(piece.ends[row - 1]) if row else 0
     tokens = int(piece.ends[row]) - first
     middle = None if piece.middles is None else fim.NAMES.get(int(piece.middles[row]))
-    return Part(piece.epoch, *piece.origin(row), begin - first, end - first, tokens, piece.ids[begin:end], middle)
+    return DocumentSpan(
+        piece.epoch, *piece.origin(row), begin - first, end - first, tokens, piece.ids[begin:end], middle
+    )
 
 
-def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[Part]:
+def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[DocumentSpan]:
     """The next ``tokens`` tokens behind a cursor, row by row; fewer where the source ends. Rows without tokens have
     no part. Reads at most a piece more. Raises what ``Documents`` does."""
     skip = cursor.offset

@@ -14,7 +14,7 @@ from math import isqrt
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.core.hashing import Purpose, draw
 
 #: Four rounds would do for large domains (Luby and Rackoff, 1988). With these even the 720 permutations of six places
 #: are equally likely, which the tests look at.

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.block_index import row_counts
@@ -23,7 +23,7 @@ from tokenloom_server.sources.block_index import row_counts
 _Int64s = npt.NDArray[np.int64]
 
 
-class Passage(NamedTuple):
+class RowRange(NamedTuple):
     """Consecutive rows of one file."""
 
     shard: int
@@ -171,7 +171,7 @@ class Windows:
         # Who begins within a window has to read it from its beginning.
         return rows // self._window_rows * self._window_rows
 
-    def passages(self, epoch: int, window: int) -> list[Passage]:
+    def passages(self, epoch: int, window: int) -> list[RowRange]:
         """What lies in a window, in the order of the epoch's blocks."""
         order, starts = self._blocks(epoch)
         begin = window * self._window_rows
@@ -181,7 +181,7 @@ class Windows:
         skipped = np.maximum(begin - starts[first:behind], 0)
         rows = np.minimum(starts[first + 1 : behind + 1], end) - starts[first:behind] - skipped
         table = np.stack((self._layout.shard[blocks], self._layout.first_row[blocks] + skipped, rows), axis=1)
-        return [Passage(*row) for row in table.tolist()]
+        return [RowRange(*row) for row in table.tolist()]
 
     def permutation(self, epoch: int, window: int, stretch: int, rows: int) -> _Int64s:
         """In which order the rows of a window's ``stretch``-th stretch of ``rows`` rows come."""

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.packing.base import Block, Places
-from tokenloom_server.packing.documents import Documents, Piece
-from tokenloom_server.packing.origins import Part, part_of
+from tokenloom_server.core.state import SourceState
+from tokenloom_server.packing.base import Block, SampleOrigins
+from tokenloom_server.packing.documents import Documents, TokenizedRows
+from tokenloom_server.packing.origins import DocumentSpan, part_of
+from tokenloom_server.packing.row_counts import RowTallies
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat, hashed
-from tokenloom_server.packing.tallies import RowTallies
-from tokenloom_server.state import SourceState
 
 #: Samples of a piece are made in blocks of so many bytes: short rows in long samples would take some times as much.
 BLOCK_BYTES = 1 << 22
@@ -53,7 +53,7 @@ class UnpackedPacker:
                 number += len(some.row)
             rows += len(piece.ends)
 
-    def parts(self, count: int) -> Iterator[list[Part]]:
+    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
         for piece, chunks in self._chunks():
             for i in range(len(chunks.row)):
                 if not count:
@@ -63,7 +63,7 @@ class UnpackedPacker:
             if not count:
                 return
 
-    def _chunks(self) -> Iterator[tuple[Piece, _Chunks]]:
+    def _chunks(self) -> Iterator[tuple[TokenizedRows, _Chunks]]:
         """Each piece, and what of it its samples have."""
         skip, width = self._state.cursor.offset, self.form.width
         for piece in self._documents.read(self._state.cursor):
@@ -88,8 +88,8 @@ class UnpackedPacker:
                 yield piece, _Chunks(row, begin, end, np.zeros_like(begin), over, end == piece.ends[row])
             skip = 0
 
-    def _cursors(self, piece: Piece, chunks: _Chunks, rows: int) -> Int64s:
-        """[n, 5], as ``Places`` has them; ``rows``: the number of the piece's first row."""
+    def _cursors(self, piece: TokenizedRows, chunks: _Chunks, rows: int) -> Int64s:
+        """[n, 5], as ``SampleOrigins`` has them; ``rows``: the number of the piece's first row."""
         cursors = np.empty((len(chunks.row), 5), np.int64)
         cursors[:, 0] = piece.epoch
         cursors[:, 1] = piece.shard
@@ -100,14 +100,14 @@ class UnpackedPacker:
         return cursors
 
     def _tallied(self, chunks: _Chunks) -> Int64s:
-        """[n, 5]: what each sample adds to the source's ``Tally``."""
+        """[n, 5]: what each sample adds to the source's ``RowCounts``."""
         tallies = np.zeros((len(chunks.row), 5), np.int64)
         tallies[:, 2] = self.form.width - (chunks.ends - chunks.begins)
         tallies[:, 3] = chunks.cut
         tallies[:, 4] = chunks.lost
         return tallies
 
-    def _block(self, piece: Piece, chunks: _Chunks, number: int, cursors: Int64s, tallies: Int64s) -> Block:
+    def _block(self, piece: TokenizedRows, chunks: _Chunks, number: int, cursors: Int64s, tallies: Int64s) -> Block:
         """``number``: of the first sample since the run began."""
         form, count = self.form, len(chunks.row)
         base, end = int(chunks.begins[0]), int(chunks.ends[-1])
@@ -121,7 +121,7 @@ class UnpackedPacker:
         return Block(
             samples,
             hashed(samples, self._source_id),
-            Places(
+            SampleOrigins(
                 length=form.length,
                 first_sample=number,
                 cursors=cursors,

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.packing.reading import Passage
+from tokenloom_server.packing.reading import RowRange
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import Rows, Source
 
@@ -44,7 +44,7 @@ class Reader:
         self._at: tuple[int, int] | None = None
         self._left: Rows | None = None
 
-    def read(self, passage: Passage) -> Iterator[Rows]:
+    def read(self, passage: RowRange) -> Iterator[Rows]:
         """The rows of a passage. Raises ``SourceError``."""
         shard, row, end = passage.shard, passage.first_row, passage.first_row + passage.rows
         if self._at != (shard, row):
@@ -71,7 +71,7 @@ class Held(NamedTuple):
     rows: Rows
 
 
-def stretches(reader: Reader, passages: Iterable[Passage], lanes: int) -> Iterator[deque[Held]]:
+def stretches(reader: Reader, passages: Iterable[RowRange], lanes: int) -> Iterator[deque[Held]]:
     """A window's rows in its stretches; ``lanes``: so many windows are held at once. Raises ``SourceError``."""
     held: deque[Held] = deque()
     room = most = max(1, WINDOW_BYTES // lanes)
@@ -92,12 +92,13 @@ def stretches(reader: Reader, passages: Iterable[Passage], lanes: int) -> Iterat
 
 class Tokens(NamedTuple):
     """Rows as tokens: row i has those up to ``ends[i]``, from where the one before it ends, and lies at ``origins``
-    [2, rows]: its shard and its row there. ``fates``, ``reasons``, ``mask`` and ``out`` as a ``Piece`` has them."""
+    [2, rows]: its shard and its row there. ``row_status``, ``reasons``, ``mask`` and ``out`` as a ``TokenizedRows``
+    has them."""
 
     ids: _Ids
     ends: _Int64s
     origins: _Int64s
-    fates: npt.NDArray[np.uint8] | None
+    row_status: npt.NDArray[np.uint8] | None
     reasons: Mapping[tuple[int, int], str]
     mask: npt.NDArray[np.uint8] | None = None
     out: npt.NDArray[np.bool_] | None = None
@@ -108,10 +109,12 @@ class Tokens(NamedTuple):
         ids = np.concatenate([part.ids for part in parts])
         before = np.cumsum([0, *(len(part.ids) for part in parts)])
         ends = np.concatenate([part.ends + begin for part, begin in zip(parts, before, strict=False)])
-        fates, reasons, mask, out = None, {}, None, None
-        if any(part.fates is not None for part in parts):
-            none = [np.zeros(len(part.ends), np.uint8) if part.fates is None else part.fates for part in parts]
-            fates = np.concatenate(none)
+        row_status, reasons, mask, out = None, {}, None, None
+        if any(part.row_status is not None for part in parts):
+            none = [
+                np.zeros(len(part.ends), np.uint8) if part.row_status is None else part.row_status for part in parts
+            ]
+            row_status = np.concatenate(none)
             reasons = {origin: reason for part in parts for origin, reason in part.reasons.items()}
         if parts[0].mask is not None:
             mask = np.concatenate([part.mask for part in parts if part.mask is not None])
@@ -119,7 +122,7 @@ class Tokens(NamedTuple):
             out = np.concatenate(
                 [part.out if part.out is not None else np.zeros(len(part.ends), np.bool_) for part in parts]
             )
-        return cls(ids, ends, np.concatenate([part.origins for part in parts], axis=1), fates, reasons, mask, out)
+        return cls(ids, ends, np.concatenate([part.origins for part in parts], axis=1), row_status, reasons, mask, out)
 
     def taken(self, order: _Int64s) -> Iterator[Tokens]:
         """The rows at some places, in that order, in pieces."""
@@ -136,9 +139,9 @@ class Tokens(NamedTuple):
             count = int(ends[behind - 1]) - begin
             ids = _taken(blobs, part, self.ids.dtype, count)
             mask = _taken(masks, part, np.dtype(np.uint8), count) if masks is not None else None
-            fates = None if self.fates is None else self.fates[part]
+            row_status = None if self.row_status is None else self.row_status[part]
             out = None if self.out is None else self.out[part]
-            yield Tokens(ids, ends[first:behind] - begin, self.origins[:, part], fates, self.reasons, mask, out)
+            yield Tokens(ids, ends[first:behind] - begin, self.origins[:, part], row_status, self.reasons, mask, out)
             first = behind
 
 

@@ -1,4 +1,4 @@
-"""From a tree to its end: stretches of the run with their shares, and what ends between them.
+"""From a tree to its end: segments of the run with their shares, and what ends between them.
 
 Nothing is decided sample by sample. While no child runs out, shares are constant or follow a curve that a step may be
 taken along, so 10^12 tokens cost as many steps as there are sources and bends.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.shares import Floats, Span
-from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
 from tokenloom_server.planning.tree import Branch, Leaf
 
 #: A plan that takes more steps than this is a fault of ours.
@@ -37,7 +37,7 @@ class Flowed:
     """How it went, up to a total of the run's tokens."""
 
     reached: float
-    stretches: list[Stretch] = field(default_factory=list)
+    segments: list[PlanSegment] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     #: Nothing ends any more: what is left is read for ever.
     endless: bool = False
@@ -66,9 +66,9 @@ def flow(root: Branch, leaves: Sequence[Leaf], flowed: Flowed, until: float, sam
                 if isinstance(child, Leaf):
                     shares[child.config.id] = its
         end = min(flowed.reached + length, until)
-        flowed.stretches.append(Stretch(flowed.reached, end, np.array(list(shares.values()))))
-        if len(flowed.stretches) > 2 * MAX_STRETCHES:
-            flowed.stretches = merged(flowed.stretches, MAX_STRETCHES)
+        flowed.segments.append(PlanSegment(flowed.reached, end, np.array(list(shares.values()))))
+        if len(flowed.segments) > 2 * MAX_SEGMENTS:
+            flowed.segments = merged(flowed.segments, MAX_SEGMENTS)
         flowed.reached = end
         _close(branches, flowed, nothing)
     raise AssertionError(f"a plan took more than {_MAX_STEPS} steps")

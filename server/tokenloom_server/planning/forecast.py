@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.config import RunConfig
-from tokenloom_server.course import Course
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import ChildState, Cursor, SourceState, State
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.extents import Extent
-from tokenloom_server.order import Order
-from tokenloom_server.plan import PlannedEnding, PlannedSource, PlannedStretch, RunPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.revision import carry
+from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.flow import Flowed, flow
-from tokenloom_server.planning.stretches import MAX_STRETCHES, Stretch, merged
+from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
+from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.tree import Leaf, grow
-from tokenloom_server.revision import carry
-from tokenloom_server.state import ChildState, Cursor, SourceState, State
 
 #: Measures a source of an order, by id.
-Measure = Callable[[Order, int], Extent]
+Measure = Callable[[Order, int], SizeEstimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Part:
 
     config: RunConfig
     #: By source id; None for one that was dropped.
-    extents: Sequence[Extent | None]
+    size_estimates: Sequence[SizeEstimate | None]
     begin: int = 0
     #: The run's total tokens there.
     tokens: int = 0
@@ -39,23 +39,23 @@ class Part:
     grown: tuple[int, ...] = ()
 
 
-def parts_of(course: Course, measure: Measure, state: State) -> list[Part]:
+def parts_of(timeline: Timeline, measure: Measure, state: State) -> list[Part]:
     """The parts of a run that a plan from a state on goes through. Raises what ``measure`` raises."""
-    begins = [stretch.begin for stretch in course.stretches]
+    begins = [segment.begin for segment in timeline.segments]
     first = max(i for i, begin in enumerate(begins) if begin <= state.sample_index)
     return [
         Part(
-            config=stretch.order.config,
-            extents=list(_extents(stretch.order, measure)),
-            begin=stretch.begin,
-            tokens=stretch.tokens,
-            grown=stretch.grown,
+            config=segment.order.config,
+            size_estimates=list(_size_estimates(segment.order, measure)),
+            begin=segment.begin,
+            tokens=segment.tokens,
+            grown=segment.grown,
         )
-        for stretch in course.stretches[first:]
+        for segment in timeline.segments[first:]
     ]
 
 
-def _extents(order: Order, measure: Measure) -> Iterator[Extent | None]:
+def _size_estimates(order: Order, measure: Measure) -> Iterator[SizeEstimate | None]:
     for source in order.config.sources:
         if source.presence == "dropped":
             yield None
@@ -64,7 +64,7 @@ def _extents(order: Order, measure: Measure) -> Iterator[Extent | None]:
         # Rows that are left out are read as rows without tokens.
         kept = max(0, extent.rows - order.excluded.count(source.source))
         per_row = extent.tokens_per_1000_rows * kept // extent.rows if extent.rows else 0
-        yield Extent(extent.rows, per_row)
+        yield SizeEstimate(extent.rows, per_row)
 
 
 def forecast(parts: Sequence[Part], state: State, until: int | None = None) -> RunPlan:
@@ -86,7 +86,7 @@ def forecast(parts: Sequence[Part], state: State, until: int | None = None) -> R
         way.cross(part)
     else:
         way.flow(until)
-    if way.flowed.endless and not way.flowed.stretches:
+    if way.flowed.endless and not way.flowed.segments:
         raise ConfigError(
             "tokens: nothing that the mixture reads ever runs out, so a plan has no end of its own; say how far it "
             "goes, such as 10B"
@@ -127,7 +127,7 @@ class _Way:
         end = round(flowed.reached)
         # What was out and came back with more files is not out.
         last = {ending.source: round(ending.at) for ending in flowed.endings if ending.source is not None}
-        stretches = [replace(each, shares=_padded(each, len(self._leaves))) for each in flowed.stretches]
+        segments = [replace(each, shares=_padded(each, len(self._leaves))) for each in flowed.segments]
         return RunPlan(
             run=config.run,
             sequence_length=config.sequence_length,
@@ -151,23 +151,23 @@ class _Way:
                 )
                 for ending in flowed.endings
             ],
-            stretches=[
-                PlannedStretch(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
-                for each in merged(stretches, MAX_STRETCHES)
+            segments=[
+                PlannedSegment(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
+                for each in merged(segments, MAX_SEGMENTS)
                 if round(each.begin) < round(each.end)
             ],
         )
 
     def _enter(self, part: Part, state: State) -> None:
         self._part, self._base = part, state
-        self.root, self._leaves = grow(part.config, part.extents, state)
+        self.root, self._leaves = grow(part.config, part.size_estimates, state)
         self._begins.append(_Begin(state.sample_index, state.total_tokens, part.config.sequence_length))
 
     def _state(self) -> State:
         """Where it stands, as a state of the part that it is in; without what no plan asks for."""
         sources = []
         for leaf, was in zip(self._leaves, self._base.sources, strict=True):
-            extent = self._part.extents[leaf.config.id]
+            extent = self._part.size_estimates[leaf.config.id]
             rows, cursor = was.rows, was.cursor
             if leaf.given and extent is not None and extent.tokens_per_1000_rows:
                 offset = cursor.offset if self._part.config.packing == "concat" else 0
@@ -199,7 +199,7 @@ class _Way:
         return begin.sample_index + (tokens - begin.tokens) // begin.sequence_length
 
     def _source(self, leaf: Leaf, now: SourceState, end: int, exhausted_at: int | None) -> PlannedSource:
-        extent = self._part.extents[leaf.config.id]
+        extent = self._part.size_estimates[leaf.config.id]
         return PlannedSource(
             id=leaf.config.id,
             spec=leaf.config.source,
@@ -233,6 +233,6 @@ class _Way:
         return "; ".join(stopped) or "nothing is left that is not paused"
 
 
-def _padded(stretch: Stretch, sources: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _padded(segment: PlanSegment, sources: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Sources that came later had no share."""
-    return np.pad(stretch.shares, (0, sources - len(stretch.shares)))
+    return np.pad(segment.shares, (0, sources - len(segment.shares)))

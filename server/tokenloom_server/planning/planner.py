@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tokenloom_server.course import Course
-from tokenloom_server.extents import Extent
-from tokenloom_server.order import Order
-from tokenloom_server.plan import RunPlan
+from tokenloom_server.core.state import State
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import forecast, parts_of
-from tokenloom_server.state import State
+from tokenloom_server.planning.plan import RunPlan
 
 
 class Planner:
@@ -21,20 +21,20 @@ class Planner:
         self._measuring = measuring
         self._lock = threading.Lock()
         # By spec and files: a revision may append some.
-        self._measured: dict[tuple[str, tuple[str, ...]], Extent] = {}
+        self._measured: dict[tuple[str, tuple[str, ...]], SizeEstimate] = {}
         # Every rank of a launch asks for the same.
-        self._last: tuple[Course, State, int | None, RunPlan] | None = None
+        self._last: tuple[Timeline, State, int | None, RunPlan] | None = None
 
-    def plan(self, course: Course, state: State, until: int | None) -> RunPlan:
+    def plan(self, timeline: Timeline, state: State, until: int | None) -> RunPlan:
         """From a state on (see ``forecast``). Raises also what ``measure`` raises."""
         with self._lock:
-            if self._last is not None and self._last[0] is course and self._last[1:3] == (state, until):
+            if self._last is not None and self._last[0] is timeline and self._last[1:3] == (state, until):
                 return self._last[3]
-            plan = forecast(parts_of(course, self._extent, state), state, until)
-            self._last = course, state, until, plan
+            plan = forecast(parts_of(timeline, self._extent, state), state, until)
+            self._last = timeline, state, until, plan
             return plan
 
-    def _extent(self, order: Order, source_id: int) -> Extent:
+    def _extent(self, order: Order, source_id: int) -> SizeEstimate:
         key = (order.specs[source_id], order.shard_paths[source_id])
         if key not in self._measured:
             if self._measuring is not None:

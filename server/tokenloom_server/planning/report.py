@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 from rich.table import Table
 
-from tokenloom_server.amounts import short
-from tokenloom_server.plan import PlannedSource, RunPlan
-from tokenloom_server.planning.stretches import Stretch, merged
+from tokenloom_server.core.amounts import short
+from tokenloom_server.planning.plan import PlannedSource, RunPlan
+from tokenloom_server.planning.segments import PlanSegment, merged
 
 #: Columns of the table of shares over time.
-SHOWN_STRETCHES = 6
+SHOWN_SEGMENTS = 6
 #: Endings that are named one by one.
 SHOWN_ENDINGS = 12
 
@@ -28,7 +28,7 @@ def report(plan: RunPlan) -> Iterator[Table | str]:
         yield f"at {short(ending.tokens)} tokens, {ending.name} {ending.why}"
     if len(others) > SHOWN_ENDINGS:
         yield f"and {len(others) - SHOWN_ENDINGS} more nodes end; --json has all"
-    if plan.stretches:
+    if plan.segments:
         yield _shares(plan)
 
 
@@ -59,14 +59,14 @@ def _epochs(source: PlannedSource) -> str:
 
 
 def _shares(plan: RunPlan) -> Table:
-    """A row for each source, a column for each of a few stretches."""
-    all_of_them = [Stretch(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.stretches]
+    """A row for each source, a column for each of a few segments."""
+    all_of_them = [PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments]
     table = Table(title="shares over the run's tokens")
     table.add_column("source")
-    few = merged(all_of_them, SHOWN_STRETCHES)
-    for stretch in few:
-        table.add_column(f"{short(stretch.begin)} – {short(stretch.end)}", justify="right")
+    few = merged(all_of_them, SHOWN_SEGMENTS)
+    for segment in few:
+        table.add_column(f"{short(segment.begin)} – {short(segment.end)}", justify="right")
     for source in plan.sources:
-        shares = (float(stretch.shares[source.id]) for stretch in few)
+        shares = (float(segment.shares[source.id]) for segment in few)
         table.add_row(source.alias, *(f"{share:.2%}" if share else "—" for share in shares))
     return table

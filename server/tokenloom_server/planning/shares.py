@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config import NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.mixing.varying import UPDATE_SAMPLES
 
 Floats = npt.NDArray[np.float64]
@@ -21,8 +21,8 @@ Flags = npt.NDArray[np.bool_]
 _LEAST_SOFT = 0.5615
 #: How far the remaining part of a child may fall within one step.
 _STEP = 0.02
-#: Steps that a stretch between two points of a schedule is cut into.
-_STRETCH_STEPS = 64
+#: Steps that a segment between two points of a schedule is cut into.
+_SEGMENT_STEPS = 64
 #: Points and weights of a mean over [0, 1] (Gauss-Legendre): exact for polynomials of degree 5.
 _MEAN = ((0.1127016653792583, 5 / 18), (0.5, 8 / 18), (0.8872983346207417, 5 / 18))
 
@@ -173,7 +173,7 @@ class Scheduled:
         end = float(self._edges[next_edge])
         if self._steps or not next_edge:
             return end - at
-        return min(end - at, (end - float(self._edges[next_edge - 1])) / _STRETCH_STEPS)
+        return min(end - at, (end - float(self._edges[next_edge - 1])) / _SEGMENT_STEPS)
 
     def _at(self, live: Flags, at: float) -> Floats:
         weights = np.zeros(len(live))

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
-from tokenloom_server.extents import Extent
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.planning.shares import Floats, Span, shares_of
-from tokenloom_server.state import ChildState, SourceState, State
 
 
 class Leaf:
@@ -129,13 +131,15 @@ class Branch:
         return np.array([child.left for child in self.children])
 
 
-def grow(config: RunConfig, extents: Sequence[Extent | None], state: State) -> tuple[Branch, tuple[Leaf, ...]]:
+def grow(
+    config: RunConfig, size_estimates: Sequence[SizeEstimate | None], state: State
+) -> tuple[Branch, tuple[Leaf, ...]]:
     """The tree from a state on: its root, and the leaves by source id."""
     leaves: dict[int, Leaf] = {}
 
     def leaf(source: SourceConfig, known: ChildState) -> Leaf:
         was, epochs = state.sources[source.id], config.epochs[source.id]
-        left = _left_of(config, extents[source.id], epochs, was)
+        left = _left_of(config, size_estimates[source.id], epochs, was)
         room = math.inf
         if source.max_tokens is not None:
             room = max(0, source.max_tokens - known.tokens) // config.sequence_length * config.sequence_length
@@ -156,7 +160,7 @@ def grow(config: RunConfig, extents: Sequence[Extent | None], state: State) -> t
     return root, tuple(leaves[source] for source in range(len(leaves)))
 
 
-def _left_of(config: RunConfig, extent: Extent | None, epochs: float, was: SourceState) -> float:
+def _left_of(config: RunConfig, extent: SizeEstimate | None, epochs: float, was: SourceState) -> float:
     """Tokens that a source's samples still hold: those of its rows left, in whole samples."""
     if was.exhausted or extent is None:
         return 0.0

@@ -13,10 +13,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tokenloom_server.config import NodeConfig, RunConfig, SourceConfig
-from tokenloom_server.data_roots import DataRoots
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order import Order
+from tokenloom_server.order.record import Order
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 

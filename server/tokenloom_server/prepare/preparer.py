@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom_server import dataset_mix
-from tokenloom_server.config import BYTES_TOKENIZER
+from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.packing.documents import BAD, FILTERED, Piece
+from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, write_whole
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
-from tokenloom_server.state import Cursor
-from tokenloom_server.tokenizer import tokenizer_files
+from tokenloom_server.sources import short_form
+from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, tokenizer_files
 
 _log = logging.getLogger(__name__)
 
@@ -96,8 +95,8 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
                         return
                     writer.add(piece.ids, piece.ends)
                     left -= len(piece.ends)
-                    if piece.fates is not None:
-                        filtered += int(np.count_nonzero(piece.fates == FILTERED))
+                    if piece.row_status is not None:
+                        filtered += int(np.count_nonzero(piece.row_status == FILTERED))
                         bad += _bad_rows(job, task, piece, bad)
                     tell(len(piece.ends), len(piece.ids), task.bytes * len(piece.ends) // task.rows)
         if left:
@@ -105,9 +104,9 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
         finish(writer.rows, writer.tokens, bad=bad, filtered=filtered)
 
 
-def _bad_rows(job: Job, task: Task, piece: Piece, before: int) -> int:
+def _bad_rows(job: Job, task: Task, piece: TokenizedRows, before: int) -> int:
     """How many a piece has; told of the first of a shard. Raises ``SourceError`` where these are too many already."""
-    found = np.flatnonzero(piece.fates == BAD)
+    found = np.flatnonzero(piece.row_status == BAD)
     if not len(found):
         return 0
     reason = piece.reasons[piece.origin(int(found[0]))]
@@ -149,7 +148,7 @@ def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
     folder = journal.folder
     tokenizer = _copy_tokenizer(job, base_dir, folder)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / MIXTURE, dataset_mix.as_yaml(_mixture(job, base_dir, tokenizer)))
+    write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, base_dir, tokenizer)))
     return Done(**totals, shards=len(job.tasks), found=found, mixture=folder / MIXTURE)
 
 

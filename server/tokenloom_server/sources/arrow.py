@@ -11,18 +11,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError, TokenloomError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrow_headers, columns, files
 from tokenloom_server.sources.arrow_headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows, Shard
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.traffic import Traffic
 
 _Out = TypeVar("_Out")
 
@@ -39,7 +39,7 @@ class ArrowSource(ShardedSource):
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
-        traffic: Traffic | None = None,
+        io_stats: IoStats | None = None,
         rules: RowRules = PLAIN,
     ) -> None:
         """Walks the batch headers up to the first shard that has rows.
@@ -47,7 +47,7 @@ class ArrowSource(ShardedSource):
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir, traffic, rules)
+        super().__init__(spec, shards, base_dir, io_stats, rules)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
         schema = self._open_arrow(0, again=True).schema

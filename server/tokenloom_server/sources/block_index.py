@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import line_index
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.line_index import LineIndex
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.urls import is_remote
 
 _log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
-from tokenloom_server.spec import Spec
 
 #: Bytes of text or ids in one ``Rows``, unless a single row is larger.
 PIECE_BYTES = 1 << 20

@@ -19,15 +19,15 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrow_headers, files
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.open import reader_of
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.traffic import Traffic
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
 KEPT_BYTES = 256 * 2**20
@@ -97,7 +97,7 @@ class FeatureSource:
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
-        traffic: Traffic,
+        io_stats: IoStats,
         *,
         names: Sequence[str] | None,
         dtypes: Mapping[str, str],
@@ -109,7 +109,7 @@ class FeatureSource:
         self._spec = spec
         self._shards = shards
         self._base_dir = base_dir
-        self._traffic = traffic
+        self._io_stats = io_stats
         self._dtypes = dtypes
         self._names = names
         self._kind = reader_of(spec, shards)
@@ -254,7 +254,7 @@ class FeatureSource:
     def _open(self, shard: int) -> _Guarded:
         if not self._shards[shard].size:
             raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._kind} file")
-        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._traffic)
+        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._io_stats)
         try:
             found = _ParquetFile(file) if self._kind == "parquet" else _arrow_file(file)
         except BaseException as error:

@@ -11,15 +11,15 @@ from typing import TypeVar
 
 import xxhash
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 from tokenloom_server.storage.open import open_file
 from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, stat
-from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import is_remote
 
 #: How much of a file's head, and of its end, goes into its fingerprint.
@@ -53,13 +53,13 @@ def fingerprint_of(file: File) -> str:
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
     """The shards that lie at ``paths`` now, in that order. Raises ``SourceError`` naming an unreadable file."""
-    traffic = Traffic()
+    io_stats = IoStats()
 
     def shard_of(path: str) -> Shard:
         name = f"source {str(spec)!r}: {path!r}"
         try:
             if is_remote(path):
-                return shard_at(spec, stat(path, name, traffic))
+                return shard_at(spec, stat(path, name, io_stats))
             with open_file(path, base_dir, name) as file:
                 return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
@@ -101,7 +101,7 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
         return None  # at a commit nothing changes, and each opening is held to the fingerprint
     try:
         if is_remote(shard.path):
-            entry = listed or stat(shard.path, repr(shard.path), Traffic())
+            entry = listed or stat(shard.path, repr(shard.path), IoStats())
             found = _sizes_differ(shard, entry.size) or _signatures_differ(shard, entry)
             if found is not None or not shard.fingerprint.startswith(f"{HASH}:"):
                 return found
@@ -151,11 +151,11 @@ def where(spec: Spec, shard: Shard) -> str:
     return f"source {str(spec)!r}: {shard.path!r}"
 
 
-def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None = None) -> File:
+def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | None = None) -> File:
     """Opens a shard. Raises ``SourceChanged`` where it is missing, of another size, signed otherwise (remote), or
-    (local) was written since ``traffic`` first saw it and has another fingerprint."""
+    (local) was written since ``io_stats`` first saw it and has another fingerprint."""
     try:
-        file = open_file(shard.path, base_dir, where(spec, shard), traffic)
+        file = open_file(shard.path, base_dir, where(spec, shard), io_stats)
     except FileNotFoundError:
         raise SourceChanged(f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}") from None
     except OSError as error:
@@ -167,24 +167,24 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, traffic: Traffic | None
     found = _sizes_differ(shard, file.size)
     if found is None and isinstance(file, RemoteFile):
         found = _signatures_differ(shard, file.entry)
-    if found is None and traffic is not None and isinstance(file, LocalFile):
-        found = _written_since(shard, file, traffic)
+    if found is None and io_stats is not None and isinstance(file, LocalFile):
+        found = _written_since(shard, file, io_stats)
     if found is not None:
         file.close()
         raise SourceChanged(f"source {str(spec)!r}: {found}; {REMEDY}")
     return file
 
 
-def _written_since(shard: Shard, file: LocalFile, traffic: Traffic) -> str | None:
+def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | None:
     """``difference`` of a file that was written since it was first opened: a run may go on for weeks, and only its
     beginning compares all files."""
     name, modified = str(file.path), file.modified_ns
     # What lies in the Hub's cache has another kind of fingerprint, and is never written to.
-    if not shard.fingerprint.startswith(f"{HASH}:") or traffic.modified.setdefault(name, modified) == modified:
+    if not shard.fingerprint.startswith(f"{HASH}:") or io_stats.modified.setdefault(name, modified) == modified:
         return None
     found = _fingerprints_differ(shard, fingerprint_of(file))
     if found is None:
-        traffic.modified[name] = modified
+        io_stats.modified[name] = modified
     return found
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from tokenloom_server.hashing import Purpose, draw
+from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import Content, Rows, Shard, Source
 

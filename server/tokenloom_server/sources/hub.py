@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from tokenloom_server.config.spec import HubLocation, Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.hub import splits
-from tokenloom_server.hub.client import HubBusy, HubClient, HubRefused
-from tokenloom_server.hub.files import HubPath
-from tokenloom_server.hub.repository import Repository, find, open_repository, url_of
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.spec import HubLocation, Spec
+from tokenloom_server.storage.hub import splits
+from tokenloom_server.storage.hub.client import HubBusy, HubClient, HubRefused
+from tokenloom_server.storage.hub.files import HubPath
+from tokenloom_server.storage.hub.repository import Repository, find, open_repository, url_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

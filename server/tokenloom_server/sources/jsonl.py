@@ -22,15 +22,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import arrays, columns, files
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.columns import Column
 from tokenloom_server.sources.lines import Block, LinesSource, blocks_of, not_utf8, require_rows
 from tokenloom_server.sources.selection import Selection
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 #: How far a source is searched for its first value that is not null, to learn whether it is text or ids.
 PROBE_BYTES = 64 << 20
@@ -47,23 +47,23 @@ def open_jsonl(
     shards: tuple[Shard, ...],
     base_dir: Path,
     index_dir: Path | None,
-    traffic: Traffic | None = None,
+    io_stats: IoStats | None = None,
     rules: RowRules = PLAIN,
 ) -> LinesSource:
     """Opens a source of JSON lines; reads up to the first value of each column that is not null.
 
     Raises ``SourceError`` when all files are empty, or a line before that value is malformed.
     """
-    require_rows(spec, shards, base_dir, traffic)
-    found = _probe(spec, shards, base_dir, traffic, rules)
+    require_rows(spec, shards, base_dir, io_stats)
+    found = _probe(spec, shards, base_dir, io_stats, rules)
     content = _content_of(found[spec.column])
     selection = Selection(rules, spec.column, found, f"source {str(spec)!r}")
     decode = Decoder(spec.column, rules, found, selection)
-    return LinesSource(spec, shards, base_dir, index_dir, content, decode, traffic, rules)
+    return LinesSource(spec, shards, base_dir, index_dir, content, decode, io_stats, rules)
 
 
 def _probe(
-    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None, rules: RowRules
+    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None, rules: RowRules
 ) -> dict[str, Column]:
     """Where the columns that are read lie in an object, and what they hold, by the first lines that have them."""
     wanted, seen = rules.reads(spec.column), 0
@@ -73,7 +73,7 @@ def _probe(
     kinds = {each.column: compared[each.kind] for each in rules.filter}
     for name in (spec.column, *rules.text_columns):
         kinds.pop(name, None)
-    for block, where in _all_blocks(spec, shards, base_dir, traffic):
+    for block, where in _all_blocks(spec, shards, base_dir, io_stats):
         for i in range(len(block.ends)):
             at = f"{where}: line {block.first_row + i + 1}"
             try:
@@ -90,10 +90,10 @@ def _probe(
 
 
 def _all_blocks(
-    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None
+    spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None
 ) -> Iterator[tuple[Block, str]]:
     for shard in shards:
-        with files.open_shard(spec, shard, base_dir, traffic) as file:
+        with files.open_shard(spec, shard, base_dir, io_stats) as file:
             for block in blocks_of(file, shard):
                 yield block, files.where(spec, shard)
 

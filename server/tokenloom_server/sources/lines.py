@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files, line_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
 #: buffers of that size back to the kernel, and each new one is faulted in again.
@@ -79,10 +79,10 @@ class LinesSource(ShardedSource):
         index_dir: Path | None,
         content: Content,
         decode: Decoder,
-        traffic: Traffic | None = None,
+        io_stats: IoStats | None = None,
         rules: RowRules = PLAIN,
     ) -> None:
-        super().__init__(spec, shards, base_dir, traffic, rules)
+        super().__init__(spec, shards, base_dir, io_stats, rules)
         self._index_dir = index_dir
         self._content = content
         self._decode = decode
@@ -211,17 +211,17 @@ def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ends if data.endswith(b"\n") else np.append(ends, len(data))
 
 
-def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
+def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None = None) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
     for shard in shards:
         if codec_of(shard.path) is not None:
-            with files.open_shard(spec, shard, base_dir, traffic) as file:
+            with files.open_shard(spec, shard, base_dir, io_stats) as file:
                 if next(blocks_of(file, shard), None) is not None:
                     return
         elif shard.size > len(line_index.BOM):
             return
         elif shard.size:
-            with files.open_shard(spec, shard, base_dir, traffic) as file:
+            with files.open_shard(spec, shard, base_dir, io_stats) as file:
                 if line_index.first_offset(file) < shard.size:
                     return
     raise SourceError(

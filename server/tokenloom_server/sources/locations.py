@@ -7,16 +7,16 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hub.files import is_hub
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.files import in_threads, shard_at, shards_of
 from tokenloom_server.sources.hub import HubResolver, appended
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage import listing
+from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.open import open_file
 from tokenloom_server.storage.remote import Entry, stat
-from tokenloom_server.storage.traffic import Traffic
 from tokenloom_server.storage.urls import is_remote, redacted
 
 #: How many names an error lists of what lies in a folder.
@@ -75,7 +75,7 @@ def more_shards(spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[S
     return shards_of(spec, [path for path in paths(spec, base_dir) if path not in paths_known], base_dir)
 
 
-def entries(spec: Spec, traffic: Traffic | None = None) -> tuple[Entry, ...]:
+def entries(spec: Spec, io_stats: IoStats | None = None) -> tuple[Entry, ...]:
     """The files of a remote source in reading order, by one listing, with their sizes and signatures.
 
     Raises ``SourceError`` when there is none, or the place cannot be listed.
@@ -85,13 +85,13 @@ def entries(spec: Spec, traffic: Traffic | None = None) -> tuple[Entry, ...]:
             f"source {str(spec)!r}: {redacted(spec.location)!r} is a URL, but files of {spec.scheme}: are mapped; "
             "copy or mount them, and give their path"
         )
-    traffic = traffic or Traffic()
+    io_stats = io_stats or IoStats()
     try:
         if spec.scheme == "arrow":
-            return _remote_folder(spec, traffic)
+            return _remote_folder(spec, io_stats)
         if not glob.has_magic(spec.location):
-            return (stat(spec.location, repr(spec.location), traffic),)
-        found = listing.find(spec.location, traffic)
+            return (stat(spec.location, repr(spec.location), io_stats),)
+        found = listing.find(spec.location, io_stats)
     except FileNotFoundError:
         found = ()
     except IsADirectoryError:
@@ -112,14 +112,14 @@ def entries(spec: Spec, traffic: Traffic | None = None) -> tuple[Entry, ...]:
     return found
 
 
-def _remote_folder(spec: Spec, traffic: Traffic) -> tuple[Entry, ...]:
+def _remote_folder(spec: Spec, io_stats: IoStats) -> tuple[Entry, ...]:
     where, folder = f"source {str(spec)!r}", spec.location.rstrip("/")
-    listed = {entry.path.rpartition("/")[2]: entry for entry in listing.folder(folder, traffic)}
+    listed = {entry.path.rpartition("/")[2]: entry for entry in listing.folder(folder, io_stats)}
     if "dataset_dict.json" in listed:
         raise SourceError(f"{where}: {folder!r} holds a dataset for each split; name one of its folders")
     names = _data_files(listed)
     if "state.json" in listed:
-        with open_file(f"{folder}/state.json", Path(), traffic=traffic) as file:
+        with open_file(f"{folder}/state.json", Path(), io_stats=io_stats) as file:
             names = _state_files(where, f"{folder}/state.json", bytes(file.read_at(0, file.size)))
     if not names:
         raise SourceError(

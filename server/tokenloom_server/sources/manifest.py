@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.hub.files import HubPath, is_hub
 from tokenloom_server.sources import files, locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.hub import HubResolver
-from tokenloom_server.spec import Spec
+from tokenloom_server.storage.hub.files import HubPath, is_hub
 from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
 

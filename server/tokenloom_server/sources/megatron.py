@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, flat_ids
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -47,13 +47,13 @@ class MegatronSource(ShardedSource):
     """A source of indexed datasets. Both files of each are shards, so that a manifest freezes both; the ``.idx`` has
     no rows of its own."""
 
-    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, traffic: Traffic | None = None) -> None:
+    def __init__(self, spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None = None) -> None:
         """Reads headers up to the first that has documents.
 
         Raises ``SourceError`` naming a file that is not one of the format, or not what its other half says, and when
         no dataset has a document.
         """
-        super().__init__(spec, shards, base_dir, traffic)
+        super().__init__(spec, shards, base_dir, io_stats)
         self._content = Content.IDS
         self._by_path = {shard.path: shard for shard in shards}
         self._counts: dict[int, int] = {}

@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.config.spec import IDS, RAW_TYPES, Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, line_index
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import IDS, RAW_TYPES, Spec
 from tokenloom_server.storage.file import File
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 _log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class NpySource(ShardedSource):
         base_dir: Path,
         index_dir: Path | None,
         end_of_text_id: int | None,
-        traffic: Traffic | None = None,
+        io_stats: IoStats | None = None,
     ) -> None:
         """Reads headers up to the first file that has ids.
 
         Raises ``SourceError`` naming a file that is none of the three kinds, of another type, or truncated, and when
         no file has an id, or no end-of-text id is known.
         """
-        super().__init__(spec, shards, base_dir, traffic)
+        super().__init__(spec, shards, base_dir, io_stats)
         if end_of_text_id is None:
             raise SourceError(
                 f"source {str(spec)!r}: documents of flat arrays end with the end-of-text id, which is not known; set "

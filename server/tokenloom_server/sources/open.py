@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.hub.splits import kind_of
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Shard, Source
@@ -16,8 +16,8 @@ from tokenloom_server.sources.megatron import MegatronSource
 from tokenloom_server.sources.npy import NpySource
 from tokenloom_server.sources.parquet import ParquetSource
 from tokenloom_server.sources.txt import open_txt
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.hub.splits import kind_of
+from tokenloom_server.storage.io_stats import IoStats
 
 
 def open_source(
@@ -25,7 +25,7 @@ def open_source(
     base_dir: Path,
     shards: tuple[Shard, ...] | None = None,
     index_dir: Path | None = None,
-    traffic: Traffic | None = None,
+    io_stats: IoStats | None = None,
     *,
     end_of_text_id: int | None = None,
     rules: RowRules = PLAIN,
@@ -34,7 +34,8 @@ def open_source(
 
     ``shards`` are the ones of the run's manifest; ``None`` resolves the location now. Relative paths are below
     ``base_dir``. Indexes of text and flat arrays are cached in ``index_dir``; ``None`` keeps them in memory only.
-    ``traffic`` is what all readers of a run share of remote storage. ``end_of_text_id`` ends the documents of ``npy:``;
+    ``io_stats`` is what all readers of a run share of remote storage. ``end_of_text_id`` ends the documents of
+    ``npy:``;
     other schemes need none. ``rules``: which rows are read, and what of them. Raises ``SourceError`` naming the source,
     and the file where it is one file's fault.
     """
@@ -49,17 +50,17 @@ def open_source(
         )
     match kind:
         case "parquet":
-            return ParquetSource(spec, shards, base_dir, traffic, rules)
+            return ParquetSource(spec, shards, base_dir, io_stats, rules)
         case "arrow":
-            return ArrowSource(spec, shards, base_dir, traffic, rules)
+            return ArrowSource(spec, shards, base_dir, io_stats, rules)
         case "jsonl":
-            return open_jsonl(spec, shards, base_dir, index_dir, traffic, rules)
+            return open_jsonl(spec, shards, base_dir, index_dir, io_stats, rules)
         case "txt":
-            return open_txt(spec, shards, base_dir, index_dir, traffic, rules)
+            return open_txt(spec, shards, base_dir, index_dir, io_stats, rules)
         case "megatron":
-            return MegatronSource(spec, shards, base_dir, traffic)
+            return MegatronSource(spec, shards, base_dir, io_stats)
         case "npy":
-            return NpySource(spec, shards, base_dir, index_dir, end_of_text_id, traffic)
+            return NpySource(spec, shards, base_dir, index_dir, end_of_text_id, io_stats)
     raise SourceError(f"source {str(spec)!r}: no reader for {shards[0].path!r}")
 
 

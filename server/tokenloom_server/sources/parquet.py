@@ -14,18 +14,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.parquet_lists import ListReader
 from tokenloom_server.sources.parquet_pages import Chunks, Unusual
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ParquetSource(ShardedSource):
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
-        traffic: Traffic | None = None,
+        io_stats: IoStats | None = None,
         rules: RowRules = PLAIN,
     ) -> None:
         """Opens footers up to the first that has rows.
@@ -58,7 +58,7 @@ class ParquetSource(ShardedSource):
         Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
         when no shard has a row.
         """
-        super().__init__(spec, shards, base_dir, traffic, rules)
+        super().__init__(spec, shards, base_dir, io_stats, rules)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         #: Of the files that were last opened at a row, the footers: who shuffles does so for each row group.
         self._footers: dict[int, _Footer] = {}

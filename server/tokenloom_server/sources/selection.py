@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenloom_server.config.row_rules import Comparison, RowRules, Template
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import Comparison, RowRules, Template
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Rows
 from tokenloom_server.sources.columns import Column

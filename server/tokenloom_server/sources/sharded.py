@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.rules import PLAIN, RowRules
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.spec import Spec
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import RemoteFile
-from tokenloom_server.storage.traffic import Traffic
 
 #: How long a remote file that was just opened counts as that, seconds.
 KEPT_S = 60.0
@@ -36,15 +36,15 @@ class ShardedSource(ABC):
         spec: Spec,
         shards: tuple[Shard, ...],
         base_dir: Path,
-        traffic: Traffic | None = None,
+        io_stats: IoStats | None = None,
         rules: RowRules = PLAIN,
     ) -> None:
-        """``traffic`` is shared by all readers of a run, so that it shows what they wait for."""
+        """``io_stats`` is shared by all readers of a run, so that it shows what they wait for."""
         self._spec = spec
         self._rules = rules
         self._shards = shards
         self._base_dir = base_dir
-        self._traffic = traffic or Traffic()
+        self._io_stats = io_stats or IoStats()
         self._kept: _Kept | None = None
 
     @property
@@ -78,12 +78,12 @@ class ShardedSource(ABC):
         Raises ``SourceChanged`` where it is missing or another file.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and kept.shard is shard and self._traffic.clock() - kept.since < KEPT_S:
+        if kept is not None and kept.shard is shard and self._io_stats.clock() - kept.since < KEPT_S:
             self._kept = kept if again else None
             return kept.file.again()
-        file = files.open_shard(self._spec, shard, self._base_dir, self._traffic)
+        file = files.open_shard(self._spec, shard, self._base_dir, self._io_stats)
         if again and isinstance(file, RemoteFile):
-            self._kept = _Kept(shard, file, self._traffic.clock())
+            self._kept = _Kept(shard, file, self._io_stats.clock())
         return file
 
     def _refuse_empty_files(self, kind: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tokenloom_server.rules import PLAIN, RowRules
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
-from tokenloom_server.spec import Spec
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.io_stats import IoStats
 
 
 def open_txt(
@@ -22,12 +22,12 @@ def open_txt(
     shards: tuple[Shard, ...],
     base_dir: Path,
     index_dir: Path | None,
-    traffic: Traffic | None = None,
+    io_stats: IoStats | None = None,
     rules: RowRules = PLAIN,
 ) -> LinesSource:
     """Opens a source of plain text. Raises ``SourceError`` when all of its files are empty."""
-    require_rows(spec, shards, base_dir, traffic)
-    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode, traffic, rules)
+    require_rows(spec, shards, base_dir, io_stats)
+    return LinesSource(spec, shards, base_dir, index_dir, Content.TEXT, decode, io_stats, rules)
 
 
 def decode(block: Block, where: str) -> Iterator[Rows]:

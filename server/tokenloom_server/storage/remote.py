@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
-from tokenloom_server.hub.files import HubFiles, is_hub
-from tokenloom_server.storage.ahead import Ahead
-from tokenloom_server.storage.attempts import Fetch, is_final, refused
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.traffic import Traffic
+from tokenloom_server.storage.hedged_read import HedgedRead, is_final, refused
+from tokenloom_server.storage.hub.files import HubFiles, is_hub
+from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.storage.prefetch import Prefetcher
 from tokenloom_server.storage.urls import protocol, redacted, root
 
 #: A read of less fetches so much: headers lie close together, and a round trip costs more than its bytes.
@@ -124,11 +124,11 @@ def _signatures(info: Mapping[str, Any]) -> Iterator[str]:
         yield f"{kind}:{value:.6f}" if isinstance(value, float) else f"{kind}:{str(value).strip(chr(34))}"
 
 
-def stat(url: str, name: str, traffic: Traffic) -> Entry:
+def stat(url: str, name: str, io_stats: IoStats) -> Entry:
     """What storage says of a file now. Raises ``OSError`` (``FileNotFoundError`` among them) and ``StorageError``."""
     place = root(url)
     files = filesystem(place)
-    info = Fetch(lambda: files.info(url), name, traffic).result()
+    info = HedgedRead(lambda: files.info(url), name, io_stats).result()
     if info.get("type") == "directory":
         raise IsADirectoryError(f"{url} is a folder")
     return entry_of(place, info)._replace(path=url)
@@ -137,13 +137,13 @@ def stat(url: str, name: str, traffic: Traffic) -> Entry:
 class RemoteFile(File):
     """An object, read by range requests that storage may answer late, twice, or not at all."""
 
-    def __init__(self, url: str, name: str, traffic: Traffic) -> None:
+    def __init__(self, url: str, name: str, io_stats: IoStats) -> None:
         """Asks for its size and signature. Raises ``OSError`` for one that is not there or may not be read."""
         self.name = name
         self.url = url
-        self._traffic = traffic
+        self._io_stats = io_stats
         files = filesystem(root(url))
-        handle, info = Fetch(lambda: _opened(files, url), name, traffic).result()
+        handle, info = HedgedRead(lambda: _opened(files, url), name, io_stats).result()
         self._handle = handle
         self.entry = entry_of(root(url), info)._replace(path=url)
         self.size = self.entry.size
@@ -155,7 +155,7 @@ class RemoteFile(File):
         )
         # The last short reads, with what lies around them: a file's end, and wherever headers are read.
         self._near: tuple[tuple[int, bytes], ...] = ()
-        self._ahead: Ahead | None = None
+        self._ahead: Prefetcher | None = None
 
     def again(self) -> RemoteFile:
         """The same file for another reader, with what was read of its head and end; nothing is asked for."""
@@ -165,7 +165,7 @@ class RemoteFile(File):
 
     def plan(self, ranges: Iterable[Range]) -> None:
         self.close()
-        self._ahead = Ahead(self._fetch, self.size, ranges, self._traffic)
+        self._ahead = Prefetcher(self._fetch, self.size, ranges, self._io_stats)
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
         end = min(offset + length, self.size)
@@ -192,8 +192,8 @@ class RemoteFile(File):
         self._near = (*self._near[-1:], (start, data))
         return memoryview(data)[offset - start : offset - start + length]
 
-    def _fetch(self, offset: int, length: int) -> Fetch[bytes]:
-        return Fetch(lambda: self._read(offset, length), self.name, self._traffic, length)
+    def _fetch(self, offset: int, length: int) -> HedgedRead[bytes]:
+        return HedgedRead(lambda: self._read(offset, length), self.name, self._io_stats, length)
 
     def _read(self, offset: int, length: int) -> bytes:
         try:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config import BYTES_TOKENIZER
 from tokenloom_server.errors import TokenizerError
 
+#: The name of the tokeniser that needs no file: its ids are the bytes of UTF-8.
+BYTES_TOKENIZER = "bytes"
 #: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.
 _BYTES_END_OF_TEXT = 256
 _BYTES_BEGIN_OF_TEXT = 257

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from tokenloom_server.config import BYTES_TOKENIZER
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, find_tokenizer
 
 #: Ids to text. Special tokens are shown; what is no whole character becomes U+FFFD.
 Decode: TypeAlias = Callable[[Sequence[int]], str]

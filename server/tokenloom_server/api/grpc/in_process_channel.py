@@ -1,0 +1,172 @@
+"""The service without a socket: a channel whose calls are made in this process, by the thread that waits for them.
+
+Requests and responses are serialised as on any other way, so that what a client does with them is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.grpc.servicer import DataLoader
+from tokenloom_server.api.service import Runs
+
+_Serializer = Callable[[Any], bytes]
+_Deserializer = Callable[[bytes], Any]
+
+
+class ChannelWithin(grpc.Channel):
+    """To the runs of this process; whoever has it may do everything. Closing it ends nothing."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._handlers = DataLoader(runs, Access()).handlers()
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: _Serializer | None = None,
+        response_deserializer: _Deserializer | None = None,
+        _registered_method: bool = False,
+    ) -> Any:
+        """A method of one request and one response. Deadlines are not kept: nobody here waits for another rank."""
+        handler = self._handler(method)
+
+        def call(request: Any, timeout: float | None = None, metadata: Any = None, **_: object) -> Any:
+            data = request_serializer(request) if request_serializer else request
+            response = handler.response_serializer(handler.unary_unary(handler.request_deserializer(data), _Context()))
+            return response_deserializer(response) if response_deserializer else response
+
+        return call
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: _Serializer | None = None,
+        response_deserializer: _Deserializer | None = None,
+        _registered_method: bool = False,
+    ) -> Any:
+        """A method of many requests and many responses."""
+        handler = self._handler(method)
+
+        def call(
+            requests: Iterable[Any], timeout: float | None = None, metadata: Any = None, **_: object
+        ) -> CallWithin:
+            def read() -> Iterator[Any]:
+                for request in requests:
+                    yield handler.request_deserializer(request_serializer(request) if request_serializer else request)
+
+            return CallWithin(handler, read(), response_deserializer)
+
+        return call
+
+    def _handler(self, method: str) -> Any:
+        details: Any = _Details(method)
+        handler: Any = self._handlers.service(details)
+        if handler is None:
+            raise NotImplementedError(f"{method} is no method of the service")
+        return handler
+
+    def unary_stream(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("the service has no method of this kind")
+
+    def stream_unary(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("the service has no method of this kind")
+
+    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
+        callback(grpc.ChannelConnectivity.READY)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """Nothing changes that it could be told."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> ChannelWithin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CallWithin:
+    """A call that responds as long as it is iterated."""
+
+    def __init__(self, handler: Any, requests: Iterator[Any], deserializer: _Deserializer | None) -> None:
+        self._context = _Context()
+        self._responses = handler.stream_stream(requests, self._context)
+        self._serializer: _Serializer = handler.response_serializer
+        self._deserializer = deserializer
+        self._at_work = threading.Lock()
+
+    def __iter__(self) -> CallWithin:
+        return self
+
+    def __next__(self) -> Any:
+        with self._at_work:
+            data = self._serializer(next(self._responses))
+        return self._deserializer(data) if self._deserializer else data
+
+    def cancel(self) -> bool:
+        """Ends the call: now, or, where it is at work, as soon as it looks whether somebody is still there."""
+        self._context.cancel()
+        if self._at_work.acquire(blocking=False):
+            try:
+                self._responses.close()
+            finally:
+                self._at_work.release()
+        return True
+
+
+class CallFailed(grpc.RpcError):
+    """How a call ended: what the client asks of any error of gRPC."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: tuple[_Entry, ...]) -> None:
+        super().__init__(details)
+        self._code, self._details, self._trailing = code, details, trailing
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+
+class _Details(NamedTuple):
+    method: str
+    invocation_metadata: tuple[()] = ()
+
+
+class _Entry(NamedTuple):
+    key: str
+    value: str
+
+
+class _Context:
+    """What the service knows of a call, as far as it asks."""
+
+    def __init__(self) -> None:
+        self._active = True
+        self._trailing: tuple[_Entry, ...] = ()
+
+    def is_active(self) -> bool:
+        return self._active
+
+    def cancel(self) -> None:
+        self._active = False
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_trailing_metadata(self, entries: Iterable[tuple[str, str]]) -> None:
+        self._trailing = tuple(_Entry(key, value) for key, value in entries)
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        self._active = False
+        raise CallFailed(code, details, self._trailing)

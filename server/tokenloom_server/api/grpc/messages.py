@@ -1,0 +1,122 @@
+"""Deliveries as messages: the bytes of a ``StreamResponse``, with the ids copied once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from tokenloom_proto import dataloader_pb2 as wire
+
+from tokenloom_server.core.state import digest_hex
+from tokenloom_server.errors import Fenced
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.replay.evaluation import Slice
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.generation import Delivery
+
+_LENGTH_DELIMITED = 2
+_STEPS_KEY = bytes((wire.Batches.STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
+_SLICE_KEY = bytes((wire.StepInfo.SLICE_FIELD_NUMBER << 3,))
+
+
+def encode_delivery(
+    coordinator: RunCoordinator, rank: int, delivery: Delivery, committed_through: int, *, document_starts: bool
+) -> bytes:
+    """A serialised ``StreamResponse`` with ``batches``.
+
+    protobuf would copy the ids into a message, then into its serialised form. They are by far the most
+    of it, so everything else is serialised by protobuf and they are put in between: fields may come in
+    any order (protobuf.dev, *Encoding*, "Field Order").
+    """
+    group, first, last, with_base = delivery
+    counts: list[int] = []
+    starts: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+    if document_starts:
+        counts, starts = group.document_starts(rank, first, last)
+    batches = wire.Batches(
+        begin_index=group.step_begin(first),
+        source_ids=group.source_ids[rank, first:last].ravel().tolist(),
+        document_counts=counts,
+        document_starts=starts.tolist(),
+        base=wire.Base(sample_index=group.begin, resume_state=coordinator.resume_state(group).encode())
+        if with_base
+        else None,
+        buckets=_buckets(group, rank, first, last),
+    ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
+    ids = group.ids(rank, first, last)
+    if not ids:
+        raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
+    size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
+    ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
+    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
+    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=coordinator.epoch).SerializeToString()
+    return b"".join((batches_key, batches, ids_key, *ids, rest))
+
+
+def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
+    """Steps of an evaluation."""
+    counts, starts = found.starts if document_starts else ([], [])
+    batches = wire.Batches(
+        begin_index=found.begin,
+        steps=[
+            wire.StepInfo(
+                end_index=end, slice=found.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
+            )
+            for end, total, digest, (tokens, labels) in zip(
+                found.ends, found.tokens, found.digests, found.real, strict=True
+            )
+        ],
+        ids=found.ids,
+        source_ids=found.source_ids,
+        document_counts=counts,
+        document_starts=starts,
+    )
+    return wire.StreamResponse(batches=batches, committed_through=committed_through, server_epoch=epoch)
+
+
+def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
+    """``Batches.steps`` of one step. What is the same for all ranks is made once."""
+    common = group.step_infos.get(step)
+    if common is None:
+        mark = group.marks[step]
+        tokens, label_tokens = group.real_tokens(step)
+        info = wire.StepInfo(
+            end_index=mark.sample_index,
+            total_tokens=mark.total_tokens,
+            digest=digest_hex(mark.digest),
+            tokens=tokens,
+            label_tokens=label_tokens,
+        )
+        common = group.step_infos[step] = info.SerializeToString()
+    place = group.slice_of(step, rank)
+    own = _SLICE_KEY + _varint(place) if place else b""
+    return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
+
+
+def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
+    """``Batches.buckets``: of each step that is a batch of rows."""
+    if not group.of_rows:
+        return
+    for step in range(first, last):
+        batch = group.batch_of(step)
+        sizes = list(map(len, group.ids(rank, step, step + 1)))
+        yield wire.Bucket(
+            name=batch.bucket,
+            source=group.marks[step].segment.config.sources[int(group.source_ids[rank, step, 0])].name,
+            columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in batch.features],
+            sample_bytes=sizes if len(set(sizes)) > 1 else (),
+        )
+
+
+def _key(field: int) -> bytes:
+    return _varint(field << 3 | _LENGTH_DELIMITED)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

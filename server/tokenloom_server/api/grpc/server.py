@@ -1,0 +1,113 @@
+"""The gRPC endpoint."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import grpc
+
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.grpc.auth_interceptor import MAX_REQUEST_BYTES, Entry
+from tokenloom_server.api.tls import Tls
+from tokenloom_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpc_health.v1.health import HealthServicer
+
+    from tokenloom_server.api.service import Runs
+
+#: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
+#: time again, seconds.
+KEEPALIVE_S = 30
+#: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
+#: reconnects comes before its old stream was seen to be broken, and for those who look on.
+MAX_CALLS = 2 * 4096 + 256
+
+
+class GrpcServer:
+    """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
+
+    def __init__(self, address: str, access: Access | None = None, tls: Tls | None = None) -> None:
+        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails.
+
+        Without ``access`` everything is open.
+        """
+        self._access = access or Access()
+        self._entry = Entry(self._access)
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+            interceptors=[self._entry],
+            maximum_concurrent_rpcs=MAX_CALLS,
+            options=[
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+                # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
+                ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+                ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
+                ("grpc.http2.max_pings_without_data", 0),
+                # Clients ping when a call is long silent, such as a Join that waits for rank 0.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # Two servers on one port would share its connections without a word.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        self._health: HealthServicer | None = None
+        host = address.rpartition(":")[0]
+        try:
+            _try_to_listen(address)
+            if tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _credentials(tls))
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                f"--grpc {address}: cannot listen there ({reason}); stop what listens there, or give another address "
+                "of this machine (port 0 picks a free one)"
+            ) from None
+        if not port:
+            raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
+        #: Where clients connect, ``host:port``.
+        self.address = f"{host}:{port}"
+
+    def start(self, runs: Runs) -> None:
+        """Serves ``runs``. Calls that came since the address was bound have waited, and are answered now."""
+        # Not at the top: the address is bound, and trainers that wait connect, while these are still to be imported.
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_reflection.v1alpha import reflection
+
+        from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader
+
+        self._server.add_generic_rpc_handlers((DataLoader(runs, self._access).handlers(),))
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        name = SERVICE.full_name
+        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._server.start()
+        for service in (name, ""):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
+        if self._health is not None:
+            self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait(grace_s + 1.0)
+        self._entry.close()
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.certificate)], root_certificates=tls.client_ca, require_client_auth=tls.client_ca is not None
+    )
+
+
+def _try_to_listen(address: str) -> None:
+    """Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of its own to stderr."""
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, place in found:
+        socket.create_server(place[:2], family=family).close()

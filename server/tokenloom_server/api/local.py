@@ -1,0 +1,64 @@
+"""The server's part of a process that trains by itself: one run, its threads and its ledger, without a socket."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenloom_server.api.grpc.in_process_channel import ChannelWithin
+from tokenloom_server.api.server import INDEX_FOLDER
+from tokenloom_server.api.service import Runs
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.ledger.open import FILE_NAME, open_ledger
+
+if TYPE_CHECKING:
+    from tokenloom_server.ledger.base import Ledger
+
+
+class LocalServer:
+    """One mixture file, served to this process alone.
+
+    Its ledger goes with it: where the process goes on, it does so from a trainer's state, which an empty ledger takes.
+    So nothing is left behind, and no other server of the run is in the way.
+    """
+
+    def __init__(self, mixture: Path) -> None:
+        """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
+        self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
+        self._config = config.load(mixture)
+        self._ledger: Ledger | None = None
+        self._runs: Runs | None = None
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._config.run
+
+    def start(self) -> ChannelWithin:
+        """Opens the sources and begins to produce. Raises what sources and tokeniser raise; nothing is left open
+        then."""
+        folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
+        try:
+            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", folder)
+            self._ledger.check()
+        finally:
+            # Its one connection has it open, and that is enough: nothing stays behind, however this process ends.
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            self._runs = Runs(self._ledger)
+            base = self._mixture.resolve().parent
+            self._runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
+            return ChannelWithin(self._runs)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the run's threads, in a bounded time. Further calls do nothing."""
+        if self._runs is not None:
+            self._runs.stop()
+        if self._ledger is not None:
+            self._ledger.close()
+        self._runs, self._ledger = None, None

@@ -1,0 +1,85 @@
+"""The app: a tuple of resources, each of which adds its routes, and what stands in front of all of them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI
+
+from tokenloom_server.api import page
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.rest.guard import Guard
+from tokenloom_server.api.rest.problems import add_error_handlers
+from tokenloom_server.api.rest.resources import (
+    health,
+    losses,
+    metrics,
+    mixture,
+    plan,
+    receipts,
+    restore,
+    runs,
+    snapshots,
+    trace,
+)
+from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.reports.stats import RunService
+
+#: Each has ``add_routes(routes, backend)``. A new resource is its module, and its name here.
+RESOURCES = (runs, losses, plan, receipts, snapshots, restore, trace, mixture, health, metrics, page)
+
+
+class RestApp(FastAPI):
+    """The app with its ``routes``, which know the scope that each asks for."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(
+            title="Tokenloom",
+            version=version,
+            summary="Figures, snapshots and restore of training runs' data.",
+            description='Every error is `{"error": name, "message": text}`. POST requests must carry '
+            "`Content-Type: application/json`, with or without a body.",
+            docs_url=None,  # both load their scripts from elsewhere, which users behind firewalls cannot
+            redoc_url=None,
+            redirect_slashes=False,
+            license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        )
+        self.resource_routes = Routes(self)
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema, with the kind of token that its routes refer to."""
+        schema = super().openapi()
+        schema["components"]["securitySchemes"] = {
+            "token": {"type": "http", "scheme": "bearer", "description": "Where the server was started with a token."}
+        }
+        return schema
+
+
+def create_app(
+    service: RunService,
+    *,
+    version: str,
+    grpc_address: str | None = None,
+    allowed_hosts: Collection[str] = (),
+    access: Access | None = None,
+) -> RestApp:
+    """The REST interface to ``service``, with its own metrics registry. Without ``access`` everything is open.
+
+    ``grpc_address`` is shown to people who have no trainer yet. ``allowed_hosts`` are DNS names that the
+    server answers to besides IP addresses, localhost and names without a dot (see ``Guard``).
+    """
+    access = access or Access()
+    app = RestApp(version)
+    backend = Backend(service, version, grpc_address, access)
+    for resource in RESOURCES:
+        resource.add_routes(app.resource_routes, backend)
+    add_error_handlers(app)
+    app.add_middleware(
+        Guard,
+        allowed_hosts=frozenset(name.lower() for name in (*allowed_hosts, socket.gethostname())),
+        access=access,
+        scope_of=app.resource_routes.scope_of,
+    )
+    return app

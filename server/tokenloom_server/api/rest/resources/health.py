@@ -1,0 +1,46 @@
+"""Whether the process is alive, and whether it can serve requests."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.rest.models import Model
+from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.errors import TokenloomError
+
+_REASON_WITHHELD = "this server is not ready; why is told to who brings its token, and stands in its log"
+
+
+class Alive(Model):
+    status: str = Field(examples=["alive"])
+    version: str = Field(examples=["0.1.0"])
+
+
+class Ready(Model):
+    status: str = Field(examples=["ready"])
+
+
+def add_routes(routes: Routes, backend: Backend) -> None:
+    @routes.add("GET", "/healthz", Scope.OPEN, summary="Is the process alive?", tags=["health"])
+    async def healthz() -> Alive:
+        # On the event loop, not in a worker thread: it answers while every worker waits for the ledger.
+        return Alive(status="alive", version=backend.version)
+
+    @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), summary="Can requests be served?", tags=["health"])
+    def readyz(request: Request) -> Ready:
+        reason = backend.service.not_ready()
+        if reason is not None:
+            # Whether is for everybody, why is not: it names runs, machines and files.
+            raise HTTPException(503, reason if _may_read(backend.access, request) else _REASON_WITHHELD)
+        return Ready(status="ready")
+
+
+def _may_read(access: Access, request: Request) -> bool:
+    try:
+        access.check(request.headers.get("authorization"), Scope.READ)
+    except TokenloomError:
+        return False
+    return True

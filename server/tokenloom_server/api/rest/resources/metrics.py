@@ -1,0 +1,29 @@
+"""The metrics of all runs, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.metrics import create_registry
+from tokenloom_server.api.rest.routes import Backend, Routes
+
+
+def add_routes(routes: Routes, backend: Backend) -> None:
+    registry = create_registry(backend.service, version=backend.version)
+
+    @routes.add(
+        "GET",
+        "/metrics",
+        Scope.READ,
+        errors=(503,),
+        summary="The figures for Prometheus",
+        tags=["health"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), media_type=None, headers={"content-type": content_type})

@@ -1,0 +1,82 @@
+"""The mixture of a run in force, and the revisions that change it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Body, Path
+
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.rest.models import RunName
+from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.reports.receipt import RevisionInfo
+from tokenloom_server.reports.stats import MixtureInfo
+
+_CHANGE_EXAMPLES = {
+    "weight": {
+        "summary": "Another weight",
+        "value": {"reason": "more code", "author": "ada", "set": [{"child": "code", "weight": 3}]},
+    },
+    "pause": {
+        "summary": "Pause a source from a token count on",
+        "value": {
+            "reason": "loss spikes",
+            "set": [{"child": "web", "paused": True}],
+            "total_tokens": 2_000_000_000,
+        },
+    },
+    "new": {
+        "summary": "A new source, and one that leaves",
+        "value": {
+            "reason": "second crawl",
+            "add": [{"child": {"source": "parquet:data/crawl2-*.parquet:text", "weight": 2}}],
+            "drop": ["crawl1"],
+        },
+    },
+    "take-down": {
+        "summary": "Rows to leave out",
+        "value": {"reason": "ticket 42", "exclude": {"file": "takedown-42.jsonl"}},
+    },
+}
+
+
+def add_routes(routes: Routes, backend: Backend) -> None:
+    service = backend.service
+
+    @routes.add(
+        "GET",
+        "/v1/runs/{run}/mixture",
+        Scope.READ,
+        errors=(404, 422, 503),
+        summary="The mixture in force, and what changes it",
+        tags=["mixture"],
+    )
+    def read_mixture(run: RunName) -> MixtureInfo:
+        return service.mixture(run)
+
+    @routes.add(
+        "PATCH",
+        "/v1/runs/{run}/mixture",
+        Scope.CONTROL,
+        errors=(404, 409, 413, 415, 416, 422, 500, 503),
+        summary="Change the mixture while the run trains",
+        description="Holds from the next state boundary behind all that may have been produced, or from a later sample "
+        "index or token count. Journalled before production passes it; snapshots carry it, and a restore applies it "
+        "again at its index.",
+        tags=["mixture"],
+    )
+    def revise(run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]) -> RevisionInfo:
+        return service.revise(run, change)
+
+    @routes.add(
+        "DELETE",
+        "/v1/runs/{run}/mixture/revisions/{number}",
+        Scope.CONTROL,
+        errors=(404, 415, 416, 422, 503),
+        summary="Take back a revision, and all after it, before production reaches them",
+        tags=["mixture"],
+    )
+    def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
+        return service.drop_revisions(run, number)

@@ -1,0 +1,116 @@
+"""Where a run's next generation starts: pinned at a point of its own (restore), or of another run (fork)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Body
+from pydantic import ConfigDict, Field, model_validator
+
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
+from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.reports.stats import ResumePoint
+
+_POINTS = ("snapshot_id", "sample_index", "snapshot")
+_ERRORS = (404, 409, 413, 415, 416, 422, 500, 503)
+
+
+class RestoreRequest(Model):
+    """Exactly one of the first three, and at most one of the others."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [k]} for k in _POINTS]})
+
+    snapshot_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A snapshot that was saved in the ledger."""
+    sample_index: SampleIndex | None = None
+    """Any sample index from the oldest journalled state up to the horizon."""
+    snapshot: Annotated[str, Field(min_length=1)] | None = None
+    """A sealed snapshot as a string: what a trainer's ``state_dict()["tokenloom"]`` holds. Or what an older data loader
+    saved, as JSON in a string."""
+
+    skip_samples: SampleIndex = 0
+    """Samples of the order behind that point that are not delivered: a bad range after a loss spike."""
+    skip_tokens: SampleIndex = 0
+    """The same in tokens, rounded up to whole samples."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> RestoreRequest:
+        points = sorted(self.model_dump(exclude_none=True, include=set(_POINTS)))
+        if len(points) != 1:
+            raise ValueError(
+                f"exactly one of snapshot_id, sample_index and snapshot, but {' and '.join(points) or 'none'} was given"
+            )
+        if self.skip_samples and self.skip_tokens:
+            raise ValueError("at most one of skip_samples and skip_tokens, but both were given")
+        return self
+
+
+class ForkRequest(Model):
+    """Either ``parent`` or ``snapshot``."""
+
+    parent: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A run of this server."""
+    sample_index: SampleIndex | None = None
+    """Where the parent stood; null or absent for what it has committed."""
+    snapshot: Annotated[str, Field(min_length=1)] | None = None
+    """A sealed snapshot of another run as a string: what a trainer's ``state_dict()["tokenloom"]`` holds."""
+
+
+_SNAPSHOT_EXAMPLE = {
+    "summary": "A snapshot out of a checkpoint",
+    "value": {"snapshot": '{"checksum":"sha256:…","format_version":1,…}'},
+}
+_RESTORE_EXAMPLES = {
+    "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
+    "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
+    "skip": {
+        "summary": "A sample index, and a range behind it that is jumped over",
+        "value": {"sample_index": 4096, "skip_samples": 512},
+    },
+    "text": _SNAPSHOT_EXAMPLE,
+}
+_FORK_EXAMPLES = {
+    "run": {"summary": "Where a run of this server stood", "value": {"parent": "base", "sample_index": 4096}},
+    "text": _SNAPSHOT_EXAMPLE,
+}
+
+
+def add_routes(routes: Routes, backend: Backend) -> None:
+    @routes.add(
+        "POST",
+        "/v1/runs/{run}/restore",
+        Scope.CONTROL,
+        errors=_ERRORS,
+        summary="Pin where the next generation starts",
+        description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
+        "must bring this one; another is refused with both named. Samples to skip are jumped over behind it, are "
+        "counted apart, and may take a while: the server goes forward through them.",
+        tags=["snapshots"],
+    )
+    def restore(
+        run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
+    ) -> ResumePoint:
+        return backend.service.restore(
+            run,
+            snapshot_id=request.snapshot_id,
+            sample_index=request.sample_index,
+            text=request.snapshot,
+            skip_samples=request.skip_samples,
+            skip_tokens=request.skip_tokens,
+        )
+
+    @routes.add(
+        "POST",
+        "/v1/runs/{run}/fork",
+        Scope.CONTROL,
+        errors=_ERRORS,
+        summary="Begin a run where another one stands",
+        description="The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and "
+        "rolling digest go on. Nothing moves until the first trainer opens the run, which is to bring no state.",
+        tags=["snapshots"],
+    )
+    def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> ResumePoint:
+        return backend.service.fork(
+            run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot
+        )

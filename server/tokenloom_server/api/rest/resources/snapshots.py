@@ -1,0 +1,92 @@
+"""The snapshots of a run: taken, listed, and given back byte for byte."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Body, Path
+from starlette.responses import Response
+from tokenloom_proto.seal import unseal
+
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
+from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.reports.stats import SnapshotInfo
+
+SnapshotId = Annotated[
+    str,
+    Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
+]
+
+
+class SnapshotRequest(Model):
+    sample_index: SampleIndex | None = None
+    """From the oldest journalled state up to the horizon; null or absent for the committed one."""
+
+
+class SnapshotSaved(Model):
+    id: str
+    sample_index: int
+    digest: str
+    """Rolling digest of all samples before ``sample_index``."""
+    total_tokens: int
+    """Tokens of all samples before ``sample_index``."""
+
+
+_EXAMPLES = {
+    "committed": {"summary": "At the committed sample index", "value": {}},
+    "earlier": {"summary": "At an earlier sample index", "value": {"sample_index": 4096}},
+}
+
+
+def add_routes(routes: Routes, backend: Backend) -> None:
+    service = backend.service
+
+    @routes.add(
+        "POST",
+        "/v1/runs/{run}/snapshots",
+        Scope.CONTROL,
+        errors=(404, 409, 413, 415, 416, 422, 500, 503),
+        status_code=201,
+        summary="Take a snapshot and save it in the ledger",
+        tags=["snapshots"],
+    )
+    def save_snapshot(
+        run: RunName, request: Annotated[SnapshotRequest | None, Body(openapi_examples=_EXAMPLES)] = None
+    ) -> SnapshotSaved:
+        text, snapshot_id = service.snapshot(run, request.sample_index if request else None, True)
+        assert snapshot_id is not None, "a saved snapshot has an id"
+        content = unseal(text)
+        return SnapshotSaved(
+            id=snapshot_id,
+            sample_index=content["sample_index"],
+            digest=content["digest"],
+            total_tokens=content["total_tokens"],
+        )
+
+    @routes.add(
+        "GET",
+        "/v1/runs/{run}/snapshots",
+        Scope.READ,
+        errors=(404, 422, 503),
+        summary="The snapshots saved in the ledger",
+        tags=["snapshots"],
+    )
+    def list_snapshots(run: RunName) -> list[SnapshotInfo]:
+        return service.snapshots(run)
+
+    @routes.add(
+        "GET",
+        "/v1/runs/{run}/snapshots/{snapshot_id}",
+        Scope.READ,
+        errors=(404, 422, 503),
+        summary="A saved snapshot, byte for byte",
+        description="The sealed text itself, unchanged: its checksum covers these bytes.",
+        tags=["snapshots"],
+        response_class=Response,
+        responses={
+            200: {"content": {"application/json": {"schema": {"type": "object"}}}, "description": "The sealed text."},
+        },
+    )
+    def read_snapshot(run: RunName, snapshot_id: SnapshotId) -> Response:
+        return Response(service.saved_snapshot(run, snapshot_id), media_type="application/json")

@@ -1,0 +1,64 @@
+"""What a past sample, or a step by rank, was made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Path, Query
+
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.rest.models import COUNTER, RunName
+from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.reports.trace import TracedSample, TracedStep
+
+_ERRORS = (404, 409, 416, 422, 429, 500, 503)
+Generation = Annotated[
+    int | None,
+    Query(
+        description="The generation whose line to follow, where a later one rewound it; the present one if not given.",
+        **COUNTER,
+    ),
+]
+Text = Annotated[bool, Query(description="Also each document's text, and each sample's ids.")]
+
+
+def add_routes(routes: Routes, backend: Backend) -> None:
+    @routes.add(
+        "GET",
+        "/v1/runs/{run}/samples/{index}",
+        Scope.READ,
+        errors=_ERRORS,
+        summary="The documents of a sample that was delivered",
+        description="Made again by going forward from the nearest state that is known, in turns with the peeks. Of "
+        "another stream than training's: of a sample that was evaluated on since the server started.",
+        tags=["trace"],
+    )
+    def trace_sample(
+        run: RunName,
+        index: Annotated[int, Path(description="The sample index.", examples=[4096], **COUNTER)],
+        generation: Generation = None,
+        text: Text = False,
+        stream: Annotated[
+            str, Query(description="The stream; one that is evaluated on may be named.", max_length=512)
+        ] = "train",
+    ) -> TracedSample:
+        return backend.service.trace_sample(run, index, generation=generation, text=text, stream=stream)
+
+    @routes.add(
+        "GET",
+        "/v1/runs/{run}/steps/{step}",
+        Scope.READ,
+        errors=_ERRORS,
+        summary="What the ranks got in a step, and its documents",
+        description="Steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large step ask "
+        "for one rank.",
+        tags=["trace"],
+    )
+    def trace_step(
+        run: RunName,
+        step: Annotated[int, Path(description="The step, from 0.", examples=[128], **COUNTER)],
+        rank: Annotated[int | None, Query(description="One rank; all if not given.", **COUNTER)] = None,
+        generation: Generation = None,
+        text: Text = False,
+    ) -> TracedStep:
+        return backend.service.trace_step(run, step, rank=rank, generation=generation, text=text)

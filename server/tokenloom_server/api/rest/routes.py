@@ -1,0 +1,97 @@
+"""How a resource adds its routes: with each stand the scope that it asks for and the errors that it may answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope as RequestScope
+
+from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
+from tokenloom_server.api.rest.models import ErrorBody
+from tokenloom_server.reports.stats import RunService
+
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
+#: What an error status means, for OpenAPI.
+_MEANINGS = {
+    401: "`Unauthenticated`: no token, or another.",
+    403: "`OriginRefused`: a browser sent this for a page of another host. `Forbidden`: the token is for reading.",
+    404: "No such run or snapshot.",
+    409: "The run is in a state that does not allow this, such as `SourceChanged`.",
+    413: f"`BodyTooLarge`: more than {MAX_BODY_BYTES} bytes.",
+    415: "`ContentTypeRequired`: a POST without `Content-Type: application/json`.",
+    416: "`BeyondHorizon`: that sample has not been and may not yet be produced, or its state is gone.",
+    421: "`HostRefused`: the Host header is not a name of this server.",
+    422: "A field is not what is expected, or the snapshot is refused (`InvalidRequest`, `SnapshotInvalid`).",
+    429: "`TooManyPeeks`: as many look at the run as a server makes samples for at once; try again.",
+    500: "A source, the tokeniser or the server failed.",
+    503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
+}
+#: What ``Guard`` answers, whatever the route is.
+_OF_EVERY_ROUTE = (403, 421)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What resources answer from."""
+
+    service: RunService
+    version: str
+    """Of the server."""
+    grpc_address: str | None
+    """Where trainers connect, for people who have none yet."""
+    access: Access
+
+
+class Routes:
+    """The routes of an app, and the scope that each asks for."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        #: By method and path. FastAPI adds the route of the schema itself.
+        self.scopes: dict[tuple[str, str], Scope] = {("GET", "/openapi.json"): Scope.READ}
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        scope: Scope,
+        *,
+        errors: tuple[int, ...] = (),
+        responses: Mapping[int | str, dict[str, Any]] | None = None,
+        **documented: Any,
+    ) -> Callable[[_Endpoint], _Endpoint]:
+        """Decorates the function that answers on a route. ``errors``: the statuses that it may answer with, besides
+        those of every route. ``documented``: what FastAPI's ``api_route`` takes, such as summary, description, tags."""
+        self.scopes[method, path] = scope
+        statuses = (*_OF_EVERY_ROUTE, *errors)
+        if scope is not Scope.OPEN:
+            statuses = (401, *statuses)
+            documented["openapi_extra"] = {"security": [{"token": [scope.name.lower()]}]}
+        answers: dict[int | str, dict[str, Any]] = {**(responses or {})}
+        for status in statuses:
+            answers[status] = {"model": ErrorBody, "description": _MEANINGS[status]}
+        return self._app.api_route(path, methods=[method], responses=answers, **documented)
+
+    def add_file(self, path: str, content: bytes, media_type: str) -> None:
+        """A file of the page, open to all and not part of the schema."""
+        self.scopes["GET", path] = Scope.OPEN
+
+        async def serve(request: Request) -> Response:
+            return Response(content, media_type=media_type)
+
+        self._app.add_route(path, serve, methods=["GET"], include_in_schema=False)
+
+    def scope_of(self, request: RequestScope) -> Scope:
+        """What the route of a request asks for. Where there is no such route, only readers are told so."""
+        for route in self._app.routes:
+            if route.matches(request)[0] is Match.FULL:
+                method = "GET" if request["method"] == "HEAD" else request["method"]
+                return self.scopes.get((method, getattr(route, "path", "")), Scope.CONTROL)
+        return Scope.READ

@@ -1,0 +1,136 @@
+"""A socket, and a thread of this process that answers on it."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.tls import Tls
+from tokenloom_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenloom_server.api.rest.uvicorn_server import Http
+    from tokenloom_server.reports.stats import RunService
+
+logger = logging.getLogger(__name__)
+
+#: The packages behind REST take as long to import as all else that a start needs. So they are imported when
+#: somebody asks, or this long behind the start, seconds: a trainer that waits then has its first batch.
+IMPORT_AFTER_S = 2.0
+#: How often the thread looks whether it is to end before that, seconds.
+_TICK_S = 0.1
+#: Connections that may wait to be accepted.
+_BACKLOG = 128
+
+
+class RestServer:
+    """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
+
+    def __init__(self, host: str, port: int, access: Access | None = None, tls: Tls | None = None) -> None:
+        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had.
+
+        Without ``access`` everything is open.
+        """
+        self._access = access or Access()
+        self._tls = tls
+        self._listener = _listen(host, port)
+        host, port = self._listener.getsockname()[:2]
+        #: Where it listens, ``host:port``.
+        self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        #: The page, and what every route is below of.
+        self.url = f"{'http' if tls is None else 'https'}://{self.address}/"
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._http: Http | None = None
+
+    def start(
+        self, service: RunService, *, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()
+    ) -> None:
+        """Answers with the figures of ``service`` (see ``app.create_app``), from a thread. Requests wait until the
+        packages are imported."""
+        # A daemon, so that a request that never ends cannot keep the process.
+        self._thread = threading.Thread(
+            target=self._run, args=(service, grpc_address, allowed_hosts), name="tokenloom-rest", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Refuses new connections, lets requests end, and drops them after ``timeout`` seconds.
+
+        Returns whether every request had ended by itself. Further calls do nothing.
+        """
+        self._stopping = True
+        if self._thread is None:
+            self._listener.close()
+            return True
+        http = self._http
+        if http is not None:
+            http.end(timeout * 0.7)  # it needs some of the time to close
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            if http is not None:
+                http.force_exit = True
+            self._listener.close()
+        elif http is None or http.dropped == 0:
+            return True
+        logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
+        return False
+
+    def _run(self, service: RunService, grpc_address: str | None, allowed_hosts: Collection[str]) -> None:
+        try:
+            self._await_somebody()
+            if self._stopping:
+                return
+            from importlib.metadata import version
+
+            from tokenloom_server.api.rest.app import create_app
+            from tokenloom_server.api.rest.uvicorn_server import Http
+
+            app = create_app(
+                service,
+                version=version("tokenloom"),
+                grpc_address=grpc_address,
+                allowed_hosts=allowed_hosts,
+                access=self._access,
+            )
+            http = self._http = Http(app, self._tls)
+            # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
+            if not self._stopping:
+                http.run(sockets=[self._listener])
+        except Exception:
+            logger.exception("REST: the server at %s ended", self.address)
+        finally:
+            self._listener.close()
+
+    def _await_somebody(self) -> None:
+        until = time.monotonic() + IMPORT_AFTER_S
+        asked: list[socket.socket] = []
+        while not asked and not self._stopping and time.monotonic() < until:
+            asked, _, _ = select.select([self._listener], [], [], _TICK_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        if not 0 <= port < 2**16:
+            # Further down, getaddrinfo would take its lower 16 bits.
+            raise OSError(0, f"a port is 0 to {2**16 - 1}")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Where a name has both, IPv4 first: it is what people type and what the line at start shows.
+        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"the REST address {host}:{port} cannot be had ({reason}): stop what listens there, or choose another "
+            "with --rest HOST:PORT (port 0 picks a free one)"
+        ) from None
+    # Connections inherit it. asyncio sets it only where it made the socket, and without it every answer, written
+    # as head and body, waits 40 ms for the peer's delayed acknowledgement of the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

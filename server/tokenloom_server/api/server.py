@@ -1,0 +1,218 @@
+"""One server process: ledger, runs, gRPC and REST, brought up in that order and closed in the other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
+
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.grpc import GrpcServer
+from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.tls import Tls
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.open import open_ledger
+
+if TYPE_CHECKING:
+    from tokenloom_server.api.service import Runs
+    from tokenloom_server.config.run import RunConfig
+
+_log = logging.getLogger(__name__)
+
+#: Files and connections that a server asks to be allowed, at most.
+MAX_OPEN_FILES = 2**17
+#: Line indexes of text files lie in this folder beside the mixture file.
+INDEX_FOLDER = ".tokenloom-index"
+#: How long streams get to end when the server stops, seconds.
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What ``tokenloom serve`` was asked for."""
+
+    mixtures: Sequence[Path]
+    grpc: str
+    rest: str
+    ledger: str
+    ready_file: Path | None
+    index_dir: Path | None
+    mixture: RunConfig | None = None
+    """One more run, of the command line; its paths are below ``base_dir``."""
+    base_dir: Path = Path()
+    """Where relative paths of ledger and line indexes begin, unless there is a mixture file."""
+    standby: bool = False
+    #: Why a mixture file that differs from the mixture in force is to be a revision; None: it is refused.
+    revise: str | None = None
+    lease_s: float = 15.0
+    liveness_s: float = 15.0
+    rank_timeout_s: float = 300.0
+    storage_timeout_s: float = 300.0
+    access: Access = field(default_factory=Access)
+    tls: Tls | None = None
+    data_roots: DataRoots = field(default_factory=DataRoots)
+
+
+class Server:
+    """Brought up by its constructor; closed by ``close``, in a bounded time."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
+        for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
+            _refuse_open_door(option, address, options.access, options.tls)
+        _allow_many_files()
+        self._runs: Runs | None = None
+        self._ledger: Ledger | None = None
+        self._rest: RestServer | None = None
+        self._ready_file: Path | None = None
+        # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
+        # this server connect while all that it needs is imported and opened.
+        self._grpc = GrpcServer(options.grpc, options.access, options.tls)
+        try:
+            self._bring_up(options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bring_up(self, options: ServeOptions) -> None:
+        rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access, options.tls)
+        from tokenloom_server.api.service import Runs
+        from tokenloom_server.run.coordinator import Timeouts
+
+        ledger = self._ledger = open_ledger(options.ledger, _folder(options))
+        ledger.check()
+        timeouts = Timeouts(
+            lease_s=options.lease_s,
+            liveness_s=options.liveness_s,
+            rank_timeout_s=options.rank_timeout_s,
+            storage_timeout_s=options.storage_timeout_s,
+        )
+        holder = _holder(self.grpc_address)
+        runs = self._runs = Runs(ledger, holder, timeouts, standby=options.standby, data_roots=options.data_roots)
+        rest.start(runs, grpc_address=self.grpc_address)
+        if options.ready_file is not None:
+            # What a killed server left there; with the ports in hand, it is not another's.
+            _remove_ready(options.ready_file)
+        for path in options.mixtures:
+            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER, options.revise)
+        if options.mixture is not None:
+            folder = options.base_dir.resolve()
+            index_dir = options.index_dir or folder / INDEX_FOLDER
+            runs.add_mixture(options.mixture, folder, index_dir, options.revise, where="--dataset-mix")
+        self._grpc.start(runs)
+        if options.ready_file is not None:
+            self._ready_file = options.ready_file
+            _write_ready(options.ready_file, self.grpc_address, self.rest_address, self.run_names)
+
+    @property
+    def grpc_address(self) -> str:
+        return self._grpc.address
+
+    @property
+    def rest_address(self) -> str:
+        assert self._rest is not None
+        return self._rest.address
+
+    @property
+    def page_url(self) -> str:
+        assert self._rest is not None
+        return self._rest.url
+
+    @property
+    def run_names(self) -> list[str]:
+        assert self._runs is not None
+        return self._runs.names()
+
+    def close(self) -> None:
+        """Commits what is acknowledged, ends streams with a reason that makes clients reconnect."""
+        if self._runs is not None:
+            self._runs.stop()
+        self._grpc.stop(GRACE_S)
+        if self._rest is not None:
+            self._rest.stop(GRACE_S)
+        if self._ledger is not None:
+            self._ledger.close()
+        if self._ready_file is not None:
+            _remove_ready(self._ready_file)
+
+
+def _allow_many_files() -> None:
+    """Each source has a file or two open while it is read, and each rank a connection; many systems' soft limit is
+    1,024, for the sake of programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _folder(options: ServeOptions) -> Path:
+    """Where a ledger lies that is named without a folder."""
+    return options.mixtures[0].resolve().parent if options.mixtures else options.base_dir.resolve()
+
+
+def _holder(grpc_address: str) -> str:
+    """Who holds a lease: the same for this server and for its restart, which has the same address again only
+    because the one before is gone; another after the machine itself was restarted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {grpc_address} {boot}".rstrip()
+
+
+def split_address(option: str, address: str) -> tuple[str, int]:
+    """``host:port``, with IPv6 hosts in brackets. Raises ``ConfigError`` naming the option."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option} {address!r}: expected host:port, such as 127.0.0.1:8080, or port 0 for a free one")
+    return host.strip("[]"), int(port)
+
+
+def _refuse_open_door(option: str, address: str, access: Access, tls: Tls | None) -> None:
+    """Raises ``ConfigError`` where others than this machine would reach an address without a token."""
+    host = split_address(option, address)[0]
+    if is_loopback(host):
+        return
+    if not access.closed:
+        raise ConfigError(
+            f"{option} {address}: others than this machine reach this address, and there is no token; set "
+            f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, or listen on 127.0.0.1"
+        )
+    if tls is None:
+        _log.warning(
+            "%s %s: without TLS the token and the data travel unencrypted; give --tls-cert and --tls-key, or keep "
+            "strangers off this network",
+            option,
+            address,
+        )
+
+
+def _write_ready(path: Path, grpc: str, rest: str, runs: Sequence[str]) -> None:
+    # Written whole or not at all: somebody is polling for it.
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps({"grpc": grpc, "rest": rest, "runs": list(runs)}) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--ready-file {path}: cannot be written ({error.strerror}); give a file in a folder that exists and may "
+            "be written to"
+        ) from None
+
+
+def _remove_ready(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("--ready-file %s: cannot be removed (%s)", path, error.strerror)

@@ -1,0 +1,84 @@
+"""The base of every section of the mixture file, and the types of the values that several sections share."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+
+class Section(BaseModel):
+    """One section of the mixture file: frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
+
+
+def not_bool(value: object) -> object:
+    """Refuses true and false, which pydantic would read as 1 and 0 (YAML reads ``yes`` and ``on`` as true)."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number above 0, but this is {value!r}")
+    return value
+
+
+def whole_number(value: object) -> object:
+    """Reads ``1e9`` as an integer: to YAML it is text, and ``1.0e9`` is a float."""
+    if isinstance(value, str | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if math.isfinite(number) and number.is_integer():
+            return int(number)
+    return value
+
+
+def _not_nan(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
+        raise ValueError(f"epochs is a number above 0 or .inf, but this is {value!r}")
+    return math.inf if value == "inf" else value
+
+
+def _ascending(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    for (previous, _), (tokens, _) in pairwise(points):
+        if tokens <= previous:
+            raise ValueError(
+                f"the point at {tokens} tokens stands after the one at {previous}; expected them ascending"
+            )
+    if not any(weight for _, weight in points):
+        raise ValueError("every point has the weight 0, and the child would never get anything; leave the child out")
+    return points
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _weight_kind(value: object) -> str:
+    return "points" if isinstance(value, list) else "number"
+
+
+Positive = Annotated[float, Field(gt=0, strict=False), BeforeValidator(not_bool)]
+TokenCount = Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(whole_number)]
+RowCount = TokenCount
+
+_Point = Annotated[
+    tuple[TokenCount, Annotated[float, Field(ge=0, strict=False), BeforeValidator(not_bool)]],
+    BeforeValidator(_as_tuple),
+]
+Points = Annotated[list[_Point], Field(min_length=1), AfterValidator(_ascending)]
+"""Of a ``schedule``: ``[total tokens of the run, weight]``, ascending."""
+Weight = Annotated[Annotated[Positive, Tag("number")] | Annotated[Points, Tag("points")], Discriminator(_weight_kind)]
+Share = Annotated[float, Field(gt=0, lt=1, strict=False), BeforeValidator(not_bool)]
+Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(_not_nan)]
+MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(whole_number)]
+Name = Annotated[str, Field(min_length=1)]
+
+Presence = Literal["live", "paused", "dropped"]
+"""Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""
+OnExhausted = Literal["drop", "stop"]
+EndOfText = Literal[True, False, "auto"]
+OnBadRow = Literal["fail", "skip"]

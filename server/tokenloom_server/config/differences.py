@@ -1,0 +1,91 @@
+"""A mixture file against the record of the run that it is of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.order_fields import OUTSIDE_THE_ORDER, SOURCE_OUTSIDE_THE_ORDER, order_fields
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.errors import ConfigError
+
+
+def differences(config: RunConfig, record: str) -> dict[str, str]:
+    """By field, how a mixture file differs from a run's record, both values named."""
+    return dict(_differences(json.loads(record)["config"], json.loads(canonical(order_fields(config))), ""))
+
+
+def refuse(config: RunConfig, different: Mapping[str, str]) -> None:
+    """Raises ``ConfigError`` where there are differences."""
+    if not different:
+        return
+    remedy = "put these back, or begin a new run under another name"
+    if all(field.startswith("mixture.") for field in different):
+        remedy += (
+            "; or make them a revision, from the next possible sample on: serve with --revise REASON, or put these "
+            "back and use `tokenloom mixture apply` while it trains"
+        )
+    elif set(different) <= {"sequence_length"}:
+        remedy += ", such as one that is forked from this run's checkpoint; `phases` plan such a change"
+    raise ConfigError(
+        f"the mixture file of run {config.run!r} differs from the run's record:\n  "
+        + "\n  ".join(f"{field}: {both}" for field, both in different.items())
+        + f"\n{remedy}"
+    )
+
+
+def began_with(config: RunConfig, record: str) -> RunConfig:
+    """The config that a run's record is of. What decides no order (paths, names) is the mixture file's: names by spec,
+    those of nodes by their place."""
+    fields = json.loads(record)["config"]
+    outside_by_spec = {
+        source.source: {field: getattr(source, field) for field in SOURCE_OUTSIDE_THE_ORDER}
+        for source in config.sources
+    }
+
+    def named(node: dict[str, Any], file: NodeConfig | None) -> dict[str, Any]:
+        children: list[dict[str, Any]] = []
+        for i, child in enumerate(node["children"]):
+            same_place = file.children[i] if file is not None and i < len(file.children) else None
+            if "source" in child:
+                children.append(child | outside_by_spec.get(child["source"], {}))
+            else:
+                children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
+        return node | {"children": children, "alias": file.alias if file is not None else None}
+
+    # What a record leaves out has its default, not the file's value.
+    outside = config.model_dump(include=set(OUTSIDE_THE_ORDER))
+    return RunConfig.model_validate({**fields, **outside, "mixture": named(fields["mixture"], config.mixture)})
+
+
+def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:
+    """Each field with another value, and both of them, in the file's own terms."""
+    if isinstance(record, dict) and isinstance(file, dict):
+        found = []
+        for key in sorted(record.keys() | file.keys()):
+            at = f"{path}.{key}" if path else key
+            default = _default_of(at)
+            found += _differences(record.get(key, default), file.get(key, default), at)
+        return found
+    if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
+        pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
+        return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
+    return [] if record == file else [(path, f"the run began with {_short(record)}, the file has {_short(file)}")]
+
+
+def _default_of(path: str) -> Any:
+    """What a field that the record or the file leaves out stands for: the run's own fields have defaults."""
+    field = RunConfig.model_fields.get(path)
+    return "(not given)" if field is None or field.default is None else field.default
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and isinstance(value[0], dict):
+        # Children, of which one list has more: their names tell which.
+        return f"{len(value)}: " + ", ".join(child.get("source", child.get("policy", "?")) for child in value)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else text[:157] + "…"

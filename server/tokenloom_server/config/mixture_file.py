@@ -1,0 +1,82 @@
+"""The mixture file: one YAML file, read and validated once; everything after it trusts the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tokenloom_server.config.faults import explain
+from tokenloom_server.config.node import too_small_limits
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.errors import ConfigError
+
+
+def load(path: Path) -> RunConfig:
+    """Reads and validates a mixture file.
+
+    Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a mixture file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    try:
+        document = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply for a mixture file") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
+    return parse(document, where=str(path))
+
+
+def parse(document: dict[str, Any], *, where: str) -> RunConfig:
+    """Validates a mixture that was read already; ``where`` begins each line of an error."""
+    try:
+        config = RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(explain(error, where)) from None
+    found = list(given_by_the_server(document, ""))
+    if found:
+        raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
+    shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
+    mixtures = [*config.mixtures()]
+    mixtures += [
+        (stream.mixture, f"streams.{name}.mixture") for name, stream in config.streams.items() if stream.mixture
+    ]
+    small = [line for mixture, at in mixtures for line in too_small_limits(mixture, at, int(shortest))]
+    if small:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in small))
+    return config
+
+
+def given_by_the_server(value: object, path: str) -> Iterator[str]:
+    """Where a document has what only this server writes."""
+    if isinstance(value, dict):
+        yield from (f"{path}{key}" for key in ("id", "presence") if key in value)
+        for key, below in value.items():
+            yield from given_by_the_server(below, f"{path}{key}.")
+    elif isinstance(value, list):
+        for i, below in enumerate(value):
+            yield from given_by_the_server(below, f"{path}{i}.")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key named twice, which YAML would silently resolve to the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice in one mapping", node.value[i][0].start_mark
+                )
+        return super().construct_mapping(node, deep)

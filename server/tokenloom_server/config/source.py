@@ -1,0 +1,167 @@
+"""A source: one leaf of the mixture, with the options that are its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from tokenloom_server.config.base import (
+    EndOfText,
+    Epochs,
+    MaxTokens,
+    Name,
+    OnBadRow,
+    OnExhausted,
+    Presence,
+    RowCount,
+    Section,
+    Share,
+    Weight,
+    whole_number,
+)
+from tokenloom_server.config.fim import FimConfig
+from tokenloom_server.config.row_rules import Comparison, RowRules, Template
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.errors import ConfigError
+
+#: Schemes of ids whose documents as a rule carry their end-of-text id.
+ENDED_SCHEMES = ("megatron", "npy")
+#: Schemes of sources without columns.
+WITHOUT_COLUMNS = ("txt", "npy", "megatron")
+
+
+def _comparisons(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected a comparison such as 'score >= 0.5', or a list of them, but this is {value!r}")
+    try:
+        # As the rules write them, so that spaces and 0.50 for 0.5 make no other order.
+        return [str(Comparison.parse(text)) for text in texts]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _parsed_template(value: str) -> str:
+    try:
+        Template.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+class SourceConfig(Section):
+    """A leaf of the mixture."""
+
+    id: int = -1
+    """The source id: given once, by ``RunConfig`` or a revision, and never to another spec."""
+    presence: Presence = "live"
+    source: str
+    """The spec: ``scheme:location:column``."""
+    alias: Name | None = None
+    """A short name for pages and logs; the spec where there is none."""
+    weight: Weight = 1.0
+    """Share within the parent node, relative to its siblings; below a ``schedule``, a number or points."""
+    epochs: Epochs = 1.0
+    """How often the source is read; fractions and ``.inf`` are allowed."""
+    max_tokens: MaxTokens | None = None
+    """Gives at most so many tokens, in whole samples, since the run began; what would be beyond is its end."""
+    on_exhausted: OnExhausted | None = None
+    """What its end does to its node; None: what the node says."""
+    add_bos: bool | None = None
+    """Overrides the run's ``add_bos``."""
+    add_eot: EndOfText | None = None
+    """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
+    ``auto`` where the run says true."""
+    loss_mask: Name | None = None
+    """A column beside the ids: for each of them 0 or 1, whether it counts for the loss."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
+    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
+    shuffle: Literal["none", "shards", "rows"] = "none"
+    """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
+    file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
+    shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole_number)] = 2**16
+    """Rows of a window of ``shuffle: rows``."""
+    lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole_number)] = 1
+    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
+    filter: Annotated[list[str], BeforeValidator(_comparisons), Field(min_length=1)] | None = None
+    """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
+    template: Annotated[str, AfterValidator(_parsed_template)] | None = None
+    """The text of a row, made of its columns: ``{title}\\n\\n{text}``."""
+    fim: FimConfig | None = None
+    """Rearranges documents so that a model learns to fill in the middle."""
+    on_bad_row: OnBadRow | None = None
+    """Overrides the run's ``on_bad_row``."""
+    max_bad_rows: RowCount | None = None
+    """Overrides the run's ``max_bad_rows``."""
+    holdout: Share | None = None
+    """The share of documents that are kept out of training: they are the source's part of the stream ``validation``.
+    Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
+    on one side."""
+
+    @model_validator(mode="after")
+    def _check_columns_and_bad_rows(self) -> Self:
+        spec = self.spec
+        for field in ("filter", "template"):
+            if getattr(self, field) is not None and spec.scheme in WITHOUT_COLUMNS:
+                raise ValueError(
+                    f"{field}: a {spec.scheme} source has no columns; leave it out, or take another format"
+                )
+        if self.template is not None and spec.column not in Template.parse(self.template).columns:
+            raise ValueError(
+                f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
+                "another column in the source"
+            )
+        if self.max_bad_rows is not None and self.on_bad_row == "fail":
+            raise ValueError("max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error")
+        return self
+
+    @property
+    def rules(self) -> RowRules:
+        """Which rows are read, and what of them; but for what the run says of bad rows."""
+        return RowRules(
+            filter=tuple(map(Comparison.parse, self.filter or ())),
+            template=None if self.template is None else Template.parse(self.template),
+        )
+
+    @field_validator("source")
+    @classmethod
+    def _normalise(cls, value: str) -> str:
+        try:
+            return str(Spec.parse(value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _check_shuffle_window(self) -> Self:
+        default = type(self).model_fields["shuffle_window_rows"].default
+        if self.shuffle != "rows" and self.shuffle_window_rows != default:
+            raise ValueError(
+                f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
+                "windows; set shuffle: rows, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_commit(self) -> Self:
+        if self.commit is not None and not self.source.startswith("hf:"):
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
+        return self
+
+    @property
+    def in_file_order(self) -> bool:
+        """Whether all that lies before a row in its files comes before it."""
+        return self.shuffle == "none" and self.lanes == 1
+
+    @property
+    def spec(self) -> Spec:
+        spec = Spec.parse(self.source)
+        return spec if self.commit is None else replace(spec, commit=self.commit)
+
+    @property
+    def name(self) -> str:
+        return self.alias or self.source

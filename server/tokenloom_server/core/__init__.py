@@ -1,0 +1,1 @@
+"""Plain data that everything else knows: a state and its cursors, hashes, large numbers as people write them."""

@@ -1,0 +1,170 @@
+"""The state of a stream at a sample index: plain, frozen data, and nothing else is needed to go on.
+
+``samples(state)`` continues bit for bit: every buffer of the pipeline is rebuilt from the cursors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+#: Names the rules of packing, mixing, hashing and shuffling. A change to any of them is a new number.
+ORDER_VERSION = 1
+
+#: Counters are refused above this: JSON and Lua readers hold integers in doubles.
+MAX_COUNTER = 2**53 - 1
+
+#: The rolling digest: D' = (D × MULTIPLIER + h) mod MODULUS for each sample's hash h (0 ≤ h < 2^128).
+#: A polynomial hash (Karp & Rabin, 1987), so that digests of ranges can be combined.
+DIGEST_MODULUS = 2**127 - 1
+DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
+
+
+def digest_hex(digest: int) -> str:
+    """The digest as it is written everywhere: 32 hexadecimal digits."""
+    return f"{digest:032x}"
+
+
+#: The offset of a cursor at the first row of a window of best-fit packing that is packed once more, under other rules
+#: than it was begun. (0 may be the beginning of the epoch, where that has another order than its parts' numbers.)
+PACKED_AGAIN = 2**52
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a source stands: just behind the last token that a sample took.
+
+    ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
+    shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
+    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row. So (0, 0, 0) is
+    nothing but the beginning of an epoch. Of shuffled rows, ``shard`` is a window and ``row`` a place in it.
+
+    With best-fit packing a cursor among rows that are packed together stands at the first of them, and ``offset``
+    counts the samples that these have given.
+    """
+
+    epoch: int = 0
+    shard: int = 0
+    row: int = 0
+    offset: int = 0
+
+
+class RowCounts(NamedTuple):
+    """What became of a source's rows and samples beside the tokens that were given, since the run began.
+
+    ``bad_rows`` did not decode, ``filtered_rows`` did not pass the filter; both are part of the source's ``rows``.
+    ``padding_tokens`` are the part of its ``tokens`` that no document filled. ``cut_documents`` do not lie in one
+    sample as a whole, though the packing would have had them so; ``lost_tokens`` are those that were cut off.
+    """
+
+    bad_rows: int = 0
+    filtered_rows: int = 0
+    padding_tokens: int = 0
+    cut_documents: int = 0
+    lost_tokens: int = 0
+
+
+_NOTHING_TALLIED = RowCounts()
+
+
+class Lane(NamedTuple):
+    """Where one of several cursors of a source stands, and what it has given since the run began."""
+
+    cursor: Cursor = Cursor()
+    samples: int = 0
+    rows: int = 0
+    tally: RowCounts = _NOTHING_TALLIED
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """A source's cursor and its counters since the run began.
+
+    ``rows`` counts rows taken to their end (and rows without tokens before them). ``tokens`` counts
+    samples × sequence length. ``dropped_tokens`` is the tail that filled no sample, known once the
+    source is exhausted. A source that is read in several ``lanes`` is counted with all of them, and its ``cursor`` is
+    the one of the lane that gave the last sample; before its first there are none. ``skipped_…`` are the part of them
+    that a restore jumped over: the rest was consumed.
+    """
+
+    cursor: Cursor = Cursor()
+    samples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    dropped_tokens: int = 0
+    exhausted: bool = False
+    skipped_samples: int = 0
+    skipped_rows: int = 0
+    skipped_tokens: int = 0
+    tally: RowCounts = _NOTHING_TALLIED
+    lanes: tuple[Lane, ...] = ()
+
+
+def packed_again(source: SourceState) -> SourceState:
+    """A source of which the windows that have begun are packed once more, by best fit."""
+
+    def again(cursor: Cursor) -> Cursor:
+        return replace(cursor, offset=PACKED_AGAIN) if cursor.offset else cursor
+
+    lanes = tuple(lane._replace(cursor=again(lane.cursor)) for lane in source.lanes)
+    return replace(source, cursor=again(source.cursor), lanes=lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """What a mixture node knows about one of its children.
+
+    ``credit`` (least_consumed) is what the child is owed, in 1/W tokens, where W is the sum of the
+    integer weights of the node's live children; frozen while the child is out. (round_robin: turns that went by
+    before it joined.) Where the policy makes the weights itself (soft_sequential, balance_remaining, schedule),
+    ``weight`` is the one in force, and ``total`` the estimate of all that the child will give, in samples.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    credit: int = 0
+    exhausted: bool = False
+    weight: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The place at which an order began from an older data loader's checkpoint: no sample before it is the run's."""
+
+    sample_index: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything that decides samples ``sample_index``, ``sample_index + 1``, …
+
+    ``sources`` are in source-id order; ``nodes`` in node-id order, each with its children in order.
+    """
+
+    sample_index: int
+    total_tokens: int
+    digest: int
+    sources: tuple[SourceState, ...]
+    nodes: tuple[tuple[ChildState, ...], ...]
+    preserved: tuple[str, ...] = ()
+    """Of an older data loader's checkpoint, the sources that no mixture of the run has, as found (canonical JSON)."""
+    imported: Imported | None = None
+    """Where the order began, if not at its own sample 0."""
+
+
+def jumped_over(before: State, after: State) -> State:
+    """``after``, with all that lies between the two counted as skipped."""
+    pairs = zip_longest(before.sources, after.sources, fillvalue=SourceState())
+    sources = [
+        replace(
+            now,
+            skipped_samples=was.skipped_samples + now.samples - was.samples,
+            skipped_rows=was.skipped_rows + now.rows - was.rows,
+            skipped_tokens=was.skipped_tokens + now.tokens - was.tokens,
+        )
+        for was, now in pairs
+    ]
+    return replace(after, sources=tuple(sources))

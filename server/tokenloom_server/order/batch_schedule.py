@@ -1,0 +1,190 @@
+"""Which steps a generation has: plans of one batch size each, behind one another.
+
+How many samples a step has is a function of the run's total tokens where its optimiser step begins, and of nothing
+else; total tokens are linear in the sample index within a generation, because a phase with another sequence length
+ends it. So where the size changes is known when the generation is opened, and a resume in the middle of a ramp goes
+on with the size that it would have had. A constant batch size is a ramp of one plan.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import JoinRefused
+from tokenloom_server.order.pipeline import BatchPlan
+
+#: The largest batch size, samples per rank and step.
+MAX_BATCH_SIZE = 2**20
+#: The most steps that one optimiser step may take, and the most pairs that a schedule may have.
+MAX_ACCUMULATE = 2**16
+MAX_SIZES = 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """What trainers ask for: ``sizes`` are pairs (total tokens of the run, samples per rank and step), ascending from
+    0 on. Each holds from the first optimiser step, of ``accumulate`` steps, that begins at so many total tokens or
+    behind them; optimiser steps are counted from the generation's start."""
+
+    sizes: tuple[tuple[int, int], ...]
+    accumulate: int = 1
+
+    @property
+    def greatest(self) -> int:
+        return max(size for _, size in self.sizes)
+
+    def check(self) -> None:
+        """Raises ``JoinRefused`` for what is no schedule."""
+        if not 1 <= self.accumulate <= MAX_ACCUMULATE:
+            raise JoinRefused(f"accumulate is {self.accumulate}; expected 1 to {MAX_ACCUMULATE} steps")
+        if not 1 <= len(self.sizes) <= MAX_SIZES:
+            raise JoinRefused(f"the batch_size schedule has {len(self.sizes)} pairs; expected 1 to {MAX_SIZES}")
+        for _, size in self.sizes:
+            if not 1 <= size <= MAX_BATCH_SIZE:
+                raise JoinRefused(
+                    f"batch size is {size}; expected 1 to {MAX_BATCH_SIZE} samples per rank: give batch_size"
+                )
+        tokens = [tokens for tokens, _ in self.sizes]
+        if tokens[0] != 0:
+            raise JoinRefused(f"the batch_size schedule begins at {tokens[0]} total tokens; expected 0")
+        for before, behind in pairwise(tokens):
+            if not before < behind <= MAX_COUNTER:
+                raise JoinRefused(
+                    f"the batch_size schedule has {behind} total tokens behind {before}; expected them to ascend, to "
+                    "2^53 − 1 at most"
+                )
+
+    def __str__(self) -> str:
+        first, *others = self.sizes
+        return ", ".join([str(first[1]), *(f"{size} from {tokens} total tokens on" for tokens, size in others)])
+
+
+class Ramp:
+    """The steps of a generation, counted from its start. Immutable."""
+
+    def __init__(self, plans: Sequence[BatchPlan], schedule: BatchSchedule) -> None:
+        """``plans`` of consecutive steps; the last has no end."""
+        self.plans = tuple(plans)
+        self.schedule = schedule
+        self.accumulate = schedule.accumulate
+        self.world_size = plans[0].world_size
+        self.start_index = plans[0].start_index
+        self._first_steps = [plan.first_step for plan in plans]
+        # What lies before the generation is the first plan's.
+        self._start_indices = [-MAX_COUNTER, *(plan.start_index for plan in plans[1:])]
+
+    @classmethod
+    def constant(cls, plan: BatchPlan) -> Ramp:
+        """That of one batch size, and of one step for each optimiser step."""
+        return cls([plan], BatchSchedule(((0, plan.batch_size),)))
+
+    @classmethod
+    def lay(
+        cls,
+        schedule: BatchSchedule,
+        *,
+        start_index: int,
+        start_tokens: int,
+        sample_tokens: int,
+        world_size: int,
+        group_steps: Callable[[int], int],
+    ) -> Ramp:
+        """From a sample index on, where the run has had ``start_tokens``. ``group_steps``: by the batch size."""
+        thresholds = [tokens for tokens, _ in schedule.sizes]
+        parts: list[tuple[int, int, int]] = []
+        index, at = start_index, None
+        while True:
+            tokens = start_tokens + (index - start_index) * sample_tokens
+            now = bisect_right(thresholds, tokens) - 1
+            size = schedule.sizes[now][1]
+            if at is None or size != parts[-1][1]:
+                parts.append((index, size, group_steps(size)))
+            at = now
+            if now + 1 == len(thresholds):
+                return cls._of(parts, world_size, schedule)
+            # The first optimiser step that begins at the next threshold or behind it.
+            samples = schedule.accumulate * world_size * size
+            index += -((tokens - thresholds[now + 1]) // (samples * sample_tokens)) * samples
+
+    @classmethod
+    def _of(cls, parts: Sequence[tuple[int, int, int]], world_size: int, schedule: BatchSchedule) -> Ramp:
+        """``parts``: sample index, batch size and steps between boundaries."""
+        plans: list[BatchPlan] = []
+        for index, size, group_steps in parts:
+            plan = BatchPlan(start_index=index, world_size=world_size, batch_size=size, group_steps=group_steps)
+            if plans:
+                before = plans[-1]
+                steps = (index - before.start_index) // before.step_samples
+                behind = before.first_step + steps
+                groups = -(-steps // before.group_steps)
+                plans[-1] = replace(before, behind=behind)
+                plan = replace(plan, first_step=behind, first_group=before.first_group + groups)
+            plans.append(plan)
+        return cls(plans, schedule)
+
+    @cached_property
+    def text(self) -> str:
+        """As the ledger keeps it beside the first plan; empty where that says all."""
+        if len(self.schedule.sizes) == 1 and self.accumulate == 1:
+            return ""
+        plans = [[plan.start_index, plan.batch_size, plan.group_steps] for plan in self.plans]
+        fields = {"accumulate": self.accumulate, "batch_sizes": self.schedule.sizes, "plans": plans}
+        return json.dumps(fields, separators=(",", ":"))
+
+    @classmethod
+    def read(cls, text: str, first: BatchPlan) -> Ramp:
+        """Reads ``text`` back."""
+        if not text:
+            return cls.constant(first)
+        fields = json.loads(text)
+        sizes = tuple((tokens, size) for tokens, size in fields["batch_sizes"])
+        parts = [(index, size, group_steps) for index, size, group_steps in fields["plans"]]
+        return cls._of(parts, first.world_size, BatchSchedule(sizes, fields["accumulate"]))
+
+    # Where a step lies.
+
+    def number_at(self, step: int) -> int:
+        """Which of the plans has a step."""
+        return bisect_right(self._first_steps, step) - 1
+
+    def at_step(self, step: int) -> BatchPlan:
+        """The plan that has a step."""
+        return self.plans[bisect_right(self._first_steps, step) - 1]
+
+    def at_index(self, sample_index: int) -> BatchPlan:
+        """The plan that has the sample at an index; the first one for what lies before the generation."""
+        return self.plans[bisect_right(self._start_indices, sample_index) - 1]
+
+    def index_of(self, step: int) -> int:
+        """The sample index at which a step begins."""
+        return self.at_step(step).index_of(step)
+
+    def steps_until(self, sample_index: int) -> tuple[int, int]:
+        """How many whole steps lie before a sample index, and how many samples behind them."""
+        plan = self.plans[bisect_right(self._start_indices, sample_index) - 1]
+        steps, rest = divmod(sample_index - plan.start_index, plan.world_size * plan.batch_size)
+        return plan.first_step + steps, rest
+
+    def group_begin(self, step: int) -> int:
+        """The first step of the group that a step is of."""
+        return self.at_step(step).group_begin(step)
+
+    def boundary(self, sample_index: int) -> int:
+        """The state boundary that a snapshot at a sample index starts from: the one at which the group
+        of the last step before it begins, so that whoever has that step has the boundary, too."""
+        if sample_index <= self.start_index:
+            return self.start_index
+        plan = self.at_index(sample_index - 1)
+        return sample_index - ((sample_index - plan.start_index - 1) % plan.group_samples + 1)
+
+    def boundary_behind(self, sample_index: int) -> int:
+        """The first state boundary behind a sample index."""
+        plan = self.at_index(sample_index)
+        groups = (sample_index - plan.start_index) // plan.group_samples + 1
+        return plan.index_of(min(plan.first_step + groups * plan.group_steps, plan.behind))

@@ -1,0 +1,342 @@
+"""A checkpoint of an older data loader as the beginning of a run: its cursors, counters and balances go on here.
+
+Older payloads are plain JSON: ``{"resume_state": {"datasets": [{"spec", "shard", "row_offset", "token_offset"}]}}``, or
+only ``{"sample_index": N}``. Neither has a place in this run's order: the first becomes a state that begins a lineage
+of its own, the second is a count of samples to skip from the order's beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os.path import normpath
+from pathlib import PurePath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenloom_proto.seal import CHECKSUM, canonical
+
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.mixing.balances import Carried, carry
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.snapshot import MAX_BYTES, ResumePoint, Shape
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.sources.open import reader_of
+
+#: Rows of earlier shards are counted as far as that costs no scan of more text than this, bytes.
+_COUNTED_BYTES = 2**30
+#: Every state carries what is preserved, and travels to every rank; bytes.
+_PRESERVED_BYTES = 2**17
+
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
+
+
+class _Entry(BaseModel):
+    """One source of an older payload, with whatever else that tool wrote of it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    spec: Annotated[str, Field(min_length=1)]
+    shard: Annotated[str, Field(min_length=1)]
+    row_offset: _Count
+    token_offset: _Count | None = None
+    epoch: _Count = 0
+
+
+class _ResumeState(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    datasets: Annotated[list[_Entry], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``."""
+
+    datasets: tuple[_Entry, ...]
+    sample_index: int
+
+
+def read(text: str | bytes) -> Payload | None:
+    """The payload of an older tool; None where this is not one, but (for all that this function knows) a snapshot.
+
+    Raises ``SnapshotInvalid`` naming spec and field.
+    """
+    if len(text) > MAX_BYTES:
+        return None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
+        return None
+    resume = document.get("resume_state")
+    if resume is None and "sample_index" not in document:
+        return None
+    if resume is not None and not isinstance(resume, dict):
+        raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
+    if resume is not None and "datasets" in resume:
+        try:
+            return Payload(_distinct(_ResumeState.model_validate(resume).datasets), 0)
+        except ValidationError as error:
+            raise SnapshotInvalid(_explain(error, resume)) from None
+    found = document.get("sample_index", (resume or {}).get("sample_index"))
+    if type(found) is not int or not 0 <= found <= MAX_COUNTER:
+        raise SnapshotInvalid(
+            f"sample_index: found {_short(found)}; an older checkpoint has resume_state.datasets, or a "
+            "sample_index that is an integer from 0 to 2^53 − 1"
+        )
+    return Payload((), found)
+
+
+def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
+    """Where a run goes on from an older checkpoint.
+
+    Raises ``SnapshotInvalid`` naming spec, field, what was found and what was expected.
+    """
+    if not payload.datasets:
+        note = (
+            f"resume: sample_index={payload.sample_index} (from an older checkpoint that has nothing else: so many "
+            "samples are skipped from the beginning of the order)"
+        )
+        return ResumePoint(
+            sample_index=payload.sample_index,
+            digest=None,
+            total_tokens=timeline.tokens_at(payload.sample_index),
+            base=None,
+            run_uid=None,
+            generation=0,
+            notes=(note,),
+        )
+    if timeline.first.config.batching is not None:
+        raise SnapshotInvalid(
+            "resume_state.datasets: an older data loader's checkpoint tells rows of files, but this run's order is "
+            "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
+        )
+    state, notes = _state(payload.datasets, _order_in_force(payload.datasets, timeline))
+    return ResumePoint(
+        sample_index=state.sample_index,
+        digest=digest_hex(state.digest),
+        total_tokens=state.total_tokens,
+        base=state,
+        run_uid=None,
+        generation=0,
+        notes=notes,
+    )
+
+
+def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> Order:
+    """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
+    for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
+        order, length = segment.order, segment.order.config.sequence_length
+        samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec) in order.specs)
+        reached = segment.begin <= samples and (behind is None or samples < behind.begin)
+        if reached and timeline.tokens_at(samples) == samples * length:
+            return order
+    raise SnapshotInvalid(
+        "resume_state.datasets: token_offset adds up to a place behind which the mixture file's phases change the "
+        "sequence length, but an older checkpoint's samples count as of one length: give the mixture file the "
+        "sequence length of that place alone"
+    )
+
+
+def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, ...]]:
+    length = order.config.sequence_length
+    by_spec = {_normalised(entry.spec): (i, entry) for i, entry in enumerate(entries)}
+    sources: list[SourceState] = []
+    notes: list[str] = []
+    for source, spec in enumerate(order.specs):
+        if spec not in by_spec:
+            sources.append(SourceState())
+            notes.append("")
+            continue
+        at, entry = by_spec.pop(spec)
+        cursor = _cursor(f"resume_state.datasets.{at} (spec {entry.spec!r})", entry, source, order)
+        rows, counted = _rows_before(source, cursor, order)
+        samples = (entry.token_offset or 0) // length
+        sources.append(SourceState(cursor=cursor, samples=samples, rows=rows, tokens=samples * length))
+        notes.append(
+            f"resume: spec={spec} shard={order.shard_paths[source][cursor.shard]} row_offset={cursor.row} "
+            f"tokens={samples * length} (from an older checkpoint"
+            + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
+            + ("" if counted else "; rows are counted from this shard on")
+            + ")"
+        )
+    known = [bool(note) for note in notes]
+    if not any(known):
+        raise SnapshotInvalid(
+            "resume_state.datasets: none of its specs is in this mixture; found "
+            f"{_names(entry.spec for entry in entries)}, expected some of {_names(order.specs)}"
+        )
+    total = sum(source.samples for source in sources)
+    if total * length > MAX_COUNTER:
+        raise SnapshotInvalid(
+            f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
+        )
+    carried = carry(order.config, [source.samples for source in sources], known)
+    for source, spec in enumerate(order.specs):
+        if not known[source]:
+            notes[source] = _new(spec, source, order, carried)
+    preserved = _preserved([entry for _, entry in by_spec.values()])
+    notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for _, entry in by_spec.values()]
+    digest = _digest(sources, order.shape)
+    state = State(
+        sample_index=total,
+        total_tokens=total * length,
+        digest=digest,
+        sources=tuple(sources),
+        nodes=carried.nodes,
+        preserved=preserved,
+        imported=Imported(total, digest),
+    )
+    return state, tuple(notes)
+
+
+def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
+    """What unknown sources had, as text that every later state carries."""
+    try:
+        found = tuple(canonical(entry.model_dump(exclude_unset=True, exclude={"unknown"})) for entry in entries)
+        size = sum(len(text.encode()) for text in found)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotInvalid(
+            f"resume_state.datasets: what it has of {_names(entry.spec for entry in entries)}, which this mixture "
+            f"lacks, is no JSON that can be written back ({type(error).__name__}): leave these out"
+        ) from None
+    if size > _PRESERVED_BYTES:
+        raise SnapshotInvalid(
+            f"resume_state.datasets: what it has of specs that this mixture lacks is {size} bytes; expected at most "
+            f"{_PRESERVED_BYTES}, since every snapshot carries it: leave some out"
+        )
+    return found
+
+
+def _new(spec: str, source: int, order: Order, carried: Carried) -> str:
+    baseline = carried.baselines[source]
+    if baseline is None:
+        return f"resume: spec={spec} new: starts at its beginning; the policies above it keep no balance"
+    which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[order.config.new_source_baseline]
+    return f"resume: spec={spec} new: starts at {which}, {baseline} tokens"
+
+
+def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
+    """Of the place itself, since no sample before it is known: runs that go on from the same one have equal digests,
+    and ranks that bring different ones are told apart."""
+    places = [
+        [
+            spec,
+            source.cursor.epoch,
+            shards[source.cursor.shard],
+            source.cursor.row,
+            source.cursor.offset,
+            source.samples,
+        ]
+        for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
+    ]
+    text = canonical({"imported": places, "sample_tokens": shape.sample_tokens})
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
+
+
+def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
+    config = order.config.sources[source]
+    if not config.in_file_order:
+        raise SnapshotInvalid(
+            f"{where}: shard and row_offset are a place in file order, but the mixture file reads the source with "
+            f"shuffle: {config.shuffle} in {config.lanes} lanes, where other rows lie before it: leave both out to go "
+            "on from there, or take the entry out of the checkpoint's copy to read the source from its beginning"
+        )
+    shard = _shard(where, entry.shard, order.shard_paths[source], order)
+    path, rows = order.shard_paths[source][shard], order.open(source).row_count(shard)
+    if entry.row_offset > rows:
+        raise SnapshotInvalid(f"{where}: row_offset is {entry.row_offset}, but {path} has {rows} rows")
+    epochs = order.config.epochs[source]
+    if entry.epoch >= epochs:
+        raise SnapshotInvalid(
+            f"{where}: epoch is {entry.epoch}, but the mixture file reads the source for {epochs:g} epochs, counted "
+            "from 0: raise its epochs"
+        )
+    return Cursor(epoch=entry.epoch, shard=shard, row=entry.row_offset)
+
+
+def _shard(where: str, found: str, paths: Sequence[str], order: Order) -> int:
+    """The position of a shard: its path as it stands, or the one path that is the same but for where it begins."""
+    if found in paths:
+        return paths.index(found)
+    there = normpath(order.base_dir / found)
+    same = [i for i, path in enumerate(paths) if normpath(order.base_dir / path) == there]
+    if not same:
+        same = [i for i, path in enumerate(paths) if _ends_alike(PurePath(found), PurePath(path))]
+    if len(same) == 1:
+        return same[0]
+    if same:
+        raise SnapshotInvalid(
+            f"{where}: shard {found!r} may be each of {_names(paths[i] for i in same)}; write the path as the mixture "
+            "file's source has it"
+        )
+    raise SnapshotInvalid(
+        f"{where}: shard {found!r} is none of the source's files; expected one of {_names(paths)}. Where files were "
+        "moved, write their new paths into the checkpoint's copy"
+    )
+
+
+def _ends_alike(a: PurePath, b: PurePath) -> bool:
+    """Whether one path is the end of the other: relative to another folder."""
+    shorter = min(len(a.parts), len(b.parts))
+    return a.parts[-shorter:] == b.parts[-shorter:]
+
+
+def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
+    """Rows before a cursor since the source's beginning, and whether those of earlier shards are among them: text has
+    to be read for that."""
+    shards = order.shards[source]
+    passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
+    scanned = reader_of(order.config.sources[source].spec, shards) not in ("parquet", "arrow", "megatron")
+    if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
+        return cursor.row, False
+    reader = order.open(source)
+    counts = [reader.row_count(i) for i in passed]
+    return cursor.epoch * sum(counts) + sum(counts[: cursor.shard]) + cursor.row, True
+
+
+def _distinct(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+    seen: dict[str, int] = {}
+    for i, entry in enumerate(entries):
+        first = seen.setdefault(_normalised(entry.spec), i)
+        if first != i:
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
+                "each once"
+            )
+    return tuple(entries)
+
+
+def _normalised(spec: str) -> str:
+    try:
+        return str(Spec.parse(spec))
+    except ConfigError:
+        return spec  # of a kind that this release does not read: no source of any mixture has it
+
+
+def _explain(error: ValidationError, resume: dict[str, Any]) -> str:
+    fault = error.errors()[0]
+    where = ".".join(map(str, ("resume_state", *fault["loc"][:2])))
+    if len(fault["loc"]) > 1:
+        entry = resume["datasets"][fault["loc"][1]]
+        if isinstance(entry, dict):
+            where += f" (spec {_short(entry.get('spec'))})"
+    fields = ".".join(map(str, fault["loc"][2:]))
+    found = "nothing" if fault["type"] == "missing" else _short(fault["input"])
+    return f"{where}: {fields + ': ' if fields else ''}found {found}; {fault['msg']}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _names(values: Iterator[str] | Sequence[str]) -> str:
+    found = [repr(value) for value in values]
+    return ", ".join(found[:5]) + (f", … ({len(found)} in all)" if len(found) > 5 else "")

@@ -1,0 +1,204 @@
+"""How much a source has: the rows of one epoch, and the tokens of a row, without reading it.
+
+Rows are counted by what files say of themselves: footers, headers, and the lines of text where that is little. Of
+larger text, and for the tokens, a few places are read and stand for the rest. The same files and tokeniser give the
+same numbers on any machine, whatever is cached: policies decide by them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.packing.documents import Encoder
+from tokenloom_server.sources import columns
+from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.line_index import BOM
+from tokenloom_server.sources.lines import LinesSource
+
+#: Places that are read of a source: spread over its shards, or within them where there are few.
+LEAST_PLACES, MOST_PLACES = 16, 64
+#: Bytes of text or ids that are read of a source for how long rows are, which differs much more than the tokens that a
+#: byte makes. A source whose files have no more is read whole.
+READ_BYTES = 1 << 25
+#: Bytes of these that are encoded.
+ENCODED_BYTES = 1 << 22
+#: A source of lines with at most so many bytes in its files is counted; beyond that, rows follow from the sample.
+COUNTED_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class SizeEstimate:
+    """One epoch of a source: its ``rows``, and the tokens of 1,000 of them as samples count them: with begin- and
+    end-of-text ids and the padding that the packing makes, without what it cuts off.
+
+    ``tokens_per_1000_rows`` is an estimate, unless the source is so small that all of it was read.
+    """
+
+    rows: int
+    tokens_per_1000_rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one epoch."""
+        return self.rows * self.tokens_per_1000_rows // 1000
+
+
+class Readable(Protocol):
+    """What has sources, and makes tokens of their rows: an order."""
+
+    def open(self, source_id: int) -> Source: ...
+
+    def encoder(self, source_id: int, reader: Source) -> Encoder: ...
+
+    def kept(self, source_id: int, reader: Source) -> Source:
+        """A reader whose rows are those that give tokens; others are there as empty ones."""
+
+    def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row makes samples of its own."""
+
+    def given(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
+
+
+class _Stratum(NamedTuple):
+    """Consecutive rows of a shard, of which the first are read and stand for the others."""
+
+    shard: int
+    row: int
+    rows: int
+
+
+class _Budget(NamedTuple):
+    """Bytes that may be read, and encoded, at a place."""
+
+    read: int
+    encoded: int
+
+    @classmethod
+    def of(cls, total: int, places: int) -> _Budget:
+        """Of a source whose files have ``total`` bytes. Compressed, they may hold some times as much."""
+        return cls(
+            READ_BYTES if total <= READ_BYTES else max(1, READ_BYTES // places),
+            ENCODED_BYTES if total <= ENCODED_BYTES else max(1, ENCODED_BYTES // places),
+        )
+
+
+class _Sample(NamedTuple):
+    """Rows with their bytes of text or ids; of the first ``encoded_bytes`` of these, the tokens, and the rows."""
+
+    rows: int
+    bytes: int
+    encoded_rows: int
+    encoded_bytes: int
+    #: Tokens of each row that was encoded.
+    lengths: npt.NDArray[np.int64]
+
+    def all_tokens(self, order: Readable) -> Fraction:
+        """Tokens of all the rows, by their bytes; where each row makes samples of its own, those of the samples."""
+        if order.rows_alone:
+            return Fraction(order.given(self.lengths) * self.rows, self.encoded_rows)
+        tokens = int(self.lengths.sum())
+        if not self.encoded_bytes:
+            return Fraction(tokens * self.rows, self.encoded_rows)
+        return Fraction(tokens * self.bytes, self.encoded_bytes)
+
+
+def _given(order: Readable, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
+    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
+    every = np.concatenate(lengths)
+    total = int(every.sum())
+    return tokens if order.rows_alone or not total else tokens * Fraction(order.given(every), total)
+
+
+def measure(order: Readable, source_id: int) -> SizeEstimate:
+    """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
+
+    Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
+    and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
+    or a row of the sample, that is not readable.
+    """
+    reader = order.open(source_id)
+    encoder = order.encoder(source_id, reader)
+    if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
+        return _of_many_lines(order, reader, order.kept(source_id, reader), encoder)
+    counts = order.row_counts(source_id, reader)
+    filled = [shard for shard, rows in enumerate(counts) if rows]
+    total = sum(shard.size for shard in reader.shards)
+    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
+    budget = _Budget.of(total, len(strata))
+    tokens, lengths = Fraction(0), []
+    for stratum in strata:
+        found = _sample(order.kept(source_id, reader), encoder, stratum, budget)
+        tokens += found.all_tokens(order) * stratum.rows / found.rows
+        lengths.append(found.lengths)
+    stood_for = sum(stratum.rows for stratum in strata)
+    return SizeEstimate(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
+
+
+def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
+    """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
+    rows = size = 0
+    tokens, lengths = Fraction(0), []
+    # No file with a line is smaller than a byte order mark and it.
+    filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
+    chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
+    budget = _Budget.of(total, len(chosen))
+    for shard in chosen:
+        found = _sample(kept, encoder, _Stratum(shard, 0, sys.maxsize), budget)
+        if not found.rows:
+            continue  # a compressed file may hold nothing
+        rows += found.rows
+        tokens += found.all_tokens(order)
+        lengths.append(found.lengths)
+        size += reader.head_bytes(shard, found.rows)
+    # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
+    return SizeEstimate(
+        max(1, round(Fraction(total * rows, size))), round(1000 * _given(order, tokens, lengths) / rows)
+    )
+
+
+def _strata(chosen: list[int], counts: list[int]) -> Iterator[_Stratum]:
+    parts = max(1, LEAST_PLACES // len(chosen))
+    for shard in chosen:
+        edges = [counts[shard] * part // parts for part in range(parts + 1)]
+        for begin, end in pairwise(edges):
+            if begin < end:
+                yield _Stratum(shard, begin, end - begin)
+
+
+def _spread(shards: list[int]) -> list[int]:
+    """At most ``MOST_PLACES`` of them, from the middle of as many equal parts."""
+    places = min(len(shards), MOST_PLACES)
+    return [shards[(2 * place + 1) * len(shards) // (2 * places)] for place in range(places)]
+
+
+def _sample(reader: Source, encoder: Encoder, stratum: _Stratum, budget: _Budget) -> _Sample:
+    """The first rows of a stratum, up to the one with which they reach what may be read: leaving that one out would
+    leave out long rows more often than short ones."""
+    rows = size = encoded_rows = encoded_bytes = 0
+    lengths = []
+    for piece in reader.read(stratum.shard, stratum.row):
+        column = piece.column[: stratum.rows - rows]
+        column = column[: columns.reach(column, budget.read - size).rows]
+        if encoded_bytes < budget.encoded:
+            part = columns.reach(column, budget.encoded - encoded_bytes)
+            ends = encoder.encode(column[: part.rows], piece.first_row, stratum.shard).ends
+            lengths.append(np.diff(ends, prepend=0))
+            encoded_rows += part.rows
+            encoded_bytes += part.bytes
+        rows += len(column)
+        size += columns.reach(column, budget.read).bytes
+        if rows == stratum.rows or size >= budget.read:
+            break
+    return _Sample(rows, size, encoded_rows, encoded_bytes, np.concatenate(lengths))

@@ -1,0 +1,1 @@
+"""Any sample of a run made again: peeks, traces, receipts, evaluations. No counter of the run moves."""

@@ -1,0 +1,298 @@
+"""A run's receipts and its report, from its ledger, its figures, and by going forward to a sample index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from typing import NamedTuple
+
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.core.state import ORDER_VERSION, SourceState, digest_hex
+from tokenloom_server.errors import BeyondHorizon
+from tokenloom_server.ledger.base import Opening, StoredRevision
+from tokenloom_server.order.revision import as_file
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.replay.peek import Peeks
+from tokenloom_server.reports.receipt import (
+    BatchSizeFrom,
+    ExclusionReport,
+    GenerationReport,
+    Range,
+    Receipt,
+    RevisionInfo,
+    RevisionMark,
+    RunReport,
+    SourceReport,
+    Tokenizer,
+)
+from tokenloom_server.reports.stats import SourceStats
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.figures import Figures
+from tokenloom_server.run.history import History
+from tokenloom_server.sources.manifest import commits_of
+
+#: What the samples were made by.
+PACKAGES = ("tokenloom", "gigatoken", "tokenizers", "pyarrow", "numpy", "xxhash")
+
+
+class Unique(NamedTuple):
+    """Tokens that were read at least once, and whether they are counted."""
+
+    tokens: int
+    exact: bool
+
+
+class Receipts:
+    """What one run has to show for its data. Thread-safe."""
+
+    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, figures: Figures) -> None:
+        self._coordinator = coordinator
+        self._history = history
+        self._peeks = peeks
+        self._figures = figures
+
+    def receipt(self, sample_index: int | None) -> Receipt:
+        """At a sample index, None for the committed one. Raises ``BeyondHorizon`` for what is not committed, or lies
+        before what this run's ledger has, and what going forward raises."""
+        coordinator = self._coordinator
+        with coordinator.lock:
+            timeline, at_hand = coordinator.timeline, coordinator.committed_state
+            committed = coordinator.committed or coordinator.commit_of(timeline.initial(), "")
+        lineage = lineage_of(self._history.openings())
+        oldest = lineage[0].start_index if lineage else 0
+        index = committed.sample_index if sample_index is None else sample_index
+        if not oldest <= index <= committed.sample_index:
+            raise BeyondHorizon(
+                f"sample {index} is outside of what run {coordinator.name!r} can prove: its ledger has samples "
+                f"{oldest} to "
+                f"{committed.sample_index} (committed)"
+            )
+        state = at_hand if at_hand.sample_index == index else self._peeks.state_at(index)
+        specs = timeline.at(index).specs
+        same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+        return Receipt(
+            run=coordinator.name,
+            stream=coordinator.stream,
+            run_uid=coordinator.uid,
+            sample_index=index,
+            digest=digest_hex(state.digest),
+            total_tokens=state.total_tokens,
+            samples={spec: source.samples for spec, source in zip(specs, state.sources, strict=True)},
+            skipped=skipped_before(lineage, index),
+            revisions=[
+                RevisionMark(
+                    sample_index=revision.sample_index, digest=hashlib.sha256(revision.content.encode()).hexdigest()
+                )
+                for revision in timeline.revisions
+                if revision.sample_index < index
+            ],
+            oldest_index=oldest,
+            committed_index=committed.sample_index,
+            seed=same["seed"],
+            order_version=ORDER_VERSION,
+            sequence_length=coordinator.order.config.sequence_length,
+            config_digest=same["config_digest"],
+            manifest_digest=same["manifest_digest"],
+            tokenizer=Tokenizer(**same["tokenizer"]),
+        )
+
+    def report(self) -> RunReport:
+        """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
+        coordinator = self._coordinator
+        openings = self._history.openings()
+        with coordinator.lock:
+            timeline, state = coordinator.timeline, coordinator.committed_state
+            committed = coordinator.committed or coordinator.commit_of(timeline.initial(), "")
+            generation = coordinator.active.generation if coordinator.active is not None else None
+            # The end is known as soon as it is produced; here it counts once it is reached.
+            over = generation is not None and generation.committed == generation.produced
+            ended = generation.end.reason if generation is not None and generation.end is not None and over else None
+        index = committed.sample_index
+        if state.sample_index != index:
+            # The server was restarted, and has the boundary before it.
+            state = self._peeks.state_at(index)
+        order = timeline.at(index)
+        figures = self._figures.sources(committed, state)
+        sources = [
+            _source(timeline, index, figure, source) for figure, source in zip(figures, state.sources, strict=True)
+        ]
+        same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+        lineage = lineage_of(openings)
+        return RunReport(
+            run=coordinator.name,
+            stream=coordinator.stream,
+            run_uid=coordinator.uid,
+            made_at=coordinator.wall_clock(),
+            sample_index=index,
+            total_tokens=committed.total_tokens,
+            consumed_tokens=sum(source.tokens for source in sources),
+            unique_tokens=sum(source.unique_tokens for source in sources),
+            unique_is_exact=all(source.unique_is_exact for source in sources),
+            digest=committed.digest,
+            ended=ended,
+            seed=order.config.seed,
+            order_version=ORDER_VERSION,
+            sequence_length=order.config.sequence_length,
+            packing=order.config.packing,
+            labels=order.config.labels,
+            vocab_size=order.vocab_size,
+            tokenizer=Tokenizer(**same["tokenizer"]),
+            config_digest=same["config_digest"],
+            manifest_digest=order.manifest.digest,
+            mixture=as_file(order.config),
+            sources=sources,
+            generations=_generations(coordinator, openings, lineage, index),
+            parent_run=asdict(replace(timeline.origin, state="")) if timeline.origin is not None else None,
+            skipped=skipped_before(lineage, index),
+            revisions=[
+                revision_info(timeline, revision, index)
+                for revision in timeline.revisions
+                if revision.sample_index < index
+            ],
+            exclusions=[ExclusionReport(**file._asdict()) for file in order.excluded.files],
+            software={"python": platform.python_version(), **_versions()},
+        )
+
+
+def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
+    order = timeline.at(index)
+    shards = order.shards[figure.id]
+    found = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
+    listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
+    return SourceReport(
+        id=figure.id,
+        spec=figure.spec,
+        alias=figure.alias,
+        files=len(shards),
+        bytes=sum(shard.size for shard in shards),
+        files_digest=hashlib.sha256(canonical(listed).encode()).hexdigest(),
+        commits=list(commits_of(shards)),
+        samples=figure.samples,
+        rows=figure.rows,
+        tokens=figure.tokens,
+        skipped_tokens=state.tokens - figure.tokens,
+        excluded_rows=order.excluded.count(figure.spec),
+        share=figure.actual_share,
+        target_share=figure.target_share,
+        epochs=figure.epoch,
+        unique_tokens=found.tokens,
+        unique_is_exact=found.exact,
+        dropped_tokens=figure.dropped_tokens,
+        exhausted=figure.exhausted,
+    )
+
+
+def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
+    """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
+    orders = [segment.order for segment in timeline.segments if segment.begin <= index]
+    found = [
+        (order.shards[source], order.config.epochs[source], order.excluded.count(order.specs[source]))
+        for order in orders
+        if source < len(order.specs)
+    ]
+    return all(each == found[0] for each in found) and timeline.at(index).config.sources[source].max_tokens is None
+
+
+def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = True) -> Unique:
+    """Of a source's consumed tokens, those of rows that were read at least once.
+
+    A source's tokens are one stream, epoch behind epoch, of which samples take all but the last tail. So an epoch has
+    tokens / epochs of it once all of them, whole ones, were read; and before that, if more than one was begun, what
+    the rows say: an estimate. ``steady``: all epochs have the same rows.
+    """
+    padding = state.tally.padding_tokens
+    taken, skipped = state.tokens + state.dropped_tokens - padding, state.tokens - figure.tokens
+    consumed = max(0, figure.tokens - padding)
+    ended = state.cursor.epoch
+    if not ended:
+        # How much of the padding was skipped, nobody has counted.
+        return Unique(consumed, not (skipped and padding))
+    if steady and figure.exhausted and figure.epochs is not None and figure.epochs.is_integer():
+        # Of what was skipped, nobody has counted which rows another epoch had.
+        return Unique(min(consumed, taken // int(figure.epochs)), not skipped)
+    estimate = round(taken / max(figure.epoch, 1.0))
+    if steady:
+        estimate = min(max(estimate, math.ceil(taken / (ended + 1))), taken // ended)
+    return Unique(min(estimate, consumed), False)
+
+
+def lineage_of(openings: Sequence[Opening]) -> list[Opening]:
+    """The generations that the run's samples are of, oldest first: the present one, the one that it went on from, …,
+    without those of which nothing is left."""
+    by_number = {opening.generation: opening for opening in openings}
+    found: list[Opening] = []
+    opening = openings[-1] if openings else None
+    while opening is not None:
+        if not found or opening.start_index < _branched_at(found[-1]):
+            found.append(opening)
+        opening = by_number.get(opening.parent)
+    return found[::-1]
+
+
+def skipped_before(lineage: Sequence[Opening], index: int) -> list[Range]:
+    """What was jumped over by restores, before a sample index."""
+    skips = [Range(first=_branched_at(opening), behind=min(opening.start_index, index)) for opening in lineage]
+    return [skipped for skipped in skips if skipped.first < skipped.behind]
+
+
+def _branched_at(opening: Opening) -> int:
+    """Where a generation left the one that it went on from."""
+    return opening.start_index - opening.skipped
+
+
+def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
+    """A revision for people; ``committed`` is how far the run has come."""
+    return RevisionInfo(
+        number=revision.number,
+        sample_index=revision.sample_index,
+        total_tokens=timeline.tokens_at(revision.sample_index),
+        made_at=revision.made_at,
+        author=revision.author,
+        reason=revision.reason,
+        changes=json.loads(revision.content)["changes"],
+        in_force=revision.sample_index <= committed,
+    )
+
+
+def _generations(
+    coordinator: RunCoordinator, openings: Sequence[Opening], lineage: Sequence[Opening], end: int
+) -> list[GenerationReport]:
+    kept = {before.generation: (before.start_index, _branched_at(behind)) for before, behind in pairwise(lineage)}
+    if lineage:
+        kept[lineage[-1].generation] = (lineage[-1].start_index, end)
+    ramps = {opening.generation: coordinator.ramp(opening) for opening in openings}
+    return [
+        GenerationReport(
+            generation=opening.generation,
+            parent=opening.parent,
+            attempt=opening.attempt,
+            world_size=opening.world_size,
+            batch_size=opening.batch_size,
+            batch_sizes=[
+                BatchSizeFrom(sample_index=plan.start_index, batch_size=plan.batch_size)
+                for plan in ramps[opening.generation].plans[1:]
+            ],
+            accumulate=ramps[opening.generation].accumulate,
+            opened_at=opening.opened_at,
+            start_index=opening.start_index,
+            kept=Range(first=span[0], behind=span[1]) if (span := kept.get(opening.generation)) else None,
+        )
+        for opening in openings
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,140 @@
+"""A run's mixture for people: the tree in force, its phases and revisions; and as a part of a mixture file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from tokenloom_server.ledger.base import date_of
+from tokenloom_server.reports.receipt import RevisionInfo
+from tokenloom_server.reports.stats import MixtureInfo
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.tree import Tree
+
+_OPTIONS = (
+    "weight",
+    "epochs",
+    "max_tokens",
+    "on_exhausted",
+    "unit",
+    "interpolate",
+    "add_bos",
+    "add_eot",
+    "filter",
+    "template",
+    "fim",
+    "shuffle",
+    "shuffle_window_rows",
+    "lanes",
+    "holdout",
+)
+
+
+def print_mixture(out: Console, info: MixtureInfo) -> None:
+    """The whole document."""
+    out.print(
+        f"{info.run}: in force at sample {info.sample_index:,}, sequence length {info.sequence_length:,}",
+        highlight=False,
+    )
+    out.print(_tree(info.mixture, "mixture", frozenset(info.paused)), highlight=False)
+    if info.dropped:
+        out.print(f"dropped: {', '.join(info.dropped)}", highlight=False)
+    if info.phases:
+        out.print(_phases(info))
+    if info.revisions:
+        out.print(_revisions(info))
+    out.print(f"a new revision can hold from sample {info.first_revisable:,} on", highlight=False)
+
+
+def print_revision(out: Console, run: str, revision: RevisionInfo, verb: str) -> None:
+    """One revision and what it changes; ``verb``: that it holds, would hold, or was taken back."""
+    out.print(
+        f"{run}: revision {revision.number} {verb} from sample {revision.sample_index:,} on "
+        f"({revision.total_tokens:,} tokens)",
+        highlight=False,
+    )
+    for line in revision.changes:
+        out.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def as_yaml(info: MixtureInfo) -> str:
+    """The mixture in force as the ``mixture:`` section of a mixture file."""
+    text: str = yaml.safe_dump({"mixture": _in_yaml(info.mixture)}, sort_keys=False, allow_unicode=True)
+    paused = f"# paused, which a file cannot say: {', '.join(info.paused)}\n" if info.paused else ""
+    return paused + text
+
+
+def _in_yaml(value: Any) -> Any:
+    if isinstance(value, dict):
+        fields = {key: _in_yaml(each) for key, each in value.items()}
+        # What a node is comes first, its children last.
+        return {key: fields[key] for key in sorted(fields, key=lambda key: (key == "children", key != "policy"))}
+    if isinstance(value, list):
+        return [_in_yaml(each) for each in value]
+    return math.inf if value == "inf" else value
+
+
+def _tree(node: dict[str, Any], place: str, paused: Collection[str]) -> Tree:
+    from rich.tree import Tree
+
+    tree = Tree(_line(node, place, paused))
+    for i, child in enumerate(node["children"]):
+        at = f"{place}.children.{i}"
+        tree.add(_tree(child, at, paused) if "children" in child else _line(child, at, paused))
+    return tree
+
+
+def _line(child: dict[str, Any], place: str, paused: Collection[str]) -> str:
+    """By the name that changes know it by."""
+    name = child.get("alias") or child.get("source") or place
+    parts = [f"{option} {_text(child[option])}" for option in _OPTIONS if option in child]
+    if "policy" in child:
+        parts.insert(0, child["policy"])
+    if child.get("alias") and "source" in child:
+        parts.append(child["source"])
+    if name in paused:
+        parts.append("paused")
+    return f"{name}: {', '.join(parts)}" if parts else str(name)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(f"{tokens:,}:{weight:g}" for tokens, weight in value)
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _phases(info: MixtureInfo) -> Any:
+    from rich.table import Table
+
+    table = Table(title="phases", title_justify="left")
+    for heading in ("phase", "from sample", "tokens", "sequence length"):
+        table.add_column(heading, justify="right")
+    for phase in info.phases:
+        table.add_row(
+            str(phase.number), f"{phase.sample_index:,}", f"{phase.total_tokens:,}", f"{phase.sequence_length:,}"
+        )
+    return table
+
+
+def _revisions(info: MixtureInfo) -> Any:
+    from rich.table import Table
+
+    table = Table(title="revisions", title_justify="left")
+    for heading in ("number", "from sample", "tokens", "in force", "author", "reason", "changes"):
+        table.add_column(heading, justify="right" if heading in ("number", "from sample", "tokens") else "left")
+    for revision in info.revisions:
+        table.add_row(
+            str(revision.number),
+            f"{revision.sample_index:,}",
+            f"{revision.total_tokens:,}",
+            "yes" if revision.in_force else "not yet",
+            f"{revision.author}, {date_of(revision.made_at)}" if revision.author else date_of(revision.made_at),
+            revision.reason,
+            "\n".join(revision.changes),
+        )
+    return table

@@ -1,0 +1,345 @@
+"""A run's figures: one document for REST, gRPC, metrics, the command line and the page."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.planning.plan import RunPlan
+from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
+from tokenloom_server.reports.trace import TracedSample, TracedStep
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class SourceStats(_Figures):
+    """One source. Counters are committed ones."""
+
+    id: int
+    """What ``source_ids`` in a batch holds."""
+    spec: str
+    alias: str
+    """The short name; the spec where the mixture file gives none."""
+    target_share: float
+    """Share of the run's tokens that the weights ask for while every source lasts (0 to 1)."""
+    actual_share: float
+    """Share of the run's tokens so far (0 to 1); 0 before the first."""
+    window_share: float
+    """Share of the tokens in the last window of samples (0 to 1)."""
+    samples: int
+    rows: int
+    """Rows taken to their end."""
+    tokens: int
+    epoch: float
+    """Passes over the source, with the fraction of the present one by shards and rows known so far."""
+    epochs: float | None
+    """Passes that are allowed; null for no limit."""
+    exhausted: bool
+    dropped_tokens: int
+    """The tail that filled no sample; known once exhausted."""
+    excluded_rows: int
+    """Rows of an epoch that the revision in force leaves out."""
+    bad_rows: int
+    """Of ``rows``, those that did not decode (``on_bad_row: skip``); like the next four since the run began."""
+    filtered_rows: int
+    """Of ``rows``, those that did not pass the source's filter."""
+    padding_tokens: int
+    """Of ``tokens``, those that no document fills."""
+    cut_documents: int
+    """Documents that do not lie in one sample as a whole, though the packing would have had them so."""
+    lost_tokens: int
+    """Tokens of documents that were cut off; with ``batching``, rows that filled no batch of an epoch that ended."""
+    fill_rate: float
+    """Of the source's tokens, the part that documents fill (0 to 1)."""
+    cut_rate: float | None
+    """``cut_documents`` for each row that was taken to its end (0 to 1); null with ``packing: concat``, which does not
+    count them."""
+    skipped_samples: int
+    """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
+    skipped_rows: int
+    skipped_tokens: int
+    loss: float | None
+    """Mean loss over the source's tokens as trainers report it, smoothed over the last reports; null where none came
+    since this server took the run up."""
+    last_loss: float | None
+    """That of the last report which had tokens of the source."""
+    remaining_samples: int | None
+    """Estimate from the rows left and the tokens per row so far; null where not known (no limit, or no rows yet)."""
+
+
+class RankStats(_Figures):
+    """One slot of the present generation."""
+
+    rank: int
+    connected: bool
+    position: int
+    """Sample index up to which the rank has consumed."""
+    lag: int
+    """Samples behind the fastest rank."""
+    last_heard_s: float | None
+    """Seconds since the rank's last message; null if it was never heard."""
+
+
+class LedgerStats(_Figures):
+    backend: str
+    """Without secrets."""
+    available: bool
+    error: str | None
+    last_commit_index: int
+    last_commit_age_s: float | None
+
+
+class ReportStats(_Figures):
+    """What a trainer reported last."""
+
+    sample_index: int
+    """Where it stood."""
+    total_tokens: int
+    step: int
+    """Its own count."""
+    loss: float | None
+    """Over all sources; null where it was not told."""
+    learning_rate: float | None
+    age_s: float
+    """Seconds since it came."""
+
+
+class PlannedRevision(_Figures):
+    """A revision that production has yet to reach, or samples of which are not committed yet."""
+
+    number: int
+    sample_index: int
+    """Of the first sample under it."""
+    eta_s: float | None
+    """Seconds until it is committed up to there, at the present rate; null where nothing moves."""
+
+
+class RunStats(_Figures):
+    """One run."""
+
+    run: str
+    stream: str
+    streams: list[str]
+    """Those that may be evaluated on beside it."""
+    run_uid: str
+    seed: int
+    generation: int
+    """0 before the first trainer."""
+    leads: bool
+    """Whether this server has the lease on the run; one that stands by shows no ranks and no progress."""
+    server_epoch: int
+    """The newest number of this server among those that led the run; 0 before it led."""
+    world_size: int
+    batch_size: int
+    sequence_length: int
+    sample_index: int
+    """Committed."""
+    produced_index: int
+    digest: str
+    """Rolling digest at ``sample_index``."""
+    total_tokens: int
+    """Committed: the order's position, with what was skipped."""
+    skipped_tokens: int
+    """The part of them that restores jumped over."""
+    tokens_per_s: float
+    """Committed tokens per second over the last seconds."""
+    window_fill: float
+    """Produced and not yet committed, as a fraction of the window (0 to 1)."""
+    waiting_for: str
+    """What production waits for; empty while it works."""
+    ended: str | None
+    """Why the data ended; null while it has not."""
+    error: str | None
+    """What stopped the run; null while it is well."""
+    tokenizer: str
+    """Engine and version."""
+    revision: int
+    """The number of the revision in force; 0 for the mixture that the run began with."""
+    next_revision: PlannedRevision | None
+    """The next one, which samples to come will be under; null where none was made."""
+    reported: ReportStats | None
+    """What a trainer reported last of its losses; null where nothing came since this server took the run up."""
+    sources: list[SourceStats]
+    ranks: list[RankStats]
+    ledger: LedgerStats
+
+
+class SourceLosses(_Figures):
+    """A source's part of a curve: a number for each point of it."""
+
+    id: int
+    spec: str
+    alias: str
+    losses: list[float | None]
+    """Mean over the tokens of a point; null where it has none of the source."""
+    tokens: list[int]
+    """That the mean is of."""
+
+
+class RunLosses(_Figures):
+    """The losses that trainers reported, as a curve: each list has a number for each point."""
+
+    run: str
+    stream: str
+    since: float
+    """When this server took the run up, Unix time: what was reported before that is not known any more."""
+    stride: int
+    """Reports in a point. It doubles where a curve has as many points as there is room for."""
+    sample_index: list[int]
+    """End of each point; ascending. A launch that goes on before the end of a curve takes the rest of it back."""
+    total_tokens: list[int]
+    step: list[int]
+    """The trainer's own count."""
+    loss: list[float | None]
+    """Over all sources."""
+    learning_rate: list[float | None]
+    sources: list[SourceLosses]
+    """Those of which anything was reported."""
+
+
+class SnapshotInfo(_Figures):
+    """A snapshot that was saved in the ledger."""
+
+    id: str
+    sample_index: int
+    saved_at: float
+    """Unix time, seconds."""
+
+
+class ResumePoint(_Figures):
+    """Where the next generation starts: at a sample index, or so many samples behind it."""
+
+    sample_index: int
+    """Where a trainer that brings a state of its own has to stand."""
+    digest: str
+    """The rolling digest there."""
+    skipped_samples: int
+    """Samples of the order that are jumped over behind it."""
+    start_index: int
+    """The first sample of the next generation."""
+
+
+class PhaseInfo(_Figures):
+    """A part of the run, as the mixture file plans it."""
+
+    number: int
+    """Counts from 0."""
+    sample_index: int
+    """Of its first sample."""
+    total_tokens: int
+    """What the run has had before that sample."""
+    sequence_length: int
+
+
+class MixtureInfo(_Figures):
+    """The mixture of a run, and how it came about."""
+
+    run: str
+    sample_index: int
+    """Committed."""
+    sequence_length: int
+    mixture: dict[str, Any]
+    """The mixture in force at ``sample_index``, as a mixture file has it, without what was dropped."""
+    paused: list[str]
+    """Sources and nodes that give nothing until they are set to go on; a node without an alias by its place."""
+    dropped: list[str]
+    """Sources that left; their cursors and counters stay."""
+    phases: list[PhaseInfo]
+    revisions: list[RevisionInfo]
+    """All that were made, oldest first; those to come, too."""
+    first_revisable: int
+    """The least sample index from which on a new revision can hold."""
+
+
+class RunService(Protocol):
+    """What the outer layers (gRPC, REST, metrics) ask of the runs of this server.
+
+    All raise ``NotFound`` for an unknown run or snapshot; see ``errors`` for the rest. Calls may come
+    from any thread and may block for one ledger round trip, ``snapshot`` for as long as going forward takes.
+    """
+
+    def names(self) -> list[str]: ...
+
+    def stats(self, run: str) -> RunStats: ...
+
+    def losses(self, run: str) -> RunLosses: ...
+
+    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
+        """What the run will be from where it is committed, up to a total of tokens or, for None, to its end.
+
+        Measures its sources the first time: seconds. Raises ``ConfigError`` for a total that it has already, or for
+        None where it never ends; ``SourceError``, ``TokenizerError``.
+        """
+
+    def receipt(self, run: str, sample_index: int | None) -> Receipt:
+        """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
+
+    def report(self, run: str) -> RunReport:
+        """What a model card needs to say about the run's data, of all that is committed."""
+
+    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
+        """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
+
+    def snapshots(self, run: str) -> list[SnapshotInfo]: ...
+
+    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
+        """The sealed text."""
+
+    def restore(
+        self,
+        run: str,
+        *,
+        snapshot_id: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
+        skip_samples: int = 0,
+        skip_tokens: int = 0,
+    ) -> ResumePoint:
+        """Pins where the next generation starts; exactly one of the three. It jumps over so many samples of the order
+        behind that point, or so many tokens, as whole samples; at most one of the two.
+
+        Takes as long as going forward does. Raises ``SnapshotInvalid``, ``BeyondHorizon``.
+        """
+
+    def trace_sample(
+        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = "train"
+    ) -> TracedSample:
+        """The documents of a sample that was delivered, as a generation had it (None: the present one); or of one that
+        was evaluated on, of another ``stream``.
+
+        Raises ``BeyondHorizon``, ``NotFound``, ``TooManyPeeks``.
+        """
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        """The samples of a generation's step, counted from 0, with their documents; of all ranks or of one.
+
+        Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
+        """
+
+    def fork(
+        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+    ) -> ResumePoint:
+        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
+        one), or as the snapshot ``text`` of another run says."""
+
+    def mixture(self, run: str) -> MixtureInfo: ...
+
+    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
+        """Changes the mixture from a sample index on; returns once that is durable.
+
+        Raises ``ConfigError`` and ``SourceError`` for what cannot be, ``BeyondHorizon`` for an index that may have been
+        produced already.
+        """
+
+    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
+        """Takes a revision and all after it back, oldest first. Raises ``BeyondHorizon`` where one may have been
+        produced already."""
+
+    def not_ready(self) -> str | None:
+        """Why requests cannot be served now; ``None`` when they can."""

@@ -1,0 +1,83 @@
+"""A trace for people: what `tokenloom trace` prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from tokenloom_server.reports.trace import TracedDocument, TracedSample, TracedStep
+from tokenloom_server.tokenizer.text import as_lines
+
+
+def print_trace(out: Console, run: str, found: TracedSample | TracedStep, text: bool) -> None:
+    """One sample and its documents; of a step each rank's samples. With ``text`` each document's, too."""
+    if isinstance(found, TracedSample):
+        _print_sample(out, f"{run}: ", found, text)
+        return
+    named = f"{found.world_size} ranks × {found.batch_size}"
+    out.print(
+        f"{run}: step {found.step:,} of generation {found.generation} ({named}): samples {found.begin:,} to "
+        f"{found.end - 1:,}, slices rotated by {found.rotation}",
+        highlight=False,
+    )
+    if text:
+        for rank in found.ranks:
+            out.rule(f"rank {rank.rank}", align="left")
+            for sample in rank.samples:
+                _print_sample(out, "", sample, text)
+        return
+    table = _table(("rank", "right"), ("sample", "right"), ("source", "left"), *_DOCUMENT)
+    for rank in found.ranks:
+        for sample in rank.samples:
+            for document in sample.documents:
+                table.add_row(f"{rank.rank}", f"{sample.sample:,}", sample.source, *_row(document))
+        if rank.padding:
+            table.add_row(f"{rank.rank}", "", f"{rank.padding} of padding")
+    out.print(table)
+
+
+def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) -> None:
+    where = "of the stream that was asked for" if sample.status == "evaluated" else "in another ledger"
+    if sample.step is not None:
+        where = f"generation {sample.generation}, step {sample.step:,}: place {sample.place} of rank {sample.rank}"
+    out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}", highlight=False)
+    out.print(
+        f"source {sample.source} ({sample.spec}), its sample {sample.source_sample:,}; hash {sample.hash}, digest "
+        f"behind it {sample.digest}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not text:
+        table = _table(*_DOCUMENT)
+        for document in sample.documents:
+            table.add_row(*_row(document))
+        out.print(table)
+        return
+    for document in sample.documents:
+        position, path, row, epoch, tokens, whole = _row(document)
+        out.rule(f"at {position}: {path}, row {row}, epoch {epoch}, tokens {tokens} of {whole}", align="left")
+        shown = as_lines(document.text) if document.text is not None else "the run has no tokeniser"
+        out.print(shown, highlight=False, soft_wrap=True)
+
+
+_DOCUMENT = (
+    ("at", "right"), ("file", "left"), ("row", "right"), ("epoch", "right"), ("tokens", "right"), ("of", "right"),
+)  # fmt: skip
+
+
+def _row(document: TracedDocument) -> tuple[str, ...]:
+    return (
+        f"{document.position:,}",
+        document.shard,
+        f"{document.row:,}",
+        f"{document.epoch}",
+        f"{document.begin:,} to {document.end - 1:,}",
+        f"{document.row_tokens:,}" + (f" ({document.fim})" if document.fim is not None else ""),
+    )
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table()
+    for heading, justify in columns:
+        table.add_column(heading, justify="left" if justify == "left" else "right", overflow="fold")
+    return table

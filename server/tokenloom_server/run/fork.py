@@ -1,0 +1,295 @@
+"""A run that begins where another one stands: branches off one checkpoint, with another mixture if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
+from tokenloom_server.errors import JoinRefused, SnapshotInvalid
+from tokenloom_server.order import snapshot
+from tokenloom_server.order.record import Order, moves_parts
+from tokenloom_server.order.snapshot import Foreign, Source
+from tokenloom_server.order.timeline import Origin, Timeline
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.history import History
+
+
+class Forking:
+    """Forks of other runs into one that has not begun. Thread-safe."""
+
+    def __init__(self, coordinator: RunCoordinator, history: History, parent: Callable[[str], History | None]) -> None:
+        """``parent`` finds a run that this server serves, by name."""
+        self._coordinator = coordinator
+        self._history = history
+        self._parent = parent
+
+    def fork(self, text: str | bytes) -> str:
+        """The snapshot of this run at the place that another run's snapshot tells.
+
+        Cursors of the sources that both have stay, exactly; the others begin at their first row. Sample index, tokens
+        and rolling digest go on. Raises ``SnapshotInvalid`` for what cannot be carried over, ``JoinRefused`` where
+        this run has begun.
+        """
+        coordinator = self._coordinator
+        found = snapshot.foreign(text)
+        if found is None:
+            raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
+        if found.run == coordinator.name:
+            raise SnapshotInvalid(
+                f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
+                "name in its mixture file"
+            )
+        with coordinator.one_change:
+            epoch = coordinator.epoch
+            stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
+            begun = stored is not None and stored.opening is not None
+            origin = coordinator.timeline.origin
+            if origin is None or not _is_at(origin, found):
+                if begun:
+                    raise JoinRefused(
+                        f"run {coordinator.name!r} has begun already, and not from sample {found.sample_index} of "
+                        f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
+                    )
+                origin = self._origin(text, found)
+                coordinator.revise(epoch, coordinator.timeline.with_origin(origin))
+            template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+            return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
+
+    def _origin(self, text: str | bytes, found: Foreign) -> Origin:
+        """Where this run begins; its state is that of the other run's sources as far as this run has them."""
+        coordinator = self._coordinator
+        self._refuse_other_tokens(found)
+        theirs, same = self._sources(text, found)
+        if same is None:
+            self._refuse_other_batches(found)
+        ours = {source.source for source in coordinator.order.config.sources}
+        kept = [source.state for source in theirs if source.spec in ours]
+        origin = Origin(
+            run=found.run,
+            uid=found.uid,
+            generation=found.generation,
+            sample_index=found.sample_index,
+            total_tokens=found.total_tokens,
+            digest=found.digest,
+            # Those of the run that theirs was forked from are among them.
+            left_samples=found.sample_index - sum(source.samples for source in kept),
+            left_tokens=found.total_tokens - sum(source.tokens for source in kept),
+        )
+        timeline = coordinator.timeline.with_origin(origin)
+        state = same if same is not None else _transplanted(timeline, origin, {each.spec: each for each in theirs})
+        return replace(origin, state=timeline.encode(state))
+
+    def _refuse_other_tokens(self, found: Foreign) -> None:
+        ours = self._coordinator.order.template("", self._coordinator.stream, 0)["tokenizer"]
+        theirs = dict(found.tokenizer)
+        if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
+            return  # in one of them every source holds ids, and so do those that both have
+        if theirs != ours:
+            raise SnapshotInvalid(
+                f"the state's tokenizer is {theirs}, this run's is {ours}: places within documents are "
+                "counted in tokens, so a fork needs the same tokeniser and engine"
+            )
+
+    def _refuse_other_batches(self, found: Foreign) -> None:
+        """A place among batches from buckets is one only where these are made in the same way."""
+        parent, ours = self._parent(found.run), self._coordinator.order
+        if ours.config.batching is None:
+            return
+        if parent is None:
+            raise SnapshotInvalid(
+                f"whether run {found.run!r} made its batches as this one does cannot be told: serve its mixture file "
+                "with this server, too (tokenloom serve A.yaml B.yaml)"
+            )
+        theirs = parent.order_at(found.sample_index)
+        there = {source.source: source.id for source in theirs.config.sources}
+        compared = [
+            (field, getattr(theirs.config, field), getattr(ours.config, field))
+            for field in ("batching", "global_batch_size", "seed")
+        ]
+        for source in ours.config.sources:
+            known = there.get(source.source)
+            if known is not None:
+                # The buckets of a source's batches are drawn by its number.
+                compared += [
+                    (f"{source.source!r}: place in the mixture (source id)", known, source.id),
+                    (f"{source.source!r}: files", theirs.shards[known], ours.shards[source.id]),
+                ]
+        for field, before, now in compared:
+            if before != now:
+                raise SnapshotInvalid(
+                    f"{field}: {before!r} in run {found.run!r}, {now!r} in {ours.name!r}: its batches would be others, "
+                    "and a place among them another one; make them the same"
+                )
+
+    def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
+        """The other run's sources at the sample index; and its state, where this run has the same rules."""
+        coordinator = self._coordinator
+        ours = coordinator.order.template("", coordinator.stream, 0)
+        fields = (found.config_digest, found.manifest_digest)
+        plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not (found.revisions or found.origin)
+        same = plain and not coordinator.timeline.revisions
+        parent = self._parent(found.run)
+        if parent is not None:
+            state = parent.forward(parent.parse(text))
+            _refuse_other_documents(parent.order_at(state.sample_index), coordinator.order)
+            return _named(parent.order_at(state.sample_index), state), state if same else None
+        if same:
+            point = snapshot.parse(text, {**ours, "run": found.run}, coordinator.timeline.shape_at)
+            state = self._history.forward(point)
+            return _named(coordinator.timeline.at(state.sample_index), state), state
+        if found.base_index == found.sample_index:
+            for source in found.sources:
+                drawn = source.shuffle != "none" or source.state.lanes
+                if drawn and source.spec in coordinator.timeline.at(found.sample_index).specs:
+                    raise SnapshotInvalid(
+                        f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
+                        "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
+                        "A.yaml B.yaml)"
+                    )
+            return found.sources, None
+        raise SnapshotInvalid(
+            f"the state tells where the sources of run {found.run!r} stood at sample {found.base_index}, and to go "
+            f"forward to sample {found.sample_index} takes that run's mixture: serve its mixture file with this "
+            "server, too (tokenloom serve A.yaml B.yaml)"
+        )
+
+
+def _refuse_other_documents(theirs: Order, ours: Order) -> None:
+    """Where a document's tokens begin and end has to be the same, or a place within one is another."""
+    there = {source.source: source for source in theirs.config.sources}
+    for source in ours.config.sources:
+        known = there.get(source.source)
+        if known is None:
+            continue
+        if not (known.in_file_order and source.in_file_order):
+            _refuse_another_shuffle(theirs, known, ours, source)
+        epochs = theirs.config.epochs[known.id], ours.config.epochs[source.id]
+        if source.lanes > 1 and moves_parts(*epochs):
+            raise SnapshotInvalid(
+                f"source {source.source!r}: epochs is {epochs[0]:g} in run {theirs.name!r} and {epochs[1]:g} in "
+                f"{ours.name!r}, but its {source.lanes} lanes share the rows of an epoch, and have begun on their "
+                "parts: make them the same or both whole, or write the spec in another way to begin it anew"
+            )
+        pairs: dict[str, tuple[object, object]] = {
+            "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
+            "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
+        }
+        for field in ("filter", "template", "fim", "holdout"):
+            pairs[field] = getattr(known, field), getattr(source, field)
+        if source.fim is not None or source.holdout is not None:
+            # What the parts of each document are is drawn by these; and by the seed which of them are held out.
+            pairs["seed"] = theirs.config.seed, ours.config.seed
+        if source.fim is not None:
+            pairs["place in the mixture (source id)"] = known.id, source.id
+        if source.spec.scheme == "npy":
+            pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
+        for field, values in pairs.items():
+            if values[0] != values[1]:
+                raise SnapshotInvalid(
+                    f"source {source.source!r}: {field} is {values[0]} in run {theirs.name!r} and {values[1]} in "
+                    f"{ours.name!r}: places within documents would be others; make them the same, or write the spec "
+                    "in another way to begin it anew"
+                )
+
+
+def _refuse_another_shuffle(theirs: Order, known: SourceConfig, ours: Order, source: SourceConfig) -> None:
+    """What a shuffled source's place means follows from all that draws its order."""
+    before_files, files = theirs.shards[known.id], ours.shards[source.id]
+    if source.shuffle == "shards" and source.lanes == 1:
+        files = files[: len(before_files)]  # those behind have a turn of their own
+    for field, before, now in (
+        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows", "lanes")),
+        ("seed", theirs.config.seed, ours.config.seed),
+        ("place in the mixture (source id)", known.id, source.id),
+        ("files", *(", ".join(shard.path for shard in found[:5]) for found in (before_files, files))),
+        ("files' fingerprints", *({shard.fingerprint for shard in found} for found in (before_files, files))),
+    ):
+        if before != now:
+            raise SnapshotInvalid(
+                f"source {source.source!r} is shuffled, and its {field}: {before} in run {theirs.name!r}, {now} in "
+                f"{ours.name!r}: its rows would come in another order; make them the same, or write the spec in "
+                "another way to begin it anew"
+            )
+
+
+def _is_at(origin: Origin, found: Foreign) -> bool:
+    there = (found.run, found.uid, found.sample_index, found.digest)
+    return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
+
+
+def _named(order: Order, state: State) -> tuple[Source, ...]:
+    return tuple(
+        Source(
+            spec=config.source,
+            shard=None if config.shuffle == "rows" else shards[source.cursor.shard],
+            state=source,
+            shuffle=config.shuffle,
+            in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
+        )
+        for config, shards, source in zip(order.config.sources, order.shard_paths, state.sources, strict=True)
+    )
+
+
+def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Source]) -> State:
+    """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
+    order = timeline.at(origin.sample_index)
+    sources = []
+    for spec, shards in zip(order.specs, order.shard_paths, strict=True):
+        known = theirs.get(spec)
+        if known is None:
+            sources.append(SourceState())
+            continue
+        if known.shard is not None and known.shard not in shards:
+            raise SnapshotInvalid(
+                f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
+                f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
+                "another way to begin it anew"
+            )
+        source = known.state
+        if known.shard is not None:
+            source = replace(source, cursor=replace(source.cursor, shard=shards.index(known.shard)))
+        if order.config.packing == "best_fit":
+            # What is under way, a window of rows or a row, has other samples under these rules.
+            source = packed_again(source)
+        elif known.in_window:
+            if known.shuffle != "none" or source.lanes:
+                raise SnapshotInvalid(
+                    f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
+                    "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
+                )
+            source = replace(source, cursor=replace(source.cursor, offset=0))
+        # Whether it is out is for this run's own epochs to say: the next pick finds it.
+        sources.append(replace(source, exhausted=False, dropped_tokens=0))
+    return State(
+        sample_index=origin.sample_index,
+        total_tokens=origin.total_tokens,
+        digest=int(origin.digest, 16),
+        sources=tuple(sources),
+        nodes=_counted(order.config, sources),
+    )
+
+
+def _counted(config: RunConfig, sources: list[SourceState]) -> tuple[tuple[ChildState, ...], ...]:
+    """Every node's counters, as the sums of what lies below; nothing is owed to anybody."""
+    found: dict[int, tuple[ChildState, ...]] = {}
+
+    def below(node: NodeConfig) -> ChildState:
+        children = [
+            below(child)
+            if isinstance(child, NodeConfig)
+            else ChildState(sources[child.id].samples, sources[child.id].tokens)
+            for child in node.children
+        ]
+        if node.policy == "round_robin":
+            # All are in one round, instead of having those to make up for that others had elsewhere.
+            turns = max(child.samples for child in children)
+            children = [replace(child, credit=turns - child.samples) for child in children]
+        found[node.id] = tuple(children)
+        return ChildState(sum(child.samples for child in children), sum(child.tokens for child in children))
+
+    below(config.mixture)
+    return tuple(found[node.id] for node in config.nodes)

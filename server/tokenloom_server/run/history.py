@@ -1,0 +1,429 @@
+"""Any sample index that the run ever held, as a snapshot: from memory, or by going forward from the journal."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.core.state import MAX_COUNTER, Cursor, Imported, State, digest_hex, jumped_over
+from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
+from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.order import foreign_checkpoint, snapshot
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.generation import Generation
+
+#: What ``resume`` may be, beside a snapshot's id.
+LATEST, FRESH = "latest", "fresh"
+
+
+class Known(NamedTuple):
+    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back.
+
+    ``reach``: up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
+    """
+
+    state: State
+    generation: int
+    reach: int
+    #: The course that the line has.
+    timeline: Timeline
+
+
+class Pin(NamedTuple):
+    """A pinned resume point: where a trainer's own state has to stand; and where the next generation starts, so many
+    ``skipped`` samples of the order behind it."""
+
+    point: ResumePoint
+    start: ResumePoint
+    skipped: int
+
+
+class History:
+    """Snapshots of one run. Thread-safe; going forward is done by one caller at a time."""
+
+    def __init__(self, coordinator: RunCoordinator) -> None:
+        self._coordinator = coordinator
+        self._forward = threading.Lock()
+        # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
+        self._imported: tuple[foreign_checkpoint.Payload, Timeline, ResumePoint] | None = None
+
+    def parse(self, text: str | bytes) -> ResumePoint:
+        """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
+        coordinator = self._coordinator
+        payload = foreign_checkpoint.read(text)
+        if payload is not None:
+            known, timeline = self._imported, coordinator.timeline
+            if known is None or known[:2] != (payload, timeline):
+                known = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
+            return known[2]
+        return snapshot.parse(
+            text, coordinator.order.template("", coordinator.stream, 0), coordinator.timeline.shape_at
+        )
+
+    def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
+        """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples behind it to jump over.
+
+        Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
+        ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
+        """
+        point = self.parse(text)
+        before = self.forward(point, advance)
+        if point.digest is None:
+            # Of an older payload that only counts samples: what it stands for is known now.
+            text = self._composed(point, before)
+        if not skip:
+            return text
+        after = (advance or self._advance)(before, before.sample_index + skip)
+        if after.sample_index < before.sample_index + skip:
+            raise BeyondHorizon(
+                f"{skip} samples behind sample {before.sample_index} cannot be skipped: the data end at sample "
+                f"{after.sample_index}"
+            )
+        # So the next opening has not to go forward: the state that it starts with lies here.
+        start = self._composed(point, jumped_over(before, after))
+        passed = self._revisions_before(after.sample_index)
+        return canonical({"revisions": passed, "skipped": skip, "snapshot": text, "start": start})
+
+    def _composed(self, point: ResumePoint, state: State) -> str:
+        """The snapshot of a state in the line of a point."""
+        coordinator = self._coordinator
+        return snapshot.compose(
+            coordinator.order.template(point.run_uid or coordinator.uid, coordinator.stream, point.generation),
+            coordinator.timeline.encode(state),
+            state.sample_index,
+            digest_hex(state.digest),
+            state.total_tokens,
+        )
+
+    def _revisions_before(self, sample_index: int) -> list[list[float]]:
+        """What names the revisions that samples before an index were made under."""
+        return [
+            [revision.number, revision.sample_index, revision.made_at]
+            for revision in self._coordinator.timeline.revisions
+            if revision.sample_index <= sample_index
+        ]
+
+    def pinned(self, pin: str) -> Pin:
+        """What ``pin`` wrote. Raises ``SnapshotInvalid``."""
+        document = json.loads(pin)
+        if "start" not in document:
+            point = self.parse(pin)
+            return Pin(point, point, 0)
+        skip = document["skipped"]
+        point = self.parse(document["snapshot"])
+        if document["revisions"] != json.loads(canonical(self._revisions_before(point.sample_index + skip))):
+            # A revision came or went since: the way there is another one.
+            document = json.loads(self.pin(document["snapshot"], skip))
+        return Pin(point, self.parse(document["start"]), skip)
+
+    def digest_at(self, index: int) -> str:
+        """The rolling digest at a sample index of the present line."""
+        begin = self._began(self.openings())
+        if begin is not None and begin.sample_index == index:
+            # Where nothing goes forward to, and which may lie before the first generation, behind what it skipped.
+            return digest_hex(begin.digest)
+        return digest_hex(self._advance(self.nearest(index).state, index).digest)
+
+    def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
+        """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
+        if point.run_uid is not None and point.run_uid != stored.uid and stored.opening is not None:
+            raise SnapshotInvalid(
+                f"the state is of run_uid {point.run_uid}, but run {stored.name!r} of this ledger is {stored.uid} "
+                "and has progress of its own: use the ledger of that run, an empty one, or another run name"
+            )
+
+    def beginning(self) -> ResumePoint:
+        """Where the run begins: sample 0, or where it was forked from another.
+
+        Raises ``NotFound`` where only the ledger that a fork began with knows that."""
+        origin = self._coordinator.timeline.origin
+        if origin is not None and not origin.state:
+            raise NotFound(
+                f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
+                f"this "
+                "ledger does not have the state there: load a checkpoint"
+            )
+        return ResumePoint(
+            sample_index=origin.sample_index if origin is not None else 0,
+            digest=origin.digest if origin is not None else digest_hex(0),
+            total_tokens=origin.total_tokens if origin is not None else 0,
+            base=None,
+            run_uid=None,
+            generation=0,
+        )
+
+    def order_at(self, sample_index: int) -> Order:
+        """The order in force at a sample index."""
+        return self._coordinator.timeline.at(sample_index)
+
+    def committed_point(self, stored: StoredRun) -> ResumePoint:
+        """Where the ledger stands."""
+        assert stored.committed is not None
+        return ResumePoint(
+            sample_index=stored.committed.sample_index,
+            digest=stored.committed.digest,
+            total_tokens=stored.committed.total_tokens,
+            base=self._coordinator.timeline.decode(stored.committed.state),
+            run_uid=stored.uid,
+            generation=stored.opening.generation if stored.opening else 0,
+        )
+
+    def asked_for(self, stored: StoredRun, state: bytes, resume: str) -> ResumePoint | None:
+        """The point that a state, or ``resume``, says; None where neither is given.
+
+        Raises ``SnapshotInvalid``, and ``NotFound`` for an unknown snapshot id.
+        """
+        if state:
+            point = self.parse(state)
+            self.refuse_foreign(point, stored)
+            return point
+        if resume == FRESH:
+            return self.beginning()
+        if resume == LATEST:
+            return self.beginning() if stored.committed is None else self.committed_point(stored)
+        return self._saved_point(stored, resume) if resume else None
+
+    def _saved_point(self, stored: StoredRun, snapshot_id: str) -> ResumePoint:
+        coordinator = self._coordinator
+        saved = coordinator.ledger.snapshot(stored.uid, coordinator.stream, snapshot_id)
+        if saved is None:
+            known = [entry.id for entry in coordinator.ledger.snapshots(stored.uid, coordinator.stream)][:5]
+            raise NotFound(
+                f"resume={snapshot_id!r}: run {stored.name!r} has no snapshot of that id "
+                f"(newest: {known or 'none'}); it may also be 'latest' or 'fresh'"
+            )
+        return self.parse(saved.text)
+
+    def nearest(self, index: int, generation: int | None = None) -> Known:
+        """The newest state that the ledger has at or before a sample index; the initial one where it has none.
+
+        ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one, and
+        ``BeyondHorizon`` for what is another run's, that this one was forked from.
+        """
+        coordinator, openings = self._coordinator, self.openings()
+        opening = covering(openings, index, generation)
+        timeline = self.course_of(openings, generation)
+        origin = timeline.origin
+        if origin is not None and index < origin.sample_index:
+            raise BeyondHorizon(
+                f"sample {index} lies before sample {origin.sample_index}, at which run {coordinator.name!r} was "
+                f"forked from "
+                f"{origin.run!r}: look for it there"
+            )
+        if opening is None:
+            begin = self._began(openings)
+            if begin is not None:
+                raise BeyondHorizon(
+                    f"sample {index} lies before the first state that the ledger holds; run {coordinator.name!r} "
+                    f"began at "
+                    f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
+                    "not of its order"
+                )
+            return Known(timeline.initial(), 0, 0, timeline)
+        state, committed = self._journalled(opening, index, timeline), coordinator.committed
+        if generation not in (None, openings[-1].generation):
+            assert generation is not None
+            return Known(state, opening.generation, self._farthest(generation, timeline), timeline)
+        if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
+            # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
+            state = timeline.decode(committed.state)
+        return Known(state, opening.generation, committed.sample_index if committed is not None else 0, timeline)
+
+    def began_from(self, point: ResumePoint) -> bool:
+        """Whether the run's present line began from the older data loader's checkpoint that a point was made of."""
+        begin = self._began(self.openings())
+        return begin is not None and digest_hex(begin.digest) == point.digest
+
+    def _began(self, openings: Sequence[Opening]) -> Imported | None:
+        """Where the present line began, if from an older data loader's checkpoint."""
+        return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
+
+    def course_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
+        """The course that a generation had when it ended; that of the run for the present one, or None."""
+        coordinator = self._coordinator
+        later = [opening for opening in openings if generation is not None and opening.generation > generation]
+        if not later:
+            return coordinator.timeline
+        return coordinator.timeline.with_revisions(
+            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
+        )
+
+    def _farthest(self, generation: int, timeline: Timeline) -> int:
+        """How far a generation that is over may have come. Its journal tells that no better than it is dense.
+
+        Raises ``SnapshotInvalid`` where it came there under a revision that was dropped since.
+        """
+        coordinator = self._coordinator
+        last = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, MAX_COUNTER)
+        if last is None:
+            return 0
+        timeline.decode(last.state)
+        before = coordinator.ledger.journal(
+            coordinator.uid, coordinator.stream, generation, max(0, last.sample_index - 1)
+        )
+        # Every second entry may have gone since, the newest too.
+        return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
+
+    def openings(self) -> Sequence[Opening]:
+        return self._coordinator.ledger.openings(self._coordinator.uid, self._coordinator.stream)
+
+    def forward(self, point: ResumePoint, advance: Callable[[State, int], State] | None = None) -> State:
+        """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest.
+
+        ``advance`` goes from a state to a sample index, in the caller's own way.
+        """
+        base = point.base or self._coordinator.timeline.initial()
+        self._check_cursors(base)
+        state = (advance or self._advance)(base, point.sample_index)
+        if state.sample_index != point.sample_index:
+            raise SnapshotInvalid(
+                f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
+            )
+        found = digest_hex(state.digest), state.total_tokens
+        if found != (point.digest or found[0], point.total_tokens):
+            raise SnapshotInvalid(
+                f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {found[0]} and "
+                f"{found[1]} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "
+                "other data or by other software"
+            )
+        return state
+
+    def _check_cursors(self, state: State) -> None:
+        """Whether each source has what its cursor points behind: what is read first only shows there."""
+        timeline = self._coordinator.timeline
+        order = timeline.at(state.sample_index)
+        # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
+        known = None if timeline.revisions or timeline.origin is not None else timeline.epochs_until(state.sample_index)
+        for i, source in enumerate(state.sources):
+            for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
+                self._check_cursor(order, i, cursor, known)
+
+    def _check_cursor(self, order: Order, i: int, cursor: Cursor, known: Sequence[float] | None) -> None:
+        config = order.config.sources[i]
+        if cursor == Cursor():
+            return
+        place, rows = order.stands_in(i, cursor)
+        if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
+            field = "window_row" if config.shuffle == "rows" else "row_offset"
+            raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows")
+        if known is not None and cursor.epoch >= known[i]:
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
+                f"{known[i]} epochs, counted from 0"
+            )
+
+    def snapshot(self, sample_index: int | None) -> tuple[str, int]:
+        """(sealed text, sample index) at a sample index, None for the committed one.
+
+        Any index from the oldest that the ledger's journal reaches up to the horizon, step boundary or
+        not. Raises ``BeyondHorizon`` naming the limits.
+        """
+        coordinator = self._coordinator
+        with coordinator.lock:
+            active, committed = coordinator.active, coordinator.committed
+            if active is None or committed is None:
+                active = committed = held = None
+            else:
+                index = committed.sample_index if sample_index is None else sample_index
+                held = self._held(active.generation, index)
+        # Out of the lock: the state of many sources is a long text, and the ranks' streams would wait for it.
+        if active is None or committed is None:
+            return self._before_training(sample_index)
+        generation = active.generation
+        horizon = generation.ramp.index_of(generation.horizon)
+        if index > horizon:
+            raise BeyondHorizon(
+                f"sample {index} is beyond the horizon {horizon}: {committed.sample_index} is committed, and "
+                f"production may go {generation.window_steps} steps further"
+            )
+        number = generation.number
+        if index == committed.sample_index:
+            resume_state, digest, tokens = committed.state, committed.digest, committed.total_tokens
+        elif held is not None:
+            group, digest, tokens = held
+            resume_state = coordinator.resume_state(group)
+        else:
+            number, resume_state, digest, tokens = self._recomputed(index)
+        template = coordinator.order.template(coordinator.uid, coordinator.stream, number)
+        return snapshot.compose(template, resume_state, index, digest, tokens), index
+
+    def _before_training(self, sample_index: int | None) -> tuple[str, int]:
+        if sample_index:
+            raise BeyondHorizon(f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet")
+        coordinator = self._coordinator
+        template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+        return snapshot.compose(
+            template, coordinator.timeline.encode(coordinator.timeline.initial()), 0, digest_hex(0), 0
+        ), 0
+
+    def _held(self, generation: Generation, index: int) -> tuple[StepGroup, str, int] | None:
+        """(group of the boundary before it, digest, tokens) at a sample index that is held in memory; None where it is
+        not (the caller holds the host's lock)."""
+        boundary = generation.ramp.boundary(index)
+        for group in generation.groups:
+            if group.begin != boundary:
+                continue
+            if index == group.begin:
+                return group, digest_hex(group.base.digest), group.base.total_tokens
+            # Only steps that were published: the producer may be filling the group right now.
+            published = generation.produced - group.first_step
+            for mark in group.marks[:published]:
+                if mark.sample_index == index:
+                    return group, digest_hex(mark.digest), mark.total_tokens
+        return None
+
+    def _recomputed(self, index: int) -> tuple[int, str, str, int]:
+        """By going forward from the nearest state that the ledger has in the index's lineage."""
+        coordinator = self._coordinator
+        opening = covering(self.openings(), index)
+        if opening is None:
+            raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
+        boundary = coordinator.ramp(opening).boundary(index)
+        base = self._advance(self._journalled(opening, boundary), boundary)
+        state = self._advance(base, index)
+        if state.sample_index != index:
+            raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
+        return opening.generation, coordinator.timeline.encode(base), digest_hex(state.digest), state.total_tokens
+
+    def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
+        """The newest state at or before a sample index that the ledger's journal has of a generation."""
+        coordinator = self._coordinator
+        timeline = timeline or coordinator.timeline
+        start = timeline.decode(opening.start_state)
+        entry = coordinator.ledger.journal(coordinator.uid, coordinator.stream, opening.generation, index)
+        if entry is None:
+            return start
+        journalled = timeline.decode(entry.state)
+        return journalled if start.sample_index < journalled.sample_index <= index else start
+
+    def _advance(self, state: State, sample_index: int) -> State:
+        if state.sample_index == sample_index:
+            return state
+        with self._forward:
+            pipeline = self._coordinator.timeline.pipeline(state)
+            pipeline.advance(sample_index - state.sample_index)
+            return pipeline.state()
+
+
+def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:
+    """The generation in whose part of the run's lineage a sample index lies: the present one (or the one given) from
+    its start on, before that its parent, and so on. Raises ``NotFound`` for a generation that the ledger does not have.
+    """
+    by_number = {opening.generation: opening for opening in openings}
+    if generation is not None and generation not in by_number:
+        known = f"{min(by_number)} to {max(by_number)}" if by_number else "none: no trainer has joined yet"
+        raise NotFound(f"there is no generation {generation}; the ledger has {known}")
+    opening = openings[-1] if openings else None
+    if generation is not None:
+        opening = by_number[generation]
+    while opening is not None and index < opening.start_index:
+        opening = by_number.get(opening.parent)
+    return opening

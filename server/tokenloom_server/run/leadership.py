@@ -1,0 +1,199 @@
+"""The lease on a run: the thread that takes it, keeps it, and says when it is lost.
+
+A lease is for liveness, not for safety: every write names the server epoch, and the ledger checks it in the
+same transaction. What the lease brings is that a server which may have been replaced stops sending, by its own
+monotonic clock, before another one begins; so that ranks are not split between two servers (Gray and Cheriton,
+*Leases*, SOSP 1989).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from tokenloom_server.errors import (
+    LeaseHeld,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotLeader,
+    TokenloomError,
+)
+from tokenloom_server.order.timeline import Origin
+from tokenloom_server.run.coordinator import RunCoordinator
+
+_log = logging.getLogger(__name__)
+
+#: The lease is renewed so many times before it would lapse.
+RENEWALS = 3
+#: How often a server that stands by asks for the lease, as a part of it.
+_ASK_PART = 4
+#: Beyond the lease of a server that was killed, a start waits this much longer, seconds.
+_MARGIN_S = 1.0
+
+
+class Leadership(threading.Thread):
+    """Owns whether this server leads a run. ``holder`` is equal for a server and its own restart, and for no other."""
+
+    def __init__(self, coordinator: RunCoordinator, holder: str) -> None:
+        super().__init__(name=f"{coordinator.name}-lease", daemon=True)
+        self._coordinator = coordinator
+        self._name = self._holder = holder
+        self._lease_s = coordinator.timeouts.lease_s
+        self._ended = threading.Event()
+        self._away_since: float | None = None
+
+    def wait_to_lead(self) -> None:
+        """Takes the lease; waits, bounded, for that of a server that was killed to lapse.
+
+        Raises ``LeaseHeld`` where another server goes on renewing it, and the ledger's errors.
+        """
+        deadline = time.monotonic() + self._lease_s + _MARGIN_S
+        told = False
+        while True:
+            try:
+                self._acquire()
+                return
+            except LeaseHeld as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if not told:
+                    _log.info(
+                        "%s: waiting up to %.0f s for the lease to lapse: %s",
+                        self._coordinator.name,
+                        self._lease_s,
+                        error,
+                    )
+                told = True
+                self._coordinator.stand_by(str(error))
+            time.sleep(min(0.25, self._lease_s / _ASK_PART))
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            ledger_waits = self._coordinator.ledger_waits
+            self._rest(self.step(), ledger_waits)
+        self.let_go()
+
+    def _rest(self, pause_s: float, ledger_waits: int) -> None:
+        """Waits, unless a doubt has come up since there were so many."""
+        coordinator = self._coordinator
+        with coordinator.lock:
+            coordinator.lease_wakes.wait_for(
+                lambda: self._ended.is_set() or coordinator.ledger_waits != ledger_waits, pause_s
+            )
+
+    def step(self) -> float:
+        """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
+        try:
+            return self._renew() if self._coordinator.epoch_held else self._ask()
+        except Exception as error:
+            if self._ended.is_set():
+                self._away_since = self._coordinator.clock()  # nobody would hear that the lease is let go
+                return 0.0
+            return self._note_failure(error)
+
+    def end(self, timeout_s: float) -> None:
+        """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
+        ``timeout_s``."""
+        self._ended.set()
+        with self._coordinator.lock:
+            self._coordinator.lease_wakes.notify_all()
+        if self.ident is not None:
+            self.join(timeout_s)
+
+    def let_go(self) -> None:
+        """Lets the lease lapse now. By the thread that renews: no renewal comes behind it, and who ends a server need
+        not wait for a ledger."""
+        coordinator = self._coordinator
+        if not coordinator.epoch_held or self._away_since is not None:
+            return  # nothing to let go, or nobody who would hear it in time
+        try:
+            coordinator.ledger.release(coordinator.uid, coordinator.stream, coordinator.epoch)
+        except TokenloomError as error:
+            _log.info("%s: the lease is left to lapse: %s", coordinator.name, error)
+
+    def _acquire(self) -> None:
+        """Raises ``LeaseHeld``."""
+        coordinator = self._coordinator
+        began = coordinator.clock()
+        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
+        if stored is None:
+            # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
+            stored = coordinator.ledger.create_run(
+                coordinator.name, coordinator.stream, coordinator.uid, coordinator.order.record()
+            )
+        epoch = coordinator.ledger.acquire(
+            stored.uid, coordinator.stream, self._holder, self._lease_s, coordinator.epoch
+        )
+        # Read behind the acquisition: nobody else can write any more.
+        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
+        if stored is None:
+            raise LedgerRolledBack(
+                f"run {coordinator.name!r} is gone from {coordinator.ledger.description}, right after its lease was "
+                f"taken"
+            )
+        openings = coordinator.ledger.openings(stored.uid, coordinator.stream)
+        timeline = coordinator.timeline
+        if openings:
+            timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
+        timeline = timeline.with_revisions(coordinator.ledger.revisions(stored.uid, coordinator.stream))
+        coordinator.lead(epoch, stored, timeline, began, began + self._lease_s)
+        self._away_since = None
+
+    def _ask(self) -> float:
+        if self._coordinator.epoch and not self._coordinator.epoch_held and not self._coordinator.awaits_ledger:
+            # Who lost a lease is no restart of the one that has it: it waits like any other.
+            self._holder = f"{self._name} (was at epoch {self._coordinator.epoch})"
+        try:
+            self._acquire()
+        except LeaseHeld as error:
+            self._coordinator.stand_by(str(error))
+            self._away_since = None
+            return self._lease_s / _ASK_PART
+        return self._lease_s / RENEWALS
+
+    def _renew(self) -> float:
+        coordinator = self._coordinator
+        began = coordinator.clock()
+        generation, known, heard_at = coordinator.standing()
+        try:
+            coordinator.ledger.renew(
+                coordinator.uid,
+                coordinator.stream,
+                coordinator.epoch,
+                self._holder,
+                self._lease_s,
+                heard_at,
+                generation,
+                known,
+            )
+        except (NotLeader, LedgerRolledBack) as error:
+            coordinator.on_lease_lost(error)
+            return 0.0 if isinstance(error, LedgerRolledBack) else self._lease_s / _ASK_PART
+        coordinator.extend(began + self._lease_s)
+        if self._away_since is not None:
+            _log.info("%s: the lease is renewed after %.1f s", coordinator.name, coordinator.clock() - self._away_since)
+            self._away_since = None
+        return self._lease_s / RENEWALS
+
+    def _note_failure(self, error: Exception) -> float:
+        """How long to wait before the next try, seconds."""
+        coordinator = self._coordinator
+        if isinstance(error, LedgerUnavailable):
+            self._note_absence(error)
+            # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
+            return min(0.5, self._lease_s / RENEWALS)
+        if isinstance(error, TokenloomError):
+            _log.error("%s: the lease: %s: %s", coordinator.name, error.name, error)
+        else:
+            _log.error("%s: keeping the lease failed", coordinator.name, exc_info=error)
+        return self._lease_s / RENEWALS
+
+    def _note_absence(self, error: LedgerUnavailable) -> None:
+        coordinator = self._coordinator
+        now = coordinator.clock()
+        if self._away_since is None:
+            self._away_since = now
+            _log.warning("%s: the lease cannot be renewed: %s", coordinator.name, error)
+        if coordinator.epoch_held and now >= coordinator.leads_until:
+            coordinator.suspend(str(error))

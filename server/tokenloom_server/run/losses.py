@@ -1,0 +1,239 @@
+"""The losses that trainers report by source: what came last, and a curve of bounded size.
+
+They are in this server's memory only, and nothing of the order or the counters knows them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.reports.stats import ReportStats, RunLosses, SourceLosses
+from tokenloom_server.run.coordinator import RunCoordinator
+
+#: A curve has at most so many points, and with many sources fewer: so many numbers in all, but never less than these.
+MAX_POINTS, MAX_CELLS, MIN_POINTS = 512, 2**17, 32
+#: A loss or learning rate beyond this is a fault of whoever measured it.
+MAX_VALUE = 1e9
+#: What a report counts in the smoothed loss beside the next one.
+SMOOTHING = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a trainer measured over the steps since its last report, over all its ranks."""
+
+    sample_index: int
+    total_tokens: int
+    step: int
+    #: By source id: the mean loss, and the tokens that it is of.
+    sources: Mapping[int, tuple[float, int]]
+    loss: float | None = None
+    learning_rate: float | None = None
+
+    def check(self, sources: int) -> None:
+        """Raises ``ConfigError`` naming the field that a run of so many sources cannot have reported."""
+        for name in ("sample_index", "total_tokens", "step"):
+            _check_count(name, getattr(self, name), 0)
+        for name, least in (("loss", -MAX_VALUE), ("learning_rate", 0.0)):
+            value = getattr(self, name)
+            if value is not None:
+                _check_value(name, value, least)
+        for source, (loss, tokens) in self.sources.items():
+            if not 0 <= source < sources:
+                raise ConfigError(
+                    f"sources: source_id {source} is reported; the run has the sources 0 to {sources - 1}, as Join "
+                    "names them"
+                )
+            _check_value(f"sources[{source}].loss", loss, -MAX_VALUE)
+            _check_count(f"sources[{source}].tokens", tokens, 1)
+
+
+class Losses:
+    """What was reported of one run since this server took it up. Thread-safe."""
+
+    def __init__(self, coordinator: RunCoordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = threading.Lock()
+        self._since = coordinator.wall_clock()
+        self._curve = Curve()
+        self._last: Report | None = None
+        self._generation = 0
+        self._reported_at = 0.0
+        # By source id: the newest loss, and the smoothed one's sum and weight.
+        self._newest: dict[int, tuple[float, float, float]] = {}
+
+    def add(self, uid: str, generation: int, attempt: str, report: Report) -> None:
+        """Takes a report of the present generation. Raises ``ConfigError`` for what cannot be, ``Fenced`` and what else
+        ``RunCoordinator.require_generation`` raises."""
+        report.check(len(self._coordinator.timeline.segments[-1].order.config.sources))
+        self._coordinator.require_generation(uid, generation, attempt)
+        with self._lock:
+            last = self._last
+            if last is not None and report.sample_index <= last.sample_index:
+                if report.sample_index == last.sample_index and generation == self._generation:
+                    return
+                self._curve.rewind(report.sample_index)
+                self._newest.clear()
+            self._curve.add(report)
+            self._last, self._generation, self._reported_at = report, generation, self._coordinator.clock()
+            for source, (loss, tokens) in report.sources.items():
+                _, total, weight = self._newest.get(source, (0.0, 0.0, 0.0))
+                self._newest[source] = (loss, SMOOTHING * total + loss * tokens, SMOOTHING * weight + tokens)
+
+    def newest(self) -> tuple[ReportStats | None, dict[int, tuple[float, float]]]:
+        """The last report, and by source id the smoothed loss and the last one."""
+        with self._lock:
+            last, found = self._last, dict(self._newest)
+            age_s = self._coordinator.clock() - self._reported_at
+        by_source = {source: (total / weight, loss) for source, (loss, total, weight) in found.items()}
+        if last is None:
+            return None, by_source
+        reported = ReportStats(
+            sample_index=last.sample_index,
+            total_tokens=last.total_tokens,
+            step=last.step,
+            loss=last.loss,
+            learning_rate=last.learning_rate,
+            age_s=max(0.0, round(age_s, 3)),
+        )
+        return reported, by_source
+
+    def read(self) -> RunLosses:
+        """The curve."""
+        config = self._coordinator.timeline.segments[-1].order.config
+        with self._lock:
+            curve = self._curve.read(len(config.sources))
+        losses, tokens = curve.pop("source_losses"), curve.pop("source_tokens")
+        return RunLosses(
+            run=self._coordinator.name,
+            stream=self._coordinator.stream,
+            since=self._since,
+            **curve,
+            sources=[
+                SourceLosses(id=source.id, spec=source.source, alias=source.name, losses=loss, tokens=count)
+                for source, loss, count in zip(config.sources, losses, tokens, strict=True)
+                if any(count)
+            ],
+        )
+
+
+class Curve:
+    """Points over a run, each of ``stride`` reports. Where they fill the room, two become one, and the stride doubles:
+    so a curve is as long as its run, however many reports that had."""
+
+    def __init__(self, most: int = MAX_POINTS) -> None:
+        self._most = most
+        self._count = 0
+        self._stride = 1
+        # Reports in the last point.
+        self._filled = 0
+        # Sample index, total tokens and step at the end of each point.
+        self._ends = np.zeros((most, 3), np.int64)
+        # Sums over each point, and what to divide them by: loss and tokens by source, and over all.
+        self._losses = np.zeros((most, 0))
+        self._tokens = np.zeros((most, 0), np.int64)
+        self._overall = np.zeros((most, 2))
+        self._rates = np.full(most, np.nan)
+
+    def add(self, report: Report) -> None:
+        """Adds a report that stands behind all others."""
+        self._make_room(max(report.sources, default=-1) + 1)
+        if self._count and self._filled < self._stride:
+            at = self._count - 1
+        else:
+            if self._count == self._most:
+                self._halve()
+            at, self._count, self._filled = self._count, self._count + 1, 0
+        self._filled += 1
+        self._ends[at] = report.sample_index, report.total_tokens, report.step
+        for source, (loss, tokens) in report.sources.items():
+            self._losses[at, source] += loss * tokens
+            self._tokens[at, source] += tokens
+        if report.loss is not None:
+            weight = sum(tokens for _, tokens in report.sources.values()) or 1
+            self._overall[at] += report.loss * weight, weight
+        if report.learning_rate is not None:
+            self._rates[at] = report.learning_rate
+
+    def rewind(self, sample_index: int) -> None:
+        """Takes back every point that ends at a sample index or behind it."""
+        kept = int(np.searchsorted(self._ends[: self._count, 0], sample_index))
+        self._clear(kept)
+        self._filled = self._stride
+
+    def read(self, sources: int) -> dict[str, Any]:
+        """The points as lists: of all, and for each of so many sources; None where nothing was reported."""
+        self._make_room(sources)
+        n = self._count
+        with np.errstate(invalid="ignore"):
+            losses = self._losses[:n] / np.where(self._tokens[:n], self._tokens[:n], np.nan)
+            overall = self._overall[:n, 0] / np.where(self._overall[:n, 1], self._overall[:n, 1], np.nan)
+        index, total_tokens, step = self._ends[:n].T.tolist() if n else ([], [], [])
+        return {
+            "stride": self._stride,
+            "sample_index": index,
+            "total_tokens": total_tokens,
+            "step": step,
+            "loss": _numbers(overall),
+            "learning_rate": _numbers(self._rates[:n]),
+            # A revision that brought a source may have been taken back.
+            "source_losses": [_numbers(column) for column in losses.T[:sources]],
+            "source_tokens": self._tokens[:n].T[:sources].tolist(),
+        }
+
+    def _make_room(self, sources: int) -> None:
+        known = self._losses.shape[1]
+        if sources <= known:
+            return
+        self._losses = np.pad(self._losses, ((0, 0), (0, sources - known)))
+        self._tokens = np.pad(self._tokens, ((0, 0), (0, sources - known)))
+        while sources * self._most > MAX_CELLS and self._most > MIN_POINTS:
+            if self._count > self._most // 2:
+                self._halve()
+            self._most //= 2
+            for name in ("_ends", "_losses", "_tokens", "_overall", "_rates"):
+                setattr(self, name, getattr(self, name)[: self._most].copy())
+
+    def _halve(self) -> None:
+        """Joins every two points; a last one without another stays as it is."""
+        n = (self._count + 1) // 2
+        before, after = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
+        for sums in (self._losses, self._tokens, self._overall):
+            sums[:n] = sums[before] + sums[after]
+        self._ends[:n] = np.maximum(self._ends[before], self._ends[after])
+        self._rates[:n] = np.where(np.isnan(self._rates[after]), self._rates[before], self._rates[after])
+        self._filled += 0 if self._count % 2 else self._stride
+        self._stride *= 2
+        self._clear(n)
+
+    def _clear(self, count: int) -> None:
+        self._count = count
+        for each in (self._losses, self._tokens, self._overall, self._ends):
+            each[count:] = 0
+        self._rates[count:] = np.nan
+
+
+def _numbers(values: npt.NDArray[np.float64]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if not least <= value <= MAX_COUNTER:
+        raise ConfigError(f"{name} is {value}; expected a number from {least} to 2^53 - 1")
+
+
+def _check_value(name: str, value: float, least: float) -> None:
+    if not least <= value <= MAX_VALUE:  # which no NaN is
+        raise ConfigError(
+            f"{name} is {value}; expected a finite number from {least:g} to {MAX_VALUE:g}: leave a loss out that was "
+            "not measured"
+        )

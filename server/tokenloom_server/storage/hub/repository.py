@@ -1,0 +1,242 @@
+"""A dataset's repository at one commit: which files it has, from the Hub or, offline, from the local cache."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from tokenloom_server.storage.hub.client import HubClient, HubRefused, retried
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+#: Bytes of a dataset's card at most: what lies behind them is no header.
+CARD_BYTES = 16 * 2**20
+
+#: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
+FOLDERS = 16
+
+_MAGIC = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository at a commit."""
+
+    path: str
+    """Below the repository's root."""
+    size: int
+    fingerprint: str
+    """``sha256:`` of the content where it lies in large-file storage, else ``blob:`` and its id in git."""
+
+
+class Repository(Protocol):
+    """A dataset's repository at one commit."""
+
+    @property
+    def name(self) -> str:
+        """``ORG/NAME``, as the Hub has it."""
+
+    @property
+    def commit(self) -> str: ...
+
+    def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
+        """The files in a folder (empty: the root), with ``deep`` also those in folders of it; none where there is no
+        such folder. By path."""
+
+    def text(self, path: str) -> str | None:
+        """A small file; None where there is none."""
+
+
+def url_of(name: str, commit: str, path: str) -> str:
+    """How a manifest names a file on the Hub."""
+    return f"hf://datasets/{name}@{commit}/{path}"
+
+
+class OnlineRepository:
+    """Asks the Hub, each question once. Safe for threads."""
+
+    def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
+        """Resolves the revision; one request. Raises ``HubRefused`` and ``HubBusy``."""
+        behind = f"/revision/{quote(revision, safe='')}" if revision else ""
+        # Alone: without it the answer names every file.
+        info, _ = client.get_json(f"api/datasets/{name}{behind}", {"expand": "sha"})
+        self._client = client
+        try:
+            self._name, self._commit = str(info["id"]), str(info["sha"])
+        except (KeyError, TypeError):
+            raise _no_hub(client, "the description of a dataset") from None
+        if not _NAME.fullmatch(self._name) or not COMMIT.fullmatch(self._commit):
+            raise _no_hub(client, "the name and commit of a dataset")
+        self._listed: dict[tuple[str, bool], Sequence[HubFile]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def commit(self) -> str:
+        return self._commit
+
+    def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
+        with self._lock:
+            known = self._known(folder, deep)
+            if known is None and len(self._listed) >= FOLDERS:
+                self._listed["", True] = self._list("", True)
+                known = self._known(folder, deep)
+            self._listed[folder, deep] = self._list(folder, deep) if known is None else known
+            return self._listed[folder, deep]
+
+    def _known(self, folder: str, deep: bool) -> Sequence[HubFile] | None:
+        """From a listing of the folder, or of one above with all that is in it."""
+        if (folder, deep) in self._listed:
+            return self._listed[folder, deep]
+        above = [""] + [folder[: match.start()] for match in re.finditer("/", folder)] + [folder]
+        whole = next((self._listed[one, True] for one in above if (one, True) in self._listed), None)
+        return None if whole is None else _in_folder(whole, folder, deep)
+
+    def _list(self, folder: str, deep: bool) -> Sequence[HubFile]:
+        path = f"api/datasets/{self._name}/tree/{self._commit}" + (f"/{quote(folder, safe='')}" if folder else "")
+        query: dict[str, str] | None = {"recursive": str(deep), "expand": "False"}
+        found: list[HubFile] = []
+        while query is not None:
+            try:
+                page, query = self._client.get_json(path, query)
+            except HubRefused as error:
+                if error.kind == "entry" and folder:
+                    return ()
+                raise
+            try:
+                found += [_file(entry) for entry in page if entry["type"] == "file"]
+            except (KeyError, TypeError, ValueError):
+                raise _no_hub(self._client, "the list of a dataset's files") from None
+        return sorted(found, key=lambda file: file.path)
+
+    def text(self, path: str) -> str | None:
+        cached = self._client.cached_file(self._name, self._commit, path)
+        if cached is not None:
+            return Path(cached).read_text(encoding="utf-8", errors="replace")
+
+        def read() -> bytes:
+            address = f"{self._client.endpoint}/datasets/{self._name}/resolve/{self._commit}/{quote(path)}"
+            with self._client.ask("GET", address) as reply:
+                return reply.body(CARD_BYTES)
+
+        try:
+            return retried(read).decode(errors="replace")
+        except HubRefused as error:
+            if error.kind == "entry":
+                return None
+            raise
+
+
+class CachedRepository:
+    """What the cache of huggingface_hub knows of a commit; asks nobody."""
+
+    def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
+        """Raises ``HubRefused`` where the cache does not know the revision, or which files it has."""
+        self._client = client
+        self._name = name
+        self._commit = self._resolved(revision)
+        tree = client.cached_tree(name, self._commit)
+        if tree is None:
+            raise HubRefused(
+                "offline",
+                f"is not known at commit {self._commit} by the cache {client.cache_dir!r}, and HF_HUB_OFFLINE is set; "
+                f"while online: hf download {name} --repo-type dataset --revision {self._commit}",
+            )
+        self._files = sorted((self._known(file) for file in tree), key=lambda file: file.path)
+
+    def _resolved(self, revision: str | None) -> str:
+        if revision is not None and COMMIT.fullmatch(revision):
+            return revision
+        folder = Path(self._client.cache_dir) / f"datasets--{self._name.replace('/', '--')}" / "refs"
+        try:
+            return (folder / (revision or "main")).read_text(encoding="utf-8").strip()
+        except OSError:
+            branch = f" --revision {revision}" if revision else ""
+            raise HubRefused(
+                "offline",
+                f"is not in the cache {self._client.cache_dir!r} at {revision or 'main'!r}, and HF_HUB_OFFLINE is set; "
+                f"while online: hf download {self._name} --repo-type dataset{branch}",
+            ) from None
+
+    def _known(self, file: Any) -> HubFile:
+        """A ``RepoFile`` of the cache. The file itself is a link to one that is named by its digest."""
+        cached = self._client.cached_file(self._name, self._commit, file.path)
+        digest = Path(cached).readlink().name if cached is not None and Path(cached).is_symlink() else ""
+        kind = {64: "sha256", 40: "blob"}.get(len(digest))
+        return HubFile(file.path, int(file.size), f"{kind}:{digest}" if kind else "")
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def commit(self) -> str:
+        return self._commit
+
+    def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
+        return _in_folder(self._files, folder, deep)
+
+    def text(self, path: str) -> str | None:
+        if all(file.path != path for file in self._files):
+            return None
+        cached = self._client.cached_file(self._name, self._commit, path)
+        if cached is None:
+            raise HubRefused(
+                "offline",
+                f"has {path!r} at commit {self._commit}, but the cache {self._client.cache_dir!r} does not, and "
+                f"HF_HUB_OFFLINE is set; while online: hf download {self._name} {path} --repo-type dataset "
+                f"--revision {self._commit}",
+            )
+        return Path(cached).read_text(encoding="utf-8", errors="replace")
+
+
+def open_repository(client: HubClient, name: str, revision: str | None) -> Repository:
+    """A dataset's repository at the commit that a revision (None: the main branch) is at.
+
+    Raises ``HubRefused`` and ``HubBusy``.
+    """
+    return (CachedRepository if client.offline else OnlineRepository)(client, name, revision)
+
+
+def find(repository: Repository, pattern: str) -> list[HubFile]:
+    """The files that a pattern matches, by path; as fsspec's ``glob`` has it, but asking for no more folders than it
+    takes. Raises ``ValueError`` for what is no pattern."""
+    from fsspec.utils import glob_translate
+
+    wild = _MAGIC.search(pattern)
+    if wild is None:
+        folder = pattern.rpartition("/")[0]
+        return [file for file in repository.below(folder, deep=False) if file.path == pattern]
+    folder = pattern[: wild.start()].rpartition("/")[0]
+    rest = pattern[len(folder) + 1 :] if folder else pattern
+    matches = re.compile(glob_translate(pattern)).match
+    return [file for file in repository.below(folder, deep="/" in rest or "**" in rest) if matches(file.path)]
+
+
+def _in_folder(files: Sequence[HubFile], folder: str, deep: bool) -> Sequence[HubFile]:
+    start = f"{folder}/" if folder else ""
+    below = [file for file in files if file.path.startswith(start)]
+    return below if deep else [file for file in below if "/" not in file.path[len(start) :]]
+
+
+def _file(entry: dict[str, Any]) -> HubFile:
+    """An entry of the tree API. Of files in large-file storage, ``oid`` is the pointer's. Raises ``ValueError``."""
+    path, lfs = str(entry["path"]), entry.get("lfs")
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(f"{path!r} leads out of the repository")  # and so would its place in the cache
+    if lfs:
+        return HubFile(path, int(lfs["size"]), f"sha256:{lfs['oid']}")
+    return HubFile(path, int(entry["size"]), f"blob:{entry['oid']}")
+
+
+def _no_hub(client: HubClient, what: str) -> HubRefused:
+    return HubRefused("other", f"cannot be looked up: {client.endpoint} answered with something that is not {what}")

@@ -1,0 +1,158 @@
+"""What is read of remote storage now, and how long it took lately."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RetryPolicy(NamedTuple):
+    """How long is waited for storage, seconds."""
+
+    #: A second attempt at a read is made after so long at least, and where it takes ``hedge_factor`` times as long as
+    #: nearly all of its size did lately.
+    hedge_s: float = 1.0
+    hedge_factor: float = 3.0
+    #: And a further one after so long without an answer.
+    attempt_s: float = 30.0
+    #: After an error: the first pause; each further one is twice as long, up to the longest.
+    pause_s: float = 0.25
+    longest_pause_s: float = 15.0
+    #: After so long without what was asked for: an error.
+    total_s: float = 300.0
+
+
+#: Reads under way, of one file: the first attempt and those made because it does not answer.
+AT_ONCE = 3
+#: Bytes that all readers of a run together hold of what is read ahead of them.
+AHEAD_BYTES = 256 << 20
+#: So many reads of a size are remembered, and so many are needed to say what is usual.
+_REMEMBERED, _TELLING = 64, 8
+
+
+@dataclass(slots=True)
+class Wait:
+    """Somebody waits for storage."""
+
+    name: str
+    since: float
+    attempts: int = 1
+    #: Whether this is for whatever answers a source's rows, and nobody asks a second time: a read of a mount.
+    at_once: bool = False
+    #: What the last attempt that failed was answered with.
+    trouble: str = ""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the run began."""
+
+    reads: int = 0
+    bytes: int = 0
+    retries: int = 0
+    hedges: int = 0
+
+
+class IoStats:
+    """Shared by all readers of a run. Thread-safe."""
+
+    def __init__(self, patience: RetryPolicy | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.patience = patience or RetryPolicy()
+        self.clock = clock
+        self.counts = Counts()
+        self.stopped = False
+        #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
+        self.modified: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._waits: dict[int, Wait] = {}
+        # By the power of two that a read's length lies below.
+        self._took: dict[int, deque[float]] = {}
+        self._ahead = 0
+
+    def stop(self) -> None:
+        """Nobody waits any more: the server ends."""
+        self.stopped = True
+
+    def wait_at_most(self, seconds: float) -> None:
+        """When a wait is an error."""
+        self.patience = self.patience._replace(total_s=seconds)
+
+    @contextmanager
+    def waiting(self, name: str, *, at_once: bool = False) -> Iterator[Wait]:
+        """For as long as somebody waits for a file; ``name`` is how people know it."""
+        wait = Wait(name, self.clock(), at_once=at_once)
+        with self._lock:
+            self._waits[id(wait)] = wait
+        try:
+            yield wait
+        finally:
+            with self._lock:
+                del self._waits[id(wait)]
+
+    def longest_wait(self, least_s: float) -> str:
+        """What has been waited for longest, and at least so long, for people; or nothing."""
+        wait = self._longest()
+        seconds = self.clock() - wait.since if wait is not None else 0.0
+        if wait is None or seconds < least_s:
+            return ""
+        tries = f", attempt {wait.attempts}" if wait.attempts > 1 else ""
+        trouble = f"; the last one failed: {wait.trouble}" if wait.trouble else ""
+        return f"storage: {wait.name} (for {seconds:.0f} s{tries}{trouble})"
+
+    def _longest(self) -> Wait | None:
+        with self._lock:
+            # Within a wait for the rows of a source lies the one for what answers them, which knows more.
+            return min(self._waits.values(), key=lambda wait: (wait.at_once, wait.since), default=None)
+
+    def waits_too_long(self) -> bool:
+        """Whether a read that nobody gives up lasts longer than patience does."""
+        wait = self._longest()
+        return wait is not None and wait.at_once and self.clock() - wait.since >= self.patience.total_s
+
+    def given_up(self) -> str:
+        """What to say then."""
+        wait = self._longest()
+        name = wait.name if wait is not None else "storage"
+        return (
+            f"{name} could not be read for {self.patience.total_s:.0f} s, and the operating system does not come back "
+            "from it; look at the disk or mount, then start the trainers again from their last checkpoint"
+        )
+
+    def took(self, length: int, seconds: float) -> None:
+        """A read was answered."""
+        with self._lock:
+            self._took.setdefault(length.bit_length(), deque(maxlen=_REMEMBERED)).append(seconds)
+            self.counts.reads += 1
+            self.counts.bytes += length
+
+    def counted(self, *, retries: int = 0, hedges: int = 0) -> None:
+        with self._lock:
+            self.counts.retries += retries
+            self.counts.hedges += hedges
+
+    def hedge_after_s(self, length: int) -> float:
+        """When a read of so many bytes is late: a second one is started then, and the first answer counts. A listing,
+        which has none, takes as long as it takes."""
+        if not length:
+            return self.patience.attempt_s
+        with self._lock:
+            known = self._took.get(length.bit_length())
+            usual = sorted(known)[len(known) * 95 // 100] if known is not None and len(known) >= _TELLING else 0.0
+        return min(max(self.patience.hedge_s, self.patience.hedge_factor * usual), self.patience.attempt_s)
+
+    def reserve(self, length: int) -> bool:
+        """Room for bytes that are read ahead; whether there is any. ``release`` gives it back."""
+        with self._lock:
+            if self._ahead + length > AHEAD_BYTES:
+                return False
+            self._ahead += length
+            return True
+
+    def release(self, length: int) -> None:
+        with self._lock:
+            self._ahead -= length

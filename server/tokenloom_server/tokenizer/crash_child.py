@@ -1,0 +1,148 @@
+"""Texts encoded in a process of their own, one after the other: where that dies, it is known of which.
+
+``python -m tokenloom_server.tokenizer.crash_child``: a JSON line with the tokeniser, then the texts as an Arrow
+stream, come in; for each text its number goes out before it is encoded, and its ids behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from tokenloom_server.errors import TokenizerError
+from tokenloom_server.tokenizer.choose import EngineRecord, load_engine, other_engine
+from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.engine import Engine, Ids, SpecialTokensInText
+
+#: For about a mebibyte of text, which takes a second; and to start, and to load a large vocabulary. What takes
+#: longer counts as dead.
+DEADLINE_S = 120.0
+
+_BEGUN, _DONE = 1, 2
+_FRAME = struct.Struct("<Bq")
+
+Which = Literal["own", "other"]
+
+
+class Outcome(NamedTuple):
+    """Ids of the first texts; and, where the process died, how: it did so at the text behind them."""
+
+    ids: list[Ids]
+    death: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """A run's tokeniser, as a process of its own has to know it."""
+
+    tokenizer: str
+    base_dir: Path
+    record: EngineRecord
+    special_tokens_in_text: SpecialTokensInText
+
+    def encode(self, texts: pa.LargeStringArray, which: Which) -> Outcome:
+        """Encodes with the run's own engine or with the other one, without a check of one by the other.
+
+        Raises ``TokenizerError`` for what the engine itself refuses.
+        """
+        header = {
+            "tokenizer": self.tokenizer,
+            "base_dir": str(self.base_dir),
+            "digest": self.record.digest,
+            "engine": self.record.engine,
+            "version": self.record.version,
+            "special_tokens_in_text": self.special_tokens_in_text,
+            "which": which,
+        }
+        sink = pa.BufferOutputStream()
+        batch = pa.record_batch([texts], names=["text"])
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        sent = json.dumps(header).encode() + b"\n" + sink.getvalue().to_pybytes()
+        command = [sys.executable, "-m", "tokenloom_server.tokenizer.crash_child"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with child:
+            try:
+                out, said = child.communicate(sent, DEADLINE_S)
+                death = _death(child.returncode)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                out, said = child.communicate()
+                death = f"did not end within {DEADLINE_S:g} s"
+        ids, begun = _read(out)
+        if death is None and len(ids) == len(texts):
+            return Outcome(ids, None)
+        if death is None or not begun:
+            # It ended by itself, or before the first text: that is no text's fault.
+            last = said.decode(errors="replace").strip().rpartition("\n")[2]
+            reason = last or death or "it gave too few texts"
+            raise TokenizerError(f"a tokeniser in a process of its own failed: {reason}")
+        return Outcome(ids, death)
+
+
+def _death(status: int) -> str | None:
+    if status >= 0:
+        return None
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _read(out: bytes) -> tuple[list[Ids], bool]:
+    """The ids that came, and whether a text was begun behind the last of them."""
+    found: list[Ids] = []
+    begun, at = False, 0
+    while at + _FRAME.size <= len(out):
+        kind, count = _FRAME.unpack_from(out, at)
+        at += _FRAME.size
+        if kind == _BEGUN:
+            begun = True
+            continue
+        if at + 4 * count > len(out):
+            break
+        found.append(np.frombuffer(out, np.uint32, count, at))
+        begun, at = False, at + 4 * count
+    return found, begun
+
+
+def _serve() -> None:
+    import resource
+
+    # It may be about to crash: no image of it is wanted.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, out = sys.stdin.buffer, sys.stdout.fileno()
+    asked = json.loads(source.readline())
+    definition = find_tokenizer(asked["tokenizer"], Path(asked["base_dir"]))
+    record = EngineRecord(asked["digest"], asked["engine"], asked["version"])
+    special = asked["special_tokens_in_text"]
+    engine: Engine
+    if asked["which"] == "own":
+        engine = load_engine(definition, record, special, check_one_in=0)
+    else:
+        engine = other_engine(definition, record, special)
+    texts = pa.ipc.open_stream(source.read()).read_next_batch().column(0)
+    for number in range(len(texts)):
+        _write(out, _FRAME.pack(_BEGUN, number))
+        ids = np.asarray(engine.encode(texts[number : number + 1]).values, np.uint32)
+        _write(out, _FRAME.pack(_DONE, len(ids)) + ids.tobytes())
+
+
+def _write(out: int, data: bytes) -> None:
+    # Past Python's buffers, which die with the process.
+    while data:
+        data = data[os.write(out, data) :]
+
+
+if __name__ == "__main__":
+    _serve()

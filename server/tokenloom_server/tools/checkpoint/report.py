@@ -1,0 +1,201 @@
+"""What the ``checkpoint`` commands print: the same content as tables and trees, or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from tokenloom_server.tools.checkpoint.content import INDEX, Child, Content, Node
+from tokenloom_server.tools.checkpoint.difference import Difference, place
+from tokenloom_server.tools.checkpoint.faults import faults
+from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, owed_samples
+
+
+def shown(content: Content) -> dict[str, Any]:
+    """All of a checkpoint's content, with what is suspicious of it, for JSON."""
+    found = asdict(content)
+    del found["document"]
+    for node, into in zip(content.nodes, found["nodes"], strict=True):
+        for child, chance in zip(into["children"], chances(content, node), strict=True):
+            child["probability"] = chance.in_force
+    return found | {"faults": faults(content)}
+
+
+def show(content: Content, out: Console) -> None:
+    """Everything about one checkpoint."""
+    for line in _heading(content):
+        out.print(line, highlight=False, soft_wrap=True)
+    if content.sources:
+        out.print(_sources(content))
+    if content.nodes:
+        out.print(_tree(content))
+    found = faults(content)
+    if not found:
+        out.print("nothing is missing, and all counters add up", style="green")
+    for fault in found:
+        out.print(Text(f"suspicious: {fault}", style="yellow"), soft_wrap=True)
+
+
+def _heading(content: Content) -> Iterator[str]:
+    inside = f" ({content.where})" if content.where else ""
+    yield f"{content.file}{inside}: {'an' if content.kind == 'older payload' else 'a'} {content.kind}" + (
+        " alone" if content.kind == INDEX else ""
+    )
+    if content.run is not None:
+        uid = content.run_uid or "none: it was saved before the run was joined"
+        yield f"run {content.run}, stream {content.stream}, uid {uid}, generation {_number(content.generation)}"
+    if content.sample_index is not None:
+        yield (
+            f"sample {content.sample_index:,}, {_number(content.total_tokens)} tokens, digest {content.digest or '?'}"
+            + (f", sequence length {content.sequence_length:,}" if content.sequence_length else "")
+        )
+    if content.counted_at is not None:
+        yield f"counters below are those at sample {content.counted_at:,}, from which a restore goes forward"
+    if content.imported:
+        begin = content.imported.get("sample_index")
+        yield f"its order began at sample {begin}, from an older data loader's checkpoint"
+    if content.forked:
+        yield f"it was forked from run {content.forked.get('run')} at sample {content.forked.get('sample_index')}"
+    for index in content.revisions:
+        in_force = content.counted_at is not None and index <= content.counted_at
+        yield f"a revision of the mixture {'is in force since' if in_force else 'follows at'} sample {index:,}"
+
+
+def _sources(content: Content) -> Table:
+    table = Table()
+    skips = any(source.skips for source in content.sources)
+    headings = ["id", "source", "stands at", "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
+    for heading in headings:
+        left = heading in ("source", "stands at")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    for source in content.sources:
+        share = "not in the mixture" if source.unknown else f"{source.share:.2%}" if source.share is not None else "?"
+        skipped = [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"] if skips else []
+        table.add_row(
+            _number(source.id),
+            source.name,
+            place(source),
+            *map(_number, (source.samples, source.rows, source.tokens)),
+            share,
+            *skipped,
+        )
+    return table
+
+
+def _tree(content: Content) -> Tree:
+    """The mixture as far as it is known; nodes that no other holds stand side by side."""
+    by_id = {node.id: node for node in content.nodes}
+    held = {child.id for node in content.nodes for child in node.children if child.is_node}
+    top = [node for node in content.nodes if node.id not in held] or list(content.nodes[:1])
+
+    def add(tree: Tree, node: Node) -> None:
+        issued = sum(child.samples or 0 for child in node.children)
+        for child, chance in zip(node.children, chances(content, node), strict=True):
+            line = _line(child, chance, owed_samples(content, node, child), issued)
+            # Each once, whatever a damaged mixture says: no node is below itself.
+            below = by_id.pop(child.id, None) if child.is_node and child.id is not None else None
+            if below is None:
+                tree.add(line)
+            else:
+                add(tree.add(line.append(f"; {below.policy or '?'}:")), below)
+
+    trees = [(node, Tree(Text(f"{node.name}: {node.policy or 'its policy is not known'}"))) for node in top]
+    for node, tree in trees:
+        add(tree, node)
+    if len(trees) == 1:
+        return trees[0][1]
+    whole = Tree("nodes, of which no mixture says how they belong together")
+    for _, tree in trees:
+        whole.add(tree)
+    return whole
+
+
+def _line(child: Child, chance: Chance, owed: float | None, issued: int) -> Text:
+    parts = [f"{child.name}: {_number(child.samples)} samples, {_number(child.tokens)} tokens"]
+    if child.samples is not None and issued:
+        parts.append(f"{child.samples / issued:.2%} of the node")
+    if chance.in_force is not None:
+        parts.append(f"in force {chance.in_force:.2%}")
+    if owed:
+        parts.append(f"owed {owed:,.2f} samples")
+    elif child.credit and owed is None:
+        parts.append(f"credit {child.credit:,}")
+    if child.total:
+        parts.append(f"of about {child.total:,}")
+    if child.exhausted:
+        parts.append("exhausted")
+    if child.presence != "live":
+        parts.append(child.presence)
+    return Text(", ".join(parts))
+
+
+def probabilities(content: Content) -> list[dict[str, Any]]:
+    """By node and child, for JSON."""
+    return [
+        {
+            "node": node.id,
+            "name": node.name,
+            "policy": node.policy,
+            "children": [
+                {"name": child.name, "samples": child.samples, "total": child.total, **asdict(chance)}
+                for child, chance in zip(node.children, chances(content, node), strict=True)
+            ],
+        }
+        for node in content.nodes
+    ]
+
+
+def show_probabilities(content: Content, out: Console) -> None:
+    """A table for each node."""
+    for node in content.nodes:
+        table = Table(title=f"{node.name}: {node.policy or 'its policy is not known'}", title_justify="left")
+        for heading in ("child", "samples", "total", "in force", "with counters", "without counters"):
+            table.add_column(heading, justify="left" if heading == "child" else "right", overflow="fold")
+        for child, chance in zip(node.children, chances(content, node), strict=True):
+            percents = map(_percent, (chance.in_force, chance.with_counters, chance.without_counters))
+            table.add_row(child.name, _number(child.samples), _number(child.total), *percents)
+        out.print(table)
+
+
+def show_difference(found: Difference, a: Content, b: Content, out: Console) -> None:
+    """What lies between two checkpoints."""
+    for line in (
+        f"run: {found.relation}",
+        f"data: {found.data}",
+        f"from sample {_number(a.sample_index)} to {_number(b.sample_index)}: {_signed(found.samples)} samples, "
+        f"{_signed(found.tokens)} tokens",
+    ):
+        out.print(line, highlight=False, soft_wrap=True)
+    if found.counted != (a.sample_index, b.sample_index):
+        counted = " and ".join(map(_number, found.counted))
+        out.print(f"sources are counted at the state boundaries before: samples {counted}", highlight=False)
+    table = Table()
+    for heading in ("source", "samples", "rows", "tokens", "epochs", "from", "to"):
+        left = heading in ("source", "from", "to")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    for source in found.sources:
+        numbers = (source.samples, source.rows, source.tokens, source.epochs)
+        table.add_row(source.name, *map(_signed, numbers), source.before or "not there", source.after or "not there")
+    out.print(table)
+    for change in found.mixture:
+        out.print(Text(f"mixture: {change}"), soft_wrap=True)
+    if not found.mixture:
+        out.print("the mixture is the same")
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
+
+
+def _signed(value: int | None) -> str:
+    return "?" if value is None else f"{value:+,}"
+
+
+def _percent(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2%}"

@@ -1,0 +1,230 @@
+"""Exporting: a range of a run's order, written as files that others read. The way out.
+
+Each sample becomes a document. As ``megatron``, the parts of a sample that are of different documents are its
+sequences; as ``parquet``, a row has the sample's index, its source, its ids and where documents begin in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.sources import arrays
+from tokenloom_server.sources.megatron import HEADER, MAGIC, TYPES, VERSION
+from tokenloom_server.tools.viewer import Following, Seen, Start
+
+ExportFormat = Literal["megatron", "parquet"]
+#: Version of the JSON file beside the others.
+FORMAT = 1
+#: Ids that become one row group.
+BATCH_IDS = 1 << 20
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: samples [begin, end) of the run."""
+
+    begin: int
+    end: int
+    tokens: int
+    files: tuple[Path, ...]
+
+
+class _Writer(Protocol):
+    """Writes samples into files of its own. ``finish`` makes them whole."""
+
+    def add(self, sample: Seen) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def export(following: Following, prefix: Path, form: ExportFormat, tell: Callable[[int, int, int], None]) -> Exported:
+    """Writes all samples that ``following`` gives, and ``PREFIX.json`` that says what they are.
+
+    All files are written under other names and renamed at the end, the ``.json`` last: where it is, all is whole.
+    Raises ``ConfigError`` where one is there already, or none may be written, and what ``Following.samples`` does.
+    """
+    endings = (".bin", ".idx", ".json") if form == "megatron" else (".parquet", ".json")
+    paths = {ending: prefix.with_name(prefix.name + ending) for ending in endings}
+    for path in paths.values():
+        if path.exists():
+            raise ConfigError(f"{path}: is there already; give another name, or take it away")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with _drafts(paths) as drafts:
+            return _export(following, paths, drafts, form, tell)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or prefix}: cannot be written ({error.strerror or error})") from None
+
+
+def _export(
+    following: Following,
+    paths: dict[str, Path],
+    drafts: dict[str, Path],
+    form: ExportFormat,
+    tell: Callable[[int, int, int], None],
+) -> Exported:
+    writer: _Writer | None = None
+    tokens, by_source = 0, Counter[str]()
+    last: Seen | None = None
+    try:
+        for sample in following.samples():
+            if writer is None:
+                start = following.start
+                if form == "megatron":
+                    writer = _Megatron(drafts[".bin"], drafts[".idx"], start.dtype, start.vocab_size)
+                else:
+                    writer = _Parquet(drafts[".parquet"], start.dtype)
+            writer.add(sample)
+            by_source[sample.spec] += 1
+            tokens += len(sample.ids)
+            last = sample
+            tell(1, len(sample.ids), sample.read.nbytes)
+    finally:
+        if writer is not None:
+            writer.finish()
+    if last is None:
+        raise ConfigError(
+            f"there is nothing to export: samples {following.begin} to {following.end} are none; give --from and --to"
+        )
+    files = [path for ending, path in paths.items() if ending != ".json"]
+    document = _described(following.start, following.begin, last)
+    document |= {
+        "format": form,
+        "tokens": tokens,
+        "samples_by_source": dict(sorted(by_source.items())),
+        "files": [
+            {"name": path.name, "bytes": drafts[ending].stat().st_size, "checksum": _checksum(drafts[ending])}
+            for ending, path in paths.items()
+            if ending != ".json"
+        ],
+    }
+    drafts[".json"].write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for ending, draft in drafts.items():
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(paths[ending])
+    return Exported(following.begin, last.index + 1, tokens, (*files, paths[".json"]))
+
+
+@contextmanager
+def _drafts(paths: dict[str, Path]) -> Iterator[dict[str, Path]]:
+    drafts = {ending: path.with_name(f".{path.name}.draft") for ending, path in paths.items()}
+    try:
+        yield drafts
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+
+
+def _described(start: Start, begin: int, last: Seen) -> dict[str, Any]:
+    said = ("run", "run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
+    return {
+        "tokenloom_export": FORMAT,
+        "tokenloom": version("tokenloom"),
+        **{key: start.record[key] for key in said if key in start.record},
+        "from": begin,
+        "to": last.index + 1,
+        "digest_before": start.digest,
+        "digest_behind": last.digest,
+        "total_tokens_before": start.total_tokens,
+        "total_tokens_behind": last.total_tokens,
+        "sequence_length": start.sequence_length,
+        "labels": start.labels,
+        "vocab_size": start.vocab_size,
+    }
+
+
+class _Megatron:
+    """``.bin`` and ``.idx``, as ``sources.megatron`` describes them."""
+
+    def __init__(self, data: Path, index: Path, dtype: np.dtype[Any], vocab_size: int) -> None:
+        # The format has no code for uint32.
+        self._kind = dtype if dtype.itemsize < 4 else np.dtype(np.int32 if vocab_size <= 2**31 else np.int64)
+        self._data = data.open("wb")
+        self._index = index
+        # Numbers as they lie in the index, which comes last: a range may have very many.
+        self._lengths = array("i")
+        self._edges = array("q", [0])
+
+    def add(self, sample: Seen) -> None:
+        self._data.write(sample.read.astype(self._kind.newbyteorder("<"), copy=False).tobytes())
+        edges = sorted({0, *sample.starts, len(sample.read)})
+        self._lengths.extend(behind - begin for begin, behind in pairwise(edges))
+        self._edges.append(len(self._lengths))
+
+    def finish(self) -> None:
+        self._data.close()
+        code = next(code for code, kind in TYPES.items() if np.dtype(kind) == self._kind.newbyteorder("<"))
+        lengths = np.array(self._lengths, "<i4")
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._kind.itemsize
+        with self._index.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._edges)))
+            for part in (lengths, pointers.astype("<i8"), np.array(self._edges, "<i8")):
+                file.write(part.tobytes())
+
+
+class _Parquet:
+    """One file; pages have checksums."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        ids = pa.list_(pa.from_numpy_dtype(dtype))
+        starts = pa.list_(pa.uint32())
+        self._schema = pa.schema([("sample", pa.int64()), ("source", pa.string()), ("ids", ids), ("starts", starts)])
+        self._writer = pq.ParquetWriter(str(path), self._schema, write_page_checksum=True)
+        self._samples: list[Seen] = []
+        self._ids = 0
+
+    def add(self, sample: Seen) -> None:
+        self._samples.append(sample)
+        self._ids += len(sample.read)
+        if self._ids >= BATCH_IDS:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        samples, self._samples, self._ids = self._samples, [], 0
+        if not samples:
+            return
+        starts = [np.array(sample.starts, np.uint32) for sample in samples]
+        columns = [
+            pa.array([sample.index for sample in samples], pa.int64()),
+            pa.array([sample.spec for sample in samples]),
+            _lists([sample.read for sample in samples]),
+            _lists(starts),
+        ]
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+
+
+def _lists(rows: list[Any]) -> Any:
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.concatenate(rows)
+    return arrays.lists(offsets, arrays.from_numbers(values.astype(values.dtype.newbyteorder("="), copy=False)))
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return f"xxh3:{digest.hexdigest()}"

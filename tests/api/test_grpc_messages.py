@@ -1,0 +1,78 @@
+"""A delivery's bytes are the message that protobuf itself would have made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_server.api.grpc.messages import _varint, encode_delivery
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.state import digest_hex
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.run.coordinator import RunCoordinator, Timeouts
+from tokenloom_server.run.generation import Delivery
+
+
+@pytest.mark.parametrize("labels", ["same", "shifted"])
+@pytest.mark.parametrize("document_starts", [False, True])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_the_bytes_are_the_message_field_by_field(
+    tmp_path: Path, labels: str, document_starts: bool, with_base: bool
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"row {i} of a file\n" for i in range(400)), encoding="utf-8")
+    found = config.parse(
+        {
+            "run": "r",
+            "tokenizer": "bytes",
+            "sequence_length": 16,
+            "labels": labels,
+            "mixture": {"policy": "weighted", "children": [{"source": "txt:a.txt:text"}]},
+        },
+        where="test",
+    )
+    order = Order.create(found, tmp_path, None)
+    ledger = SqliteLedger(tmp_path / "ledger.db")
+    coordinator = RunCoordinator(order, ledger, "uid", Timeouts())
+    coordinator.epoch = 3
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_steps=5))
+    pipeline.fill(group, 5)
+
+    text = encode_delivery(coordinator, 1, Delivery(group, 1, 4, with_base), 6, document_starts=document_starts)
+    ledger.close()
+
+    counts, starts = group.document_starts(1, 1, 4) if document_starts else ([], np.empty(0, np.uint32))
+    expected = wire.StreamResponse(
+        batches=wire.Batches(
+            begin_index=6,
+            steps=[
+                wire.StepInfo(
+                    end_index=6 * (step + 1),
+                    slice=group.slice_of(step, 1),
+                    total_tokens=16 * 6 * (step + 1),
+                    digest=digest_hex(group.marks[step].digest),
+                    tokens=16 * 6,
+                    label_tokens=(15 if labels == "same" else 16) * 6,
+                )
+                for step in (1, 2, 3)
+            ],
+            ids=b"".join(group.ids(1, 1, 4)),
+            source_ids=[0] * 9,
+            document_counts=counts,
+            document_starts=starts.tolist(),
+            base=wire.Base(sample_index=0, resume_state=order.encode(group.base).encode()) if with_base else None,
+        ),
+        committed_through=6,
+        server_epoch=3,
+    )
+    assert wire.StreamResponse.FromString(text) == expected
+    assert len(text) == expected.ByteSize()
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**21 - 1, 2**21, 2**35])
+def test_a_length_is_written_as_protobuf_reads_it(value: int) -> None:
+    assert wire.StreamResponse.FromString(b"\x20" + _varint(value)).committed_through == value

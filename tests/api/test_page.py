@@ -1,0 +1,456 @@
+"""The page at ``/``: its files as they are, and in a real browser against a real server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.page import FILES
+from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.errors import LedgerUnavailable
+from tokenloom_server.reports.stats import LedgerStats
+
+RUN = "wiki-and-code"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LEDGER_AWAY = LedgerStats(
+    backend="redis://host:6379/0",
+    available=False,
+    error="connection refused",
+    last_commit_index=0,
+    last_commit_age_s=99,
+)
+
+
+def content(name: str) -> str:
+    return files("tokenloom_server.api.page").joinpath(name).read_text(encoding="utf-8")
+
+
+# The files
+
+
+class Markup(HTMLParser):
+    """What the content security policy would refuse, and what the page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inline: list[str] = []
+        self.urls: list[str] = []
+        self.templates: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if (tag == "script" and "src" not in given) or tag == "style":
+            self.inline.append(tag)
+        self.inline += [name for name in given if name == "style" or name.startswith("on")]
+        self.urls += [value or "" for name, value in attributes if name in ("src", "href", "action")]
+        if tag == "template":
+            self.templates.add(given["id"] or "")
+
+
+def test_the_page_has_nothing_inline_and_points_to_this_server_only() -> None:
+    markup = Markup()
+    markup.feed(content("index.html"))
+    assert not markup.inline
+    served = {url.lstrip("/") for url in FILES} | {"v1/runs", "openapi.json", "metrics", "readyz"}
+    assert set(markup.urls) <= served, "relative URLs of this server, so that it also works behind a path prefix"
+    for name in ("page.js", "page.css"):
+        assert "://" not in re.sub(r"grpcs?://", "", content(name))
+
+
+def test_the_script_writes_texts_only_as_text() -> None:
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(", content("page.js")
+    )
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_are_readable_in_both_colour_schemes(scheme: str) -> None:
+    light, dark, *_ = re.findall(r":root \{(.*?)\}", content("page.css"), re.DOTALL)
+    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", light))
+    if scheme == "dark":
+        colours |= dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", dark))
+    pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("ground", "card", "track")]
+    pairs += [("warn", "warn-ground"), ("bad", "bad-ground"), ("warn", "card")]
+    for text, ground in pairs:
+        assert contrast(colours[text], colours[ground]) >= 4.5, f"{text} on {ground}"
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: install chromium to run the tests of the page")
+    with sync_playwright() as playwright:
+        # --no-sandbox: as root, in a container, Chromium has none; it only visits this test's own server.
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[MemoryService, RestServer]]:
+    service = MemoryService()
+    server = RestServer("127.0.0.1", 0)
+    server.start(service, grpc_address="127.0.0.1:50051")
+    yield service, server
+    server.stop(timeout=2)
+
+
+@pytest.fixture
+def service(shared: tuple[MemoryService, RestServer]) -> MemoryService:
+    """Fresh content in the service behind the one server of this module."""
+    shared[0].__init__()  # type: ignore[misc]
+    shared[0].put(run_stats(RUN))
+    return shared[0]
+
+
+@pytest.fixture
+def server(shared: tuple[MemoryService, RestServer], service: MemoryService) -> RestServer:
+    return shared[1]
+
+
+@pytest.fixture
+def page(browser: Browser, server: RestServer) -> Iterator[Page]:
+    """The page, open, with every fault of its script or its policy an error of the test."""
+    faults: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(10_000)
+    opened = context.new_page()
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+    opened.goto(f"http://{server.address}/")
+    yield opened
+    context.close()
+    assert not [fault for fault in faults if "net::ERR" not in fault and "status of 503" not in fault]
+
+
+def cell(page: Page, alias: str, label: str) -> str:
+    row = page.locator("table.mix tbody tr", has=page.get_by_role("rowheader", name=alias))
+    return row.locator(f'[data-label="{label}"]').inner_text().replace("\u00a0", " ")
+
+
+@pytest.mark.browser
+def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    assert cell(page, "prose", "So far") == "50.0 %"
+    assert cell(page, "code", "Tokens") == "1.05 M"
+    bar = page.locator("table.mix tbody tr").first.locator('[data-slot="actual"]')
+    assert bar.evaluate("bar => bar.style.width") == "100%"  # of a scale that ends at the greatest share
+    sources = [
+        source_stats(0, alias="code", actual_share=0.75, tokens=12_345_678_901, epochs=None, remaining_samples=None),
+        source_stats(1, alias="prose", actual_share=0.25, exhausted=True, dropped_tokens=311),
+    ]
+    service.put(run_stats(RUN, sample_index=1_234_567, produced_index=1_234_600, sources=sources))
+    expect(page.get_by_text("1,234,567", exact=True)).to_be_visible()
+    assert cell(page, "code", "So far") == "75.0 %"
+    assert cell(page, "code", "Tokens") == "12.3 B"
+    assert page.get_by_title("12,345,678,901").count() == 1
+    assert cell(page, "code", "Epochs") == "0.42 of ∞"
+    assert cell(page, "code", "Samples left") == "–"
+    assert cell(page, "prose", "Samples left") == "0"
+    expect(page.get_by_text("exhausted", exact=True)).to_have_attribute("title", "311 tokens filled no sample")
+
+
+@pytest.mark.browser
+def test_rows_that_gave_no_tokens_are_shown(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_text("bad rows")).to_have_count(0)
+    service.put(run_stats(RUN, sources=[source_stats(0, bad_rows=1234, filtered_rows=5)]))
+    expect(page.get_by_text("1,234 bad rows", exact=True)).to_be_visible()
+    title = "1,311; 1,234 did not decode; 5 did not pass the filter"
+    assert page.get_by_title(title).inner_text() == "1,311"
+
+
+@pytest.mark.browser
+def test_the_revision_in_force_and_the_next_one_are_shown(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_text("Revision 1 in force; revision 2 from sample 8,192 on, in about 26 s")).to_be_visible()
+    sources = [source_stats(0, excluded_rows=1200)]
+    service.put(run_stats(RUN, revision=0, next_revision=None, sources=sources))
+    expect(page.get_by_text("in force")).to_have_count(0)
+    assert page.get_by_title("1,311; 1,200 of each epoch are left out").inner_text() == "1,311"
+
+
+@pytest.mark.browser
+def test_padding_and_documents_that_were_cut_are_told(page: Page, service: MemoryService) -> None:
+    packed = {"padding_tokens": 12, "cut_documents": 7, "lost_tokens": 1234, "fill_rate": 0.994, "cut_rate": 0.012}
+    service.put(run_stats(RUN, sources=[source_stats(0, **packed)]))
+    title = "1,048,576; 99.4\u00a0% filled, 1.20\u00a0% of the rows cut (1,234 tokens lost)"
+    assert page.get_by_title(title).inner_text() == "1.05\u00a0M"
+
+
+@pytest.mark.browser
+def test_losses_stand_beside_the_shares_with_a_curve_for_each_source(page: Page, service: MemoryService) -> None:
+    heading = page.get_by_role("columnheader", name="Loss")
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    expect(heading).to_be_hidden()
+    expect(page.get_by_text("Losses of step")).to_be_hidden()
+    sources = [source_stats(0, alias="code", loss=2.34567, last_loss=2.5), source_stats(1, alias="prose")]
+    service.curves[RUN] = run_losses(RUN, code=[4.0, 2.0, None, 3.0])
+    service.put(run_stats(RUN, sources=sources, reported=report_stats(step=512)))
+    expect(heading).to_be_visible()
+    assert cell(page, "code", "Loss") == "2.346"
+    assert cell(page, "prose", "Loss") == "–"
+    expect(page.get_by_title("smoothed; 2.500 in the last report")).to_be_visible()
+    note = page.get_by_text("Losses of step 512, sample 4,096, 1.5 s ago; 3.250 over all; learning rate 6.00e-4")
+    expect(note).to_be_visible()
+    expect(note).to_have_attribute("title", re.compile("since it took the run up, 15 Jan 2027"))
+    # From left to right by sample index, the greatest at the top; where nothing was measured the line goes on.
+    code, prose = page.locator("table.mix tbody polyline").all()
+    expect(code).to_have_attribute("points", "0.0,2.0 24.0,20.0 72.0,11.0")
+    expect(prose).to_have_attribute("points", "")
+    for width in (360, 760, 1080, 1100, 1280):
+        page.set_viewport_size({"width": width, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        card = page.locator('[data-slot="mix"]').bounding_box()
+        row = page.locator("table.mix tbody tr").first.bounding_box()
+        assert card is not None
+        assert row is not None
+        assert row["x"] + row["width"] <= card["x"] + card["width"], width
+    # More of the curve is shown as it comes; a server that was restarted knows nothing of it.
+    service.curves[RUN] = run_losses(RUN, code=[4.0, 2.0])
+    service.put(run_stats(RUN, sources=sources, reported=report_stats(sample_index=5000)))
+    expect(code).to_have_attribute("points", "0.0,2.0 72.0,20.0")
+    service.put(run_stats(RUN))
+    expect(heading).to_be_hidden()
+    expect(page.get_by_text("Losses of step")).to_be_hidden()
+
+
+@pytest.mark.browser
+def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
+    page: Page, service: MemoryService, server: RestServer
+) -> None:
+    expect(page.get_by_text("None is saved in the ledger yet.")).to_be_visible()
+    page.get_by_role("button", name="Take a snapshot").press("Enter")
+    expect(page.get_by_text("Saved at sample 4,096.")).to_be_visible()
+    link = page.get_by_role("link", name="s0-4096")
+    expect(link).to_be_visible()
+    expect(page.get_by_role("button", name="Take a snapshot")).to_be_focused()
+    url = link.evaluate("link => link.href")
+    assert httpx.get(url, trust_env=False).text == service.saved[RUN]["s0-4096"]
+
+
+@pytest.mark.browser
+def test_the_plan_of_a_run_is_one_click_away(page: Page) -> None:
+    page.get_by_role("link", name="Plan").click()
+    page.wait_for_url(f"**/v1/runs/{RUN}/plan.svg")
+    expect(page.get_by_text(f"run {RUN}: ends at 10.2M tokens")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_a_script_in_an_alias_is_shown_as_text(page: Page, service: MemoryService) -> None:
+    evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+    source = source_stats(0, alias=evil, spec=f"txt:{evil}:text")
+    service.put(run_stats(RUN, sources=[source], error=evil, ranks=[rank_stats(0)], tokenizer=evil))
+    shown = page.locator(".alias", has_text="onerror")
+    expect(shown).to_have_text(evil)
+    assert page.locator("main img, main script").count() == 0
+    assert page.title() == "Tokenloom"
+
+
+@pytest.mark.browser
+def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(page: Page) -> None:
+    service = MemoryService()
+    service.put(run_stats(RUN))
+    server = RestServer("127.0.0.1", 0)
+    server.start(service)
+    host, _, port = server.address.rpartition(":")
+    page.goto(f"http://{server.address}/")
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+    server.stop(timeout=2)
+    expect(page.get_by_role("alert").filter(has_text="The server does not answer.")).to_be_visible()
+    expect(page.get_by_text("Next try in")).to_be_visible()
+    expect(page.locator("article.run.stale")).to_be_visible()
+    service.put(run_stats(RUN, generation=77))
+    again = RestServer(host, int(port))
+    again.start(service)
+    try:
+        page.get_by_role("button", name="Try now").click()
+        expect(page.get_by_text("77", exact=True)).to_be_visible()
+        expect(page.get_by_role("alert").filter(has_text="The server does not answer.")).to_be_hidden()
+    finally:
+        page.goto("about:blank")
+        again.stop(timeout=2)
+
+
+@pytest.mark.browser
+def test_figures_that_cannot_be_read_are_marked_as_old_with_the_reason(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    service.fault = LedgerUnavailable("redis://host:6379 refused the connection")
+    expect(page.get_by_text("These figures cannot be read now: redis://host:6379 refused")).to_be_visible()
+    expect(page.locator("article.run.stale")).to_be_visible()
+    service.fault = None
+    expect(page.get_by_text("These figures cannot be read now")).to_be_hidden()
+    expect(page.locator("article.run.stale")).to_be_hidden()
+
+
+@pytest.mark.browser
+def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: MemoryService) -> None:
+    missing = [rank_stats(0), rank_stats(1, connected=False, lag=16)]
+    service.put(run_stats("ledger-away", ledger=LEDGER_AWAY))
+    service.put(run_stats("stopped", error="source 'code' changed: restore the file"))
+    service.put(run_stats("ended", ended="every source is exhausted"))
+    service.put(run_stats("rank-missing", ranks=missing, waiting_for="rank 1"))
+
+    def run(name: str) -> Locator:
+        return page.locator("article.run", has=page.get_by_role("heading", name=name))
+
+    expect(run("ledger-away").get_by_text("The ledger is away: connection refused")).to_be_visible()
+    expect(run("ledger-away").get_by_text("99 s ago")).to_be_visible()
+    expect(run("stopped").get_by_role("alert")).to_have_text(
+        "The run has stopped: source 'code' changed: restore the file"
+    )
+    expect(run("ended").get_by_text("The data has ended: every source is exhausted")).to_be_visible()
+    expect(run("rank-missing").get_by_text("1 of 2 ranks connected")).to_be_visible()
+    expect(run("rank-missing").get_by_text("production waits for rank 1")).to_be_visible()
+    expect(run(RUN).get_by_text("Running")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_of_ten_thousand_ranks_those_furthest_behind_are_shown(page: Page, service: MemoryService) -> None:
+    ranks = [rank_stats(rank, lag=rank % 97) for rank in range(10_000)]
+    service.put(run_stats(RUN, world_size=10_000, ranks=ranks))
+    expect(page.get_by_text("The 16 furthest behind, of 10,000")).to_be_visible()
+    assert page.locator("table.ranks tbody tr").count() == 16
+    assert page.locator("table.ranks tbody tr").first.inner_text().split()[0] == "96"
+
+
+@pytest.mark.browser
+def test_a_newcomer_gets_three_lines_with_the_address(page: Page, service: MemoryService) -> None:
+    service.put(
+        run_stats(
+            RUN, generation=0, world_size=0, batch_size=0, sample_index=0, produced_index=0, total_tokens=0, ranks=[]
+        )
+    )
+    lines = page.get_by_text(f'RemoteDataset("grpc://127.0.0.1:50051/{RUN}", batch_size=4)')
+    expect(lines).to_be_visible()
+    assert len(lines.inner_text().splitlines()) == 3
+    service.runs.clear()
+    expect(page.get_by_role("heading", name="No run is served yet")).to_be_visible()
+    expect(page.get_by_text('RemoteDataset("grpc://127.0.0.1:50051/RUN", batch_size=4)')).to_be_visible()
+
+
+CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
+
+
+@pytest.fixture
+def guarded(browser: Browser) -> Iterator[tuple[Page, MemoryService]]:
+    """The page of a server that wants a token, as somebody opens it for the first time."""
+    service = MemoryService()
+    service.put(run_stats(RUN))
+    server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
+    server.start(service)
+    faults: list[str] = []
+    context = browser.new_context()
+    context.set_default_timeout(10_000)
+    opened = context.new_page()
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+    opened.goto(server.url)
+    yield opened, service
+    context.close()
+    server.stop(timeout=2)
+    assert not [fault for fault in faults if "status of 401" not in fault and "status of 403" not in fault]
+
+
+def enter(page: Page, token: str) -> None:
+    page.get_by_label("Token").fill(token)
+    page.get_by_label("Token").press("Enter")
+
+
+@pytest.mark.browser
+def test_where_a_token_is_wanted_the_page_asks_for_it_and_keeps_it_in_the_tab(
+    guarded: tuple[Page, MemoryService], browser: Browser
+) -> None:
+    page, _ = guarded
+    url = page.url
+    expect(page.get_by_role("heading", name="This server wants a token")).to_be_visible()
+    expect(page.get_by_label("Token")).to_be_focused()
+    expect(page.get_by_role("heading", name=RUN)).to_have_count(0)
+    enter(page, "another-token-0123456789")
+    expect(page.get_by_text("The server does not know this token.")).to_be_visible()
+    enter(page, READ)
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    expect(page.get_by_label("Token")).to_be_hidden()
+
+    page.reload()
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+    assert page.url == url
+    assert not page.context.cookies()
+    stores = page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]")
+    assert stores == [[READ], []]
+    assert READ not in page.content()
+    second = page.context.new_page()
+    second.goto(url)
+    expect(second.get_by_label("Token")).to_be_visible()
+    second.close()
+
+    page.get_by_role("button", name="Forget the token").click()
+    expect(page.get_by_label("Token")).to_be_visible()
+    expect(page.get_by_role("heading", name=RUN)).to_be_hidden()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+@pytest.mark.browser
+def test_the_token_decides_what_the_page_can_do(guarded: tuple[Page, MemoryService]) -> None:
+    page, service = guarded
+    enter(page, READ)
+    page.get_by_role("button", name="Take a snapshot").click()
+    expect(page.get_by_text("No snapshot was taken: the token is for reading")).to_be_visible()
+    assert not service.saved
+    page.get_by_role("button", name="Forget the token").click()
+    enter(page, CONTROL)
+    page.get_by_role("button", name="Take a snapshot").click()
+    expect(page.get_by_text("Saved at sample 4,096.")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_links_bring_the_token_and_give_the_exact_bytes(guarded: tuple[Page, MemoryService]) -> None:
+    page, service = guarded
+    service.snapshot(RUN, 4096, True)
+    enter(page, READ)
+    for link, content in (
+        ("s0-4096", service.saved[RUN]["s0-4096"].encode()),
+        ("Plan", b"<?xml"),
+        ("Prometheus metrics", b"# HELP"),
+        ("OpenAPI", b'{"openapi"'),
+    ):
+        with page.expect_download() as download:
+            page.get_by_role("link", name=link).click()
+        assert download.value.path().read_bytes().startswith(content)
+        assert READ not in download.value.url
+
+
+@pytest.mark.browser
+def test_at_every_width_nothing_is_cut_and_the_mix_stays_a_table(page: Page) -> None:
+    table = page.get_by_role("table").first
+    expect(table.get_by_role("row").nth(1)).to_be_visible()
+    for width in (360, 520, 760, 900, 1080, 1100, 1600):
+        page.set_viewport_size({"width": width, "height": 740})
+        assert table.get_by_role("rowheader").count() == 2
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        card = page.locator('[data-slot="mix"]').bounding_box()
+        row = page.locator("table.mix tbody tr").first.bounding_box()
+        assert card is not None
+        assert row is not None
+        assert row["x"] + row["width"] <= card["x"] + card["width"], width

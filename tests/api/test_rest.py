@@ -1,0 +1,751 @@
+"""REST over a real uvicorn on loopback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.memory_service import MemoryService, run_plan, run_stats
+from tokenloom_proto.seal import unseal
+from tokenloom_server import errors
+from tokenloom_server.api.page import FILES
+from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
+from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
+from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.server import RestServer
+
+RUN = "wiki-and-code"
+JSON = {"content-type": "application/json"}
+
+
+def serve_rest(service: MemoryService, host: str = "127.0.0.1", port: int = 0) -> RestServer:
+    server = RestServer(host, port)
+    server.start(service)
+    return server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[MemoryService, RestServer]]:
+    service = MemoryService()
+    server = RestServer("127.0.0.1", 0)
+    server.start(service, grpc_address="127.0.0.1:50051", allowed_hosts=["loom.example"])
+    yield service, server
+    assert server.stop()
+
+
+@pytest.fixture
+def service(shared: tuple[MemoryService, RestServer]) -> MemoryService:
+    """Fresh content in the service behind the one server of this module."""
+    shared[0].__init__()  # type: ignore[misc]
+    shared[0].put(run_stats(RUN))
+    return shared[0]
+
+
+@pytest.fixture
+def http(shared: tuple[MemoryService, RestServer], service: MemoryService) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{shared[1].address}", timeout=10, trust_env=False) as client:
+        yield client
+
+
+def problem(answer: httpx.Response, status: int, error: str) -> str:
+    """Checks an error's shape and gives its message."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error", "message"}
+    assert body["error"] == error
+    assert body["message"]
+    assert "Traceback" not in answer.text
+    assert "File " not in answer.text
+    return str(body["message"])
+
+
+def raw(server: RestServer, *parts: bytes, read_timeout_s: float = 5) -> bytes:
+    """Sends bytes as they are and returns everything that came back."""
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=read_timeout_s) as connection:
+        for part in parts:
+            connection.sendall(part)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+            head, found, body = answer.partition(b"\r\n\r\n")
+            if found and b"content-length: " in head:
+                length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                if len(body) >= length:
+                    break
+        return answer
+
+
+# Runs and snapshots
+
+
+def test_runs_are_listed_with_what_a_newcomer_needs_to_connect(http: httpx.Client) -> None:
+    assert http.get("/v1/runs").json() == {
+        "runs": [RUN],
+        "version": version("tokenloom"),
+        "grpc_address": "127.0.0.1:50051",
+    }
+
+
+def test_stats_are_the_services_figures(http: httpx.Client, service: MemoryService) -> None:
+    answer = http.get(f"/v1/runs/{RUN}/stats")
+    assert answer.status_code == 200
+    assert answer.json() == service.runs[RUN].model_dump(mode="json")
+
+
+def test_a_plan_goes_to_the_end_or_as_far_as_it_is_asked_to(http: httpx.Client) -> None:
+    whole = http.get(f"/v1/runs/{RUN}/plan")
+    assert whole.status_code == 200
+    assert whole.json() == run_plan(RUN).model_dump(mode="json")
+    for text, tokens in (("10B", 10**10), ("1.5t", 15 * 10**11), ("2_500_000", 2_500_000)):
+        assert http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}).json()["until_tokens"] == tokens
+    for text, part in (("ten", "such as 500M"), ("0", "from 1"), ("1", "the run has 2097152 already")):
+        refused = problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}), 422, "ConfigError")
+        assert "tokens: " in refused
+        assert part in refused
+    problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": "1" * 33}), 422, "InvalidRequest")
+    problem(http.get("/v1/runs/other/plan"), 404, "NotFound")
+
+
+def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    service.gate = threading.Event()
+    answers: list[int] = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.get(http.base_url.join(f"/v1/runs/{RUN}/plan"), trust_env=False, timeout=30).status_code
+            )
+        )
+        for _ in range(MAX_PLANS)
+    ]
+    try:
+        for thread in asking:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while service.calls < MAX_PLANS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for route in ("plan", "plan.svg"):
+            assert "ask again" in problem(http.get(f"/v1/runs/{RUN}/{route}"), 409, "LimitExceeded")
+        assert http.get("/v1/runs").status_code == 200
+    finally:
+        service.gate.set()
+        for thread in asking:
+            thread.join()
+    assert answers == [200] * MAX_PLANS
+    assert http.get(f"/v1/runs/{RUN}/plan").status_code == 200
+
+
+def test_a_plan_is_a_picture_too(http: httpx.Client) -> None:
+    answer = http.get(f"/v1/runs/{RUN}/plan.svg", params={"tokens": "10B"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "image/svg+xml"
+    assert "up to 10.0B tokens" in answer.text
+    # Its colours are styles within it, which pages are not allowed; scripts are not, either.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    assert answer.headers.get_list("content-security-policy") == [policy]
+    problem(http.get("/v1/runs/other/plan.svg"), 404, "NotFound")
+
+
+def test_a_receipt_is_of_the_index_that_is_asked_for_or_of_the_committed_one(http: httpx.Client) -> None:
+    assert http.get(f"/v1/runs/{RUN}/receipt").json()["sample_index"] == 4096
+    assert http.get(f"/v1/runs/{RUN}/receipt?sample_index=12").json()["digest"] == f"{12:032x}"
+    for index, status in ((4097, 416), (-1, 422), (2**53, 422), ("NaN", 422), ("1.5", 422), ("", 422)):
+        answer = http.get(f"/v1/runs/{RUN}/receipt?sample_index={index}")
+        problem(answer, status, {416: "BeyondHorizon", 422: "InvalidRequest"}[status])
+    assert http.get("/v1/runs/other/receipt").status_code == 404
+
+
+def test_a_report_is_the_services(http: httpx.Client, service: MemoryService) -> None:
+    assert http.get(f"/v1/runs/{RUN}/report").json() == service.report(RUN).model_dump()
+
+
+def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Client, service: MemoryService) -> None:
+    saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 4100})
+    assert saved.status_code == 201
+    assert saved.json() == {
+        "id": "s0-4100",
+        "sample_index": 4100,
+        "digest": f"{4100:032x}",
+        "total_tokens": 4100 * 512,
+    }
+    listed = http.get(f"/v1/runs/{RUN}/snapshots").json()
+    assert [(entry["id"], entry["sample_index"]) for entry in listed] == [("s0-4100", 4100)]
+    text = http.get(f"/v1/runs/{RUN}/snapshots/s0-4100")
+    assert text.headers["content-type"] == "application/json"
+    assert text.content == service.saved[RUN]["s0-4100"].encode()
+    assert unseal(text.content)["sample_index"] == 4100
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"null", b'{"sample_index": null}'])
+def test_a_snapshot_without_an_index_is_at_the_committed_one(http: httpx.Client, body: bytes) -> None:
+    answer = http.post(f"/v1/runs/{RUN}/snapshots", content=body, headers=JSON)
+    assert (answer.status_code, answer.json()["sample_index"]) == (201, 4096)
+
+
+def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: MemoryService) -> None:
+    saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 12}).json()
+    for body in (
+        {"snapshot_id": saved["id"]},
+        {"sample_index": 12, "snapshot": None},
+        {"snapshot": service.saved[RUN][saved["id"]]},
+    ):
+        service.restored.clear()
+        answer = http.post(f"/v1/runs/{RUN}/restore", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {
+            "sample_index": 12, "digest": f"{12:032x}", "skipped_samples": 0, "start_index": 12
+        }  # fmt: skip
+        assert service.restored[RUN].sample_index == 12
+    for skip, skipped in (({"skip_samples": 5}, 5), ({"skip_tokens": 1025}, 3)):
+        answer = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12} | skip)
+        assert (answer.json()["skipped_samples"], answer.json()["start_index"]) == (skipped, 12 + skipped)
+    both = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12, "skip_samples": 1, "skip_tokens": 1})
+    assert "at most one of skip_samples and skip_tokens" in problem(both, 422, "InvalidRequest")
+
+
+def test_a_trace_passes_what_is_asked_for_and_answers_what_the_service_says(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    answer = http.get(f"/v1/runs/{RUN}/samples/4100?generation=3&text=true")
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == service.trace_sample(RUN, 4100, generation=3, text=True).model_dump(mode="json")
+    assert (answer.json()["status"], answer.json()["documents"][0]["row"]) == ("produced", 4100)
+    plain = http.get(f"/v1/runs/{RUN}/samples/4100").json()
+    assert (plain["ids"], plain["documents"][0]["text"]) == (None, None)
+    step = http.get(f"/v1/runs/{RUN}/steps/7?rank=1")
+    assert step.json() == service.trace_step(RUN, 7, rank=1).model_dump(mode="json")
+    assert len(http.get(f"/v1/runs/{RUN}/steps/7").json()["ranks"]) == 2
+    assert "4160 are produced" in problem(http.get(f"/v1/runs/{RUN}/samples/4160"), 416, "BeyondHorizon")
+    problem(http.get(f"/v1/runs/{RUN}/samples/1?generation=4"), 404, "NotFound")
+    problem(http.get(f"/v1/runs/{RUN}/steps/1?rank=2"), 422, "ConfigError")
+    for path in ("samples/-1", "samples/x", "steps/1?rank=-1", "steps/1?text=perhaps", "samples/1?generation=9e99"):
+        problem(http.get(f"/v1/runs/{RUN}/{path}"), 422, "InvalidRequest")
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [
+        ({}, "none was given"),
+        ({"snapshot_id": "a", "sample_index": 1}, "sample_index and snapshot_id was given"),
+        ({"snapshot_id": None, "sample_index": None}, "none was given"),
+    ],
+)
+def test_a_restore_with_other_than_one_of_the_three_is_refused(
+    http: httpx.Client, service: MemoryService, body: dict[str, Any], given: str
+) -> None:
+    message = problem(http.post(f"/v1/runs/{RUN}/restore", json=body), 422, "InvalidRequest")
+    assert "exactly one of snapshot_id, sample_index and snapshot" in message
+    assert given in message
+    assert not service.restored
+
+
+# Errors
+
+
+def all_errors(root: type[errors.TokenloomError]) -> list[type[errors.TokenloomError]]:
+    return [root, *(found for child in root.__subclasses__() for found in all_errors(child))]
+
+
+@pytest.mark.parametrize("error", all_errors(errors.TokenloomError), ids=lambda error: error.__name__)
+def test_every_error_leaves_with_its_status_and_name(
+    http: httpx.Client, service: MemoryService, error: type[errors.TokenloomError]
+) -> None:
+    service.fault = error("what was found, and what to do")
+    answer = http.get(f"/v1/runs/{RUN}/stats")
+    assert problem(answer, error.http_status, error.__name__) == "what was found, and what to do"
+
+
+def test_a_fault_of_our_own_says_nothing_but_is_logged(
+    http: httpx.Client, service: MemoryService, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.fault = ZeroDivisionError("a secret of the server")
+    answer = http.get(f"/v1/runs/{RUN}/stats")
+    assert "secret" not in problem(answer, 500, "InternalError")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    deadline = time.monotonic() + 5
+    while "a secret of the server" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "a secret of the server" in caplog.text
+
+
+def test_what_does_not_exist_is_404_in_the_same_shape(http: httpx.Client) -> None:
+    assert RUN in problem(http.get("/v1/runs/other/stats"), 404, "NotFound")
+    problem(http.get(f"/v1/runs/{RUN}/snapshots/absent"), 404, "NotFound")
+    for path in ("/v1/run", "/v1/runs/", "/docs", "/redoc", "/page/", "/page/../rest_api.py", "/page/%2e%2e/errors.py"):
+        assert "/openapi.json" in problem(http.get(path), 404, "NotFound")
+
+
+def test_another_method_is_405_and_names_the_right_one(http: httpx.Client) -> None:
+    assert "GET" in problem(http.delete(f"/v1/runs/{RUN}/stats", headers=JSON), 405, "MethodNotAllowed")
+    assert "POST" in problem(http.get(f"/v1/runs/{RUN}/restore"), 405, "MethodNotAllowed")
+
+
+@pytest.mark.parametrize(
+    "value", ['"5"', "5.0", "true", "-1", "9007199254740992", "1e3", "[]", "{}", "1.5", "9" * 4000, "-0.0"]
+)
+def test_a_sample_index_is_a_whole_number_in_range_and_nothing_else(http: httpx.Client, value: str) -> None:
+    for path in ("snapshots", "restore"):
+        answer = http.post(f"/v1/runs/{RUN}/{path}", content=f'{{"sample_index": {value}}}', headers=JSON)
+        message = problem(answer, 422, "InvalidRequest")
+        assert message.startswith("body.sample_index: found ")
+        assert "; expected " in message
+
+
+def test_the_greatest_sample_index_reaches_the_service(http: httpx.Client) -> None:
+    answer = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 2**53 - 1})
+    assert "beyond the horizon" in problem(answer, 416, "BeyondHorizon")
+
+
+def test_an_unknown_field_is_named(http: httpx.Client) -> None:
+    answer = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_idx": 1})
+    assert problem(answer, 422, "InvalidRequest").startswith("body.sample_idx: found a field that is not known")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"sample_index": NaN}',
+        b'{"sample_index": Infinity}',
+        b'{"sample_index": -Infinity}',
+        b'{"sample_index": 1e999}',
+        b'{"sample_index": 1, "sample_index": 2}',
+        b'{"sample_index": ' + b"9" * 5000 + b"}",
+        b'{"sample_index": 1',
+        b"\xff\xfe\xfd",
+        b"\x00",
+        b"[" * 100_000,
+        b"sample_index=1",
+        b" ",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_what_is_not_strict_json_is_refused(http: httpx.Client, service: MemoryService, body: bytes) -> None:
+    for path in ("snapshots", "restore"):
+        answer = http.post(f"/v1/runs/{RUN}/{path}", content=body, headers=JSON)
+        assert problem(answer, 422, "InvalidRequest").startswith("body: not the JSON that is expected")
+    assert service.calls == 0
+
+
+# Poison, generated from the list of routes: a new one cannot be forgotten.
+
+POISON_TEXTS = [
+    "..",
+    "%2e%2e%2f%2e%2e",
+    "%00",
+    "a%0d%0aX-Injected:1",
+    "%ff",
+    "x" * 5000,
+    "NaN",
+    "%F0%9F%92%A3",
+    "'--",
+    "-",
+]
+POISON_VALUES = [
+    None,
+    True,
+    -1,
+    2**53,
+    10**400,
+    1.5,
+    "",
+    "5",
+    "\x00",
+    "\ud800",
+    "x" * 300_000,
+    [],
+    [[]],
+    {},
+    {"$ref": "#"},
+    "{}",
+    '{"sample_index":NaN}',
+]
+
+
+def operations(http: httpx.Client) -> list[tuple[str, str, dict[str, Any]]]:
+    paths = http.get("/openapi.json").json()["paths"]
+    return [(path, method, operation) for path, methods in paths.items() for method, operation in methods.items()]
+
+
+def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None, set[int]]]:
+    """(method, URL, body, statuses that the route documents): poison in each path parameter and body field."""
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    good = {"run": RUN, "snapshot_id": "s0", "index": "1", "step": "1", "number": "1"}
+    for path, method, operation in operations(http):
+        documented = {int(status) for status in operation["responses"]}
+        body = b"{}" if method in ("post", "patch", "delete") else None
+        for parameter in operation.get("parameters", []):
+            name = parameter["name"]
+            assert parameter["in"] in ("path", "query"), "poison for parameters of this kind is missing here"
+            for text in POISON_TEXTS:
+                if parameter["in"] == "query":
+                    yield method, f"{path.format(**good)}?{name}={text}", body, documented
+                    continue
+                yield method, path.replace(f"{{{name}}}", text).format(**good), body, documented
+        if "requestBody" in operation:
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            models = [option["$ref"] for option in (schema, *schema.get("anyOf", [])) if "$ref" in option]
+            fields = [name for model in models for name in schemas[model.rpartition("/")[2]]["properties"]]
+            assert fields
+            for value in POISON_VALUES:
+                for content in (value, *({name: value} for name in fields)):
+                    yield method, path.format(**good), json.dumps(content).encode(), documented
+
+
+def test_poison_is_refused_on_every_route(http: httpx.Client, service: MemoryService) -> None:
+    tried = 0
+    for method, url, body, documented in poison_requests(http):
+        answer = http.request(method, url, content=body, headers=JSON if body is not None else None)
+        request = (method, url[:80], (body or b"")[:80], answer.text)
+        # A path with dots may be another route's, without this method.
+        assert answer.status_code in documented | {404, 405}, request
+        assert answer.status_code < 500, request
+        assert "x-injected" not in answer.headers
+        if answer.status_code >= 400:
+            problem(answer, answer.status_code, answer.json()["error"])
+        tried += 1
+    assert tried > 100
+    assert set(service.restored) <= {RUN}
+
+
+def test_every_post_route_refuses_what_the_guard_refuses(http: httpx.Client, service: MemoryService) -> None:
+    writes = [(method, path.format(run=RUN, number=1)) for path, method, _ in operations(http) if method != "get"]
+    assert len(writes) == 5
+    for each in writes:
+        plain = {"content-type": "text/plain"}
+        problem(http.request(*each), 415, "ContentTypeRequired")
+        problem(http.request(*each, data={"sample_index": "1"}), 415, "ContentTypeRequired")
+        problem(http.request(*each, content="{}", headers=plain), 415, "ContentTypeRequired")
+        problem(http.request(*each, content=b"[" + b" " * MAX_BODY_BYTES, headers=JSON), 413, "BodyTooLarge")
+        problem(http.request(*each, json={}, headers={"origin": "http://evil.example"}), 403, "OriginRefused")
+        problem(http.request(*each, json={}, headers={"host": "evil.example:80"}), 421, "HostRefused")
+    assert service.calls == 0
+
+
+def test_the_content_type_error_says_that_it_is_needed_without_a_body_too(http: httpx.Client) -> None:
+    message = problem(http.post(f"/v1/runs/{RUN}/snapshots"), 415, "ContentTypeRequired")
+    assert "also where it has no body" in message
+    assert "application/json" in message
+
+
+# Size
+
+
+def test_a_body_of_exactly_the_limit_is_read_and_one_byte_more_is_not(http: httpx.Client) -> None:
+    fits = b'{"sample_index": 1}'.ljust(MAX_BODY_BYTES)
+    assert http.post(f"/v1/runs/{RUN}/snapshots", content=fits, headers=JSON).status_code == 201
+    problem(http.post(f"/v1/runs/{RUN}/snapshots", content=fits + b" ", headers=JSON), 413, "BodyTooLarge")
+
+
+def test_a_chunked_body_over_the_limit_is_refused(http: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(48):
+            yield b" " * 2**20
+
+    problem(http.post(f"/v1/runs/{RUN}/snapshots", content=chunks(), headers=JSON), 413, "BodyTooLarge")
+
+
+def test_a_large_content_length_is_refused_before_the_body_arrives(shared: tuple[Any, RestServer]) -> None:
+    head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    began = time.monotonic()
+    answer = raw(shared[1], head.encode() + b"Content-Length: 48000000\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"Content-Length is 48000000" in answer
+    assert time.monotonic() - began < 1
+
+
+def test_a_sender_of_48_megabytes_reads_the_answer_not_a_reset(http: httpx.Client) -> None:
+    body = b" " * 48_000_000
+    problem(http.post(f"/v1/runs/{RUN}/restore", content=body, headers=JSON), 413, "BodyTooLarge")
+    assert http.get("/healthz").status_code == 200
+
+
+def test_a_body_that_never_ends_is_given_up(shared: tuple[Any, RestServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.guard.BODY_TIMEOUT_S", 0.1)
+    head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = raw(shared[1], head.encode() + b"Content-Length: 10\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+# Who asks
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:8080", "[::1]:8080", "10.1.2.3", "server:8080", "a.localhost", "LOOM.example:1"]
+)
+def test_names_that_no_stranger_can_own_are_answered(http: httpx.Client, host: str) -> None:
+    assert http.get("/v1/runs", headers={"host": host}).status_code == 200
+    same = {"host": host, "origin": f"http://{host}"}
+    assert http.post(f"/v1/runs/{RUN}/snapshots", json={}, headers=same).status_code == 201
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "evil@x.y", "[::1", "x.y:z"]
+)
+def test_a_rebound_dns_name_is_refused_for_reading_too(http: httpx.Client, host: str) -> None:
+    for path in ("/", "/v1/runs", "/metrics", "/openapi.json"):
+        message = problem(http.get(path, headers={"host": host}), 421, "HostRefused")
+        assert "localhost" in message
+    rebound = {"host": host, "origin": f"http://{host}"}
+    assert http.post(f"/v1/runs/{RUN}/snapshots", json={}, headers=rebound).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "origin", ["null", "http://127.0.0.1", "http://evil.example", "https://localhost:1", "http://["]
+)
+def test_a_page_of_another_origin_is_refused(http: httpx.Client, service: MemoryService, origin: str) -> None:
+    problem(
+        http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 1}, headers={"origin": origin}), 403, "OriginRefused"
+    )
+    problem(http.get(f"/v1/runs/{RUN}/stats", headers={"origin": origin}), 403, "OriginRefused")
+    assert not service.restored
+
+
+def test_no_answer_lets_other_origins_read(http: httpx.Client) -> None:
+    answer = http.options(
+        "/v1/runs", headers={"origin": "http://evil.example", "access-control-request-method": "POST"}
+    )
+    assert answer.status_code == 403
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_every_answer_carries_the_security_headers(http: httpx.Client) -> None:
+    for path in ("/", "/page/page.js", "/v1/runs", "/healthz", "/metrics", "/nowhere"):
+        headers = http.get(path).headers
+        for name, value in SECURITY_HEADERS.items():
+            assert headers[name] == value
+        assert "server" not in headers
+
+
+# Health, metrics, OpenAPI, page
+
+
+def test_alive_and_ready_are_two_questions(http: httpx.Client, service: MemoryService) -> None:
+    assert http.get("/readyz").json() == {"status": "ready"}
+    service.reason = "the ledger at redis://host cannot be reached"
+    answer = http.get("/readyz")
+    assert problem(answer, 503, "NotReady") == service.reason
+    assert answer.headers["retry-after"]
+    assert http.get("/healthz").json() == {"status": "alive", "version": version("tokenloom")}
+
+
+def test_alive_is_answered_while_every_worker_waits(shared: tuple[Any, RestServer], service: MemoryService) -> None:
+    service.gate = threading.Event()
+    url = f"http://{shared[1].address}"
+    waiting = [
+        threading.Thread(
+            target=lambda: httpx.get(f"{url}/v1/runs/{RUN}/stats", trust_env=False, timeout=20), daemon=True
+        )
+        for _ in range(45)
+    ]
+    try:
+        for thread in waiting:
+            thread.start()
+        deadline = time.monotonic() + 10
+        while service.calls < 40 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert service.calls == 40, "the worker threads are not all taken"
+        assert httpx.get(f"{url}/healthz", timeout=5, trust_env=False).status_code == 200
+    finally:
+        service.gate.set()
+        for thread in waiting:
+            thread.join(10)
+
+
+def test_metrics_are_what_prometheus_reads(http: httpx.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert families["tokenloom_sample_index"].samples[0].value == 4096
+    open_metrics = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
+    assert open_metrics.text.endswith("# EOF\n")
+
+
+def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Client) -> None:
+    paths = {f"{method.upper()} {path}" for path, method, _ in operations(http)}
+    assert paths == {
+        "GET /v1/runs",
+        "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/losses",
+        "GET /v1/runs/{run}/plan",
+        "GET /v1/runs/{run}/plan.svg",
+        "GET /v1/runs/{run}/receipt",
+        "GET /v1/runs/{run}/report",
+        "POST /v1/runs/{run}/snapshots",
+        "GET /v1/runs/{run}/snapshots",
+        "GET /v1/runs/{run}/snapshots/{snapshot_id}",
+        "POST /v1/runs/{run}/restore",
+        "POST /v1/runs/{run}/fork",
+        "GET /v1/runs/{run}/samples/{index}",
+        "GET /v1/runs/{run}/steps/{step}",
+        "GET /v1/runs/{run}/mixture",
+        "PATCH /v1/runs/{run}/mixture",
+        "DELETE /v1/runs/{run}/mixture/revisions/{number}",
+        "GET /healthz",
+        "GET /readyz",
+        "GET /metrics",
+    }
+    for path, method, operation in operations(http):
+        assert operation["summary"], path
+        failures = {status: r for status, r in operation["responses"].items() if int(status) >= 400}
+        assert {"403", "421"} <= set(failures), path
+        for response in failures.values():
+            assert response["description"]
+            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+        if operation.get("parameters"):
+            assert {"404", "422", "503"} <= set(failures), path
+        if method == "post":
+            assert {"413", "415", "416"} <= set(failures)
+            assert operation["requestBody"]["content"]["application/json"]["examples"]
+    models = http.get("/openapi.json").json()["components"]["schemas"]
+    assert "HTTPValidationError" not in models
+    assert models["SourceStats"]["properties"]["rows"]["description"] == "Rows taken to their end."
+
+
+def test_each_http_status_has_one_name() -> None:
+    assert len(set(HTTP_ERRORS.values())) == len(HTTP_ERRORS)
+
+
+def test_the_page_is_served_from_the_package_and_points_nowhere_else(http: httpx.Client) -> None:
+    for url, (_, media_type) in FILES.items():
+        answer = http.get(url)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == media_type
+        assert answer.content
+        assert http.head(url).status_code == 200
+
+
+# The server itself
+
+
+def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(http: httpx.Client) -> None:
+    def seconds() -> float:
+        began = time.monotonic()
+        http.get("/healthz")
+        return time.monotonic() - began
+
+    # Linux delays acknowledgements by 40 ms; every one of these would take that long.
+    assert min(seconds() for _ in range(10)) < 0.035
+
+
+def test_a_port_in_use_is_refused_with_the_address_and_the_remedy(shared: tuple[Any, RestServer]) -> None:
+    host, _, port = shared[1].address.rpartition(":")
+    with pytest.raises(errors.ConfigError) as caught:
+        serve_rest(MemoryService(), host, int(port))
+    assert shared[1].address in str(caught.value)
+    assert "in use" in str(caught.value)
+    assert "--rest HOST:PORT" in str(caught.value)
+
+
+@pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 65536)])
+def test_an_address_that_cannot_be_had_is_a_config_error(host: str, port: int) -> None:
+    with pytest.raises(errors.ConfigError, match=f"the REST address {host}:{port} cannot be had"):
+        serve_rest(MemoryService(), host, port)
+
+
+def test_a_stopped_server_frees_its_port_and_leaves_signals_and_threads_alone() -> None:
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = set(threading.enumerate())
+    server = serve_rest(MemoryService(), "localhost")
+    host, _, port = server.address.rpartition(":")
+    assert (host, int(port) > 0) == ("127.0.0.1", True)
+    assert {s: signal.getsignal(s) for s in handlers} == handlers
+    with httpx.Client(base_url=f"http://{server.address}", trust_env=False) as client:
+        assert client.get("/healthz").status_code == 200  # a connection that stays open
+        began = time.monotonic()
+        assert server.stop(timeout=5)
+        assert time.monotonic() - began < 2
+    assert server.stop()
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "tokenloom-rest"]
+    serve_rest(MemoryService(), host, int(port)).stop()
+
+
+def test_an_address_is_held_before_it_answers_and_who_comes_early_waits() -> None:
+    server = RestServer("127.0.0.1", 0)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=20))
+    )
+    asking.start()
+    with pytest.raises(errors.ConfigError, match="in use"):
+        serve_rest(MemoryService(), "127.0.0.1", int(server.address.rpartition(":")[2]))
+    server.start(MemoryService())
+    asking.join(20)
+    assert [answer.status_code for answer in answers] == [200]
+    assert server.stop()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_server_that_nobody_asked_stops_at_once_and_frees_its_port(started: bool) -> None:
+    server = RestServer("127.0.0.1", 0)
+    if started:
+        server.start(MemoryService())
+    began = time.monotonic()
+    assert server.stop()
+    assert time.monotonic() - began < 1
+    assert RestServer("127.0.0.1", int(server.address.rpartition(":")[2])).stop()
+
+
+def test_without_anybody_asking_it_gets_ready_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.server.IMPORT_AFTER_S", 0.0)
+    service = MemoryService()
+    service.put(run_stats(RUN))
+    server = serve_rest(service)
+    try:
+        assert httpx.get(f"http://{server.address}/readyz", trust_env=False).status_code == 200
+    finally:
+        assert server.stop()
+
+
+def test_a_stop_is_bounded_also_while_a_request_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    service = MemoryService(gate=threading.Event())
+    server = serve_rest(service)
+    outcome: list[object] = []
+
+    def ask() -> None:
+        try:
+            outcome.append(httpx.get(f"http://{server.address}/v1/runs/x/stats", trust_env=False, timeout=10))
+        except httpx.HTTPError as error:
+            outcome.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while service.calls == 0:
+        time.sleep(0.01)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert not server.stop(timeout=0.5)
+    assert time.monotonic() - began < 5, "far less than the request would have taken"
+    assert "was still running" in caplog.text
+    assert service.gate is not None
+    service.gate.set()
+    asking.join(10)
+    assert outcome
+
+
+def test_ipv6_addresses_are_written_with_brackets() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        server = serve_rest(MemoryService(), "::1")
+    except errors.ConfigError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    try:
+        assert server.address.startswith("[::1]:")
+        assert httpx.get(f"http://{server.address}/healthz", trust_env=False).status_code == 200
+    finally:
+        server.stop()

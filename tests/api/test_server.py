@@ -1,0 +1,135 @@
+"""One server process: what it imports, and from when on it can be reached."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import grpc
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.server_process import ServerProcess
+from support.trainer import World
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_server.api import grpc as grpc_service
+from tokenloom_server.api.grpc import GrpcServer, servicer
+from tokenloom_server.api.service import Runs
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.ledger.open import open_ledger
+
+#: No run of ids with a ledger in SQLite needs any of these.
+UNUSED = {
+    "torch",
+    "pandas.core",
+    "datasets",
+    "fsspec",
+    "huggingface_hub",
+    "redis",
+    "tokenizers",
+    "gigatoken",
+    "awkward",
+    "rich",
+    "pyarrow.dataset",
+}
+#: What REST needs comes when somebody asks, or behind the first batch.
+LATER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}
+#: All that is imported before a server of ids with a ledger in SQLite is ready.
+READY = (
+    *("cli", "api.server", "api.service", "api.grpc.servicer", "ledger.sqlite"),
+    *("sources.parquet", "sources.arrow", "sources.jsonl", "sources.txt"),
+)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    pq.write_table(pa.table({"ids": [[1, 2, 3, 4]] * 64}), tmp_path / "ids.parquet")
+    document = {
+        "run": "ids",
+        "vocab_size": 8,
+        "end_of_text_id": 0,
+        "sequence_length": 4,
+        "mixture": {"policy": "least_consumed", "children": [{"source": "parquet:ids.parquet:ids"}]},
+    }
+    path = tmp_path / "ids.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def test_a_server_gets_ready_without_what_its_first_batch_does_not_need() -> None:
+    modules = ", ".join(f"tokenloom_server.{name}" for name in READY)
+    code = f"import json, sys, {modules}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert (UNUSED | LATER) & set(json.loads(done.stdout)) == set()
+
+
+def test_a_server_at_work_imports_nothing_that_its_run_does_not_need(mixture: Path) -> None:
+    server = ServerProcess(mixture.parent, mixture, options=("-X", "importtime")).start()
+    try:
+        with World(server.url("ids"), batch_size=2) as world:
+            world.steps(3)
+    finally:
+        server.terminate()
+    imported = set(re.findall(r"^import time:.*\| +(\S+)$", server.log, re.MULTILINE))
+
+    assert "tokenloom_server.api.grpc.servicer" in imported, "the log is what it seems"
+    assert UNUSED & imported == set()
+
+
+def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> None:
+    server = GrpcServer("127.0.0.1:0")
+    with grpc.insecure_channel(server.address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Check.future(health_pb2.HealthCheckRequest(), timeout=20)
+        with pytest.raises(ConfigError, match="in use"):
+            GrpcServer(server.address)
+        assert not call.done()
+        ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+        server.start(Runs(ledger))
+        assert call.result().status == health_pb2.HealthCheckResponse.SERVING
+    server.stop(0.1)
+    ledger.close()
+
+
+def test_a_stream_that_is_opened_and_never_begun_is_ended(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "OPEN_TIMEOUT_S", 0.2)
+    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+    runs, server = Runs(ledger), GrpcServer("127.0.0.1:0")
+    try:
+        runs.add(mixture, None)
+        server.start(runs)
+        silent = threading.Event()
+        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as ended:
+            next(DataLoaderStub(channel).Stream(iter(silent.wait, None), timeout=20))
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
+    finally:
+        silent.set()
+        server.stop(0)
+        runs.stop()
+        ledger.close()
+
+
+def test_a_peer_that_gives_no_sign_of_life_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_service.server, "KEEPALIVE_S", 1)
+    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+    server = GrpcServer("127.0.0.1:0")
+    try:
+        server.start(Runs(ledger))
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as peer:
+            # The preface of HTTP/2 and empty settings; the server's pings are never answered.
+            peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+            while peer.recv(4096):
+                pass
+    finally:
+        server.stop(0)
+        ledger.close()

@@ -1,0 +1,24 @@
+"""Courses with revisions, as a server makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenloom_proto.seal import canonical
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.order.timeline import Timeline
+
+
+def revised(timeline: Timeline, sample_index: int, **change: Any) -> Timeline:
+    """The course under a further revision. Raises what ``Timeline.revise`` does."""
+    content = timeline.revise(MixtureChange.model_validate({"reason": "a test", **change}), sample_index)
+    revision = StoredRevision(
+        number=len(timeline.revisions) + 1,
+        sample_index=sample_index,
+        made_at=0.0,
+        author="",
+        reason="a test",
+        content=canonical(content),
+    )
+    return timeline.with_revisions((*timeline.revisions, revision))
