@@ -393,7 +393,7 @@ def _place(argument: str, config: Path, redis_port: int) -> str:
 def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
     compose_redis: ComposeRedis, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    from tokenloom import RemoteDataset
+    from tokenloom import ConnectionOptions, RemoteDataset
 
     config, ready = tmp_path / "config", tmp_path / "ready.json"
     config.mkdir()
@@ -426,7 +426,7 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
                 rank=0,
                 world_size=1,
                 attempt="compose",
-                token=TOKEN["TOKENLOOM_TOKEN"],
+                connection=ConnectionOptions(token=TOKEN["TOKENLOOM_TOKEN"]),
             )
             with contextlib.closing(dataset):
                 batch = next(iter(dataset))

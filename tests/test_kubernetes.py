@@ -19,7 +19,7 @@ import pytest
 import yaml
 from support.ports import free_port
 from support.redis_server import redis_binary
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_server.config import mixture_file as config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -259,7 +259,7 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
         except TimeoutError:  # a failed probe, as any
             return 0
 
-    with RemoteDataset(f"grpc://{addresses['grpc']}/sample", 4, token=TOKEN) as dataset:
+    with RemoteDataset(f"grpc://{addresses['grpc']}/sample", 4, connection=ConnectionOptions(token=TOKEN)) as dataset:
         assert next(iter(dataset))["input_ids"].shape == (4, 128)
     wait_for(lambda: status("startupProbe") == 200, log)
     assert (status("livenessProbe"), status("readinessProbe")) == (200, 200)

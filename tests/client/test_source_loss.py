@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer, Script, eventually, serving
-from tokenloom import MeanLosses, RemoteDataset, SourceLoss, token_losses
+from tokenloom import MeanLosses, PeekDataset, RemoteDataset, SourceLoss, token_losses
 from tokenloom.connection import reports
 from torch.nn import functional
 
@@ -226,7 +226,7 @@ def test_other_ranks_and_who_only_looks_report_nothing() -> None:
         for rank in ranks:
             rank.close()
         assert len(server.reports) == 1
-        with joined(server, url, peek=True) as looking, pytest.raises(ValueError, match="peek=True"):
+        with PeekDataset(url, 2) as looking, pytest.raises(ValueError, match="a PeekDataset takes no part"):
             SourceLoss(looking).report(mean_losses(a=1.0))
 
 
@@ -253,7 +253,7 @@ def test_what_the_server_refuses_is_dropped_with_one_warning(caplog: pytest.LogC
 def test_a_server_that_is_away_costs_no_time_and_gets_the_newest_reports_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reporting, "PAUSE_S", 0.05)
+    monkeypatch.setattr(reports, "PAUSE_S", 0.05)
     caplog.set_level(logging.WARNING, "tokenloom")
     with serving(Script()) as (server, url, grpc_server):
         dataset = joined(server, url)

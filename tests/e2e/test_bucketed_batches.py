@@ -25,7 +25,7 @@ import yaml
 from conftest import Rpc
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
-from tokenloom import RemoteDataset
+from tokenloom import PeekDataset, RemoteDataset
 from tokenloom.errors import ProtocolError, TokenloomError
 from tokenloom_server.tools.checkpoint.content import _sources
 from tokenloom_server.tools.checkpoint.difference import place as stands_at
@@ -36,10 +36,11 @@ SIZE = 4
 #: A rank that trains for ever, slowly; each batch is a line, with the state behind it.
 TRAINER = """
 import json, sys, time
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, RemoteDataset
 url, rank, world, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 with open(path, "w", buffering=1) as out:
-    dataset = RemoteDataset(url, rank=rank, world_size=world, attempt="two", resume="fresh", prefetch_steps=2)
+    dataset = RemoteDataset(url, rank=rank, world_size=world, attempt="two", resume="fresh",
+                            connection=ConnectionOptions(prefetch_steps=2))
     for batch in dataset:
         print(json.dumps({"captions": batch["caption"], "ids": batch["sample_ids"].tolist(),
                           "shape": list(batch["latent"].shape), "state": dataset.state_dict()}), file=out)
@@ -155,7 +156,7 @@ def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(
 
 def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: object) -> None:
     with (
-        RemoteDataset(server.url(RUN), peek=True, document_ids=True) as dataset,
+        PeekDataset(server.url(RUN), columns=["document_ids"]) as dataset,
         pytest.raises(ProtocolError, match="batches of rows from buckets, which have no documents"),
     ):
         next(iter(dataset))
@@ -164,7 +165,7 @@ def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: objec
 def test_whoever_looks_sees_whole_batches(
     server: ServerProcess, whole: tuple[list[dict[str, Any]], str], tokenloom: CommandLine
 ) -> None:
-    with RemoteDataset(server.url(RUN), peek=True, resume="9") as peek:
+    with PeekDataset(server.url(RUN), at="9") as peek:
         batch: Any = next(iter(peek))
         assert (peek.start_index, batch["sample_ids"].tolist()) == (8, [8, 9, 10, 11])
         assert torch.equal(batch["row"], whole[0][2]["row"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from conftest import Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Sample, World, rolling_digest
+from tokenloom import ConnectionOptions
 
 RUN = "exact"
 
@@ -145,7 +146,7 @@ def test_ranks_of_any_number_write_one_state_whatever_each_has_buffered(
 ) -> None:
     with World(server.url(RUN), 3, 2, resume="fresh") as world:
         for rank, prefetch in zip(world.ranks, (1, 4, 300), strict=True):
-            rank._prefetch_steps = prefetch
+            rank._request = replace(rank._request, options=ConnectionOptions(prefetch_steps=prefetch))
         world.join()
         texts = [world.state()]
         while world.step() is not None:

@@ -12,7 +12,7 @@ import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World
-from tokenloom import BeyondHorizon, JoinRefused, RemoteDataset, SnapshotInvalid
+from tokenloom import BeyondHorizon, JoinRefused, PeekDataset, RemoteDataset, SnapshotInvalid
 
 OLD = {"spec": "parquet:gone-*.parquet:text", "shard": "gone-3.parquet", "row_offset": 12, "token_offset": 5000}
 
@@ -90,10 +90,7 @@ def test_a_job_goes_on_from_an_older_checkpoint_and_then_exactly(
 
 
 def iter_peek(server: ServerProcess, run: str, resume: str | None = None, state: Any = None) -> Any:
-    peek = RemoteDataset(server.url(run), 1, peek=True, resume=resume)
-    if state is not None:
-        peek.load_state_dict(state)
-    return iter(peek)
+    return iter(PeekDataset(server.url(run), 1, at=resume if state is None else state))
 
 
 def test_each_spec_is_logged_once_and_the_counters_begin_with_the_old_ones(

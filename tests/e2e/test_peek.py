@@ -20,16 +20,16 @@ import pytest
 import yaml
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import Receipt, Sample, World, rolling_digest
+from support.trainer import Receipt, Sample, World, rolling_digest, with_connection
 from tokenizers import Tokenizer
-from tokenloom import BeyondHorizon, JoinRefused, NotFound, RemoteDataset, SnapshotInvalid, SourceError, TooManyPeeks
+from tokenloom import BeyondHorizon, JoinRefused, NotFound, PeekDataset, SnapshotInvalid, SourceError, TooManyPeeks
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.replay.peek import AHEAD_SAMPLES, MAX_PEEKS
 
 
-def peek(url: str, batch_size: int = 1, **options: Any) -> RemoteDataset:
-    return RemoteDataset(url, batch_size, **({"peek": True, "connect_timeout_s": 20.0} | options))
+def peek(url: str, batch_size: int = 1, **options: Any) -> PeekDataset:
+    return PeekDataset(url, batch_size, **with_connection(options))
 
 
 def peeked(url: str, batch_size: int = 1, steps: int | None = None, **options: Any) -> dict[int, Sample]:
@@ -93,10 +93,10 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     with World(url, 2, 2, prefetch_steps=3) as world:
         world.steps(7)
         before, rows = settled(server, run, 28), ledger_rows(server.ledger_file)
-        assert peeked(url, 3, resume="fresh") == part(sequence, 0, len(sequence) // 3 * 3)
-        assert peeked(url, 1, 5) == peeked(url, 1, 5, resume="latest") == part(sequence, 28, 33)
-        assert peeked(url, 4, 2, resume="11") == part(sequence, 11, 19)
-        with peek(url, resume="5") as dataset:
+        assert peeked(url, 3, at="fresh") == part(sequence, 0, len(sequence) // 3 * 3)
+        assert peeked(url, 1, 5) == peeked(url, 1, 5, at="latest") == part(sequence, 28, 33)
+        assert peeked(url, 4, 2, at=11) == part(sequence, 11, 19)
+        with peek(url, at=5) as dataset:
             batch = next(iter(dataset))
             assert (dataset.rank, dataset.world_size, dataset.generation, dataset.start_index) == (0, 1, 0, 5)
             assert dataset.digest == rolling_digest(sequence[:6])
@@ -119,7 +119,7 @@ def test_peeks_while_ranks_stream_get_the_same_samples(
     url = server.url(run)
     plans = [(at, size) for at in (0, 1, 13, 40) for size in (1, 2, 5)]
     with World(url, 2, 1) as world, ThreadPoolExecutor(4) as pool:
-        looks = [pool.submit(peeked, url, size, 6, resume=str(at)) for at, size in plans]
+        looks = [pool.submit(peeked, url, size, 6, at=at) for at, size in plans]
         world.run()
         assert world.receipt.sequence() == sequence[: world.sample_index]
         for (at, size), look in zip(plans, looks, strict=True):
@@ -132,9 +132,9 @@ def test_a_run_that_nobody_joined_can_be_looked_at_and_begins_as_before(
     run = "untouched"
     server = start_server(corpus.mixture(run), ledger=ledger)
     assert peeked(server.url(run), 2, 9) == part(sequence, 0, 18)
-    assert peeked(server.url(run), 1, 2, resume="30") == part(sequence, 30, 32)
+    assert peeked(server.url(run), 1, 2, at=30) == part(sequence, 30, 32)
     # What a peek has at the end is never committed, and its place is free all the same.
-    finished = [peek(server.url(run), resume=str(len(sequence) - 1)) for _ in range(MAX_PEEKS + 1)]
+    finished = [peek(server.url(run), at=len(sequence) - 1) for _ in range(MAX_PEEKS + 1)]
     assert [len(list(dataset)) for dataset in finished] == [1] * len(finished)
     for dataset in finished:
         dataset.close()
@@ -154,14 +154,14 @@ def test_the_end_of_the_data_is_the_end_of_a_peek(
     with World(server.url(run), 2, 1) as world:
         world.run()
         settled(server, run, end // 2 * 2)
-    assert peeked(server.url(run), 1, resume=str(end - 3)) == part(sequence, end - 3)
-    with peek(server.url(run), 2, resume=str(end - 3)) as dataset:
+    assert peeked(server.url(run), 1, at=end - 3) == part(sequence, end - 3)
+    with peek(server.url(run), 2, at=end - 3) as dataset:
         assert [batch["sample_ids"].tolist() for batch in dataset] == [[end - 3, end - 2]]
         assert dataset.end_reason == "every source is exhausted"
         assert next(iter(dataset), None) is None
-    assert peeked(server.url(run), 1, resume=str(end)) == {}
+    assert peeked(server.url(run), 1, at=end) == {}
     with pytest.raises(BeyondHorizon, match=rf"sample {end + 1} does not exist: the data end at sample {end}"):
-        peeked(server.url(run), 1, resume=str(end + 1))
+        peeked(server.url(run), 1, at=end + 1)
 
 
 def test_a_padded_last_step_is_padded_for_who_looks_too(
@@ -170,7 +170,7 @@ def test_a_padded_last_step_is_padded_for_who_looks_too(
     run = "padded-peek"
     server = start_server(corpus.mixture(run, last_step="pad"))
     begin = len(sequence) - 5
-    with peek(server.url(run), 4, resume=str(begin)) as dataset:
+    with peek(server.url(run), 4, at=begin) as dataset:
         batches = list(dataset)
         assert [batch["sample_ids"].tolist() for batch in batches] == [
             list(range(begin, begin + 4)),
@@ -194,7 +194,7 @@ def test_past_samples_can_be_looked_at_after_restarts(
     server.kill()
     server.start()
     for at in (0, 3, 23, 24, 38):
-        assert peeked(server.url(run), 1, 4, resume=str(at)) == part(sequence, at, at + 4)
+        assert peeked(server.url(run), 1, 4, at=at) == part(sequence, at, at + 4)
     assert standing(server, run)["generation"] == 2
 
 
@@ -204,7 +204,7 @@ def test_a_peek_goes_on_when_its_server_is_back(
     run = "looked-at"
     server = start_server(corpus.mixture(run))
     receipt = Receipt()
-    with peek(server.url(run), 2, resume="7", prefetch_steps=2) as dataset:
+    with peek(server.url(run), 2, at=7, prefetch_steps=2) as dataset:
         batches = iter(dataset)
         for end in (server.kill, server.terminate):
             for _ in range(5):
@@ -226,7 +226,7 @@ def test_a_peek_goes_over_to_the_standby(
     standby = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags)
     both = f"grpc://{standby.grpc},{leader.grpc}/{run}"
     receipt = Receipt()
-    with peek(both, 2, resume="3", prefetch_steps=2) as dataset:
+    with peek(both, 2, at=3, prefetch_steps=2) as dataset:
         batches = iter(dataset)
         for _ in range(4):
             receipt.add(next(batches))
@@ -247,7 +247,7 @@ def test_training_resumes_at_the_state_of_a_peek(
     with World(server.url(run), 2, 2) as world:
         world.steps(5)
         settled(server, run, 20)
-    with peek(server.url(run), 3, resume="10") as dataset:
+    with peek(server.url(run), 3, at=10) as dataset:
         at_once = dataset.state_dict()
         list(islice(dataset, 7))
         state = dataset.state_dict()
@@ -276,9 +276,9 @@ def test_what_cannot_be_looked_at_is_refused_by_name(
     url = server.url(run)
     far = AHEAD_SAMPLES + 1
     with pytest.raises(BeyondHorizon, match=rf"{far} samples beyond sample 0, .* goes {AHEAD_SAMPLES} further at most"):
-        peeked(url, resume=str(far))
+        peeked(url, at=far)
     with pytest.raises(NotFound, match=r"resume='99999999999999999': run 'refusing' has no snapshot of that id"):
-        peeked(url, resume="9" * 17)
+        peeked(url, at="9" * 17)
     with pytest.raises(NotFound, match="there is no run 'nobody' on this server"):
         peeked(server.url("nobody"))
     with pytest.raises(JoinRefused, match="a peek's step of 1000000 samples has 32000000 bytes; expected 1 sample to"):
@@ -289,7 +289,7 @@ def test_what_cannot_be_looked_at_is_refused_by_name(
     with peek(url) as dataset, pytest.raises(SnapshotInvalid, match="run"):
         dataset.load_state_dict(foreign)
         iter(dataset)
-    with peek(url, resume="3") as dataset:
+    with peek(url, at=3) as dataset:
         next(iter(dataset))
         document = unseal(dataset.state_dict()["tokenloom"])
     forged = seal({key: value for key, value in document.items() if key != "checksum"} | {"digest": "1" * 32})
@@ -318,7 +318,7 @@ def test_only_so_many_look_at_once_and_the_next_may_when_one_is_done(
             assert world.steps(3).receipt.sequence() == sequence[:12]
         timer = threading.Timer(0.3, opened[0].close)
         timer.start()
-        assert peeked(url, 1, 3, resume="2") == part(sequence, 2, 5)
+        assert peeked(url, 1, 3, at=2) == part(sequence, 2, 5)
         timer.join()
     finally:
         for dataset in opened:

@@ -17,7 +17,7 @@ import yaml
 from conftest import LENGTH, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
-from tokenloom import MeanLosses, RemoteDataset, SourceLoss
+from tokenloom import ConnectionOptions, LocalDataset, MeanLosses, RemoteDataset, SourceLoss
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
@@ -143,7 +143,7 @@ def test_behind_a_restart_of_the_server_the_curve_is_empty_and_reports_go_on(
     corpus: Corpus, start_server: StartServer
 ) -> None:
     server = start_server(corpus.mixture(RUN))
-    with RemoteDataset(server.url(RUN), 2, connect_timeout_s=30) as dataset:
+    with RemoteDataset(server.url(RUN), 2, connection=ConnectionOptions(connect_timeout_s=30)) as dataset:
         batches = iter(dataset)
 
         def report_one() -> None:
@@ -210,7 +210,7 @@ def test_a_source_that_a_revision_brings_has_its_loss_by_name(tmp_path: Path, st
 
 
 def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus) -> None:
-    with RemoteDataset(str(corpus.mixture(RUN)), 4, local=True) as dataset:
+    with LocalDataset(str(corpus.mixture(RUN)), 4) as dataset:
         batch = next(iter(dataset))
         source_loss = SourceLoss(dataset)
         source_loss.add(torch.full((4,), 1.5), batch)

@@ -15,7 +15,7 @@ from conftest import END, LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest
 from tokenizers import Tokenizer
-from tokenloom import RemoteDataset
+from tokenloom import PeekDataset
 
 FILES = {
     SPECS[0]: ["code-0.parquet", "code-1.parquet"],
@@ -146,7 +146,7 @@ def test_a_traced_sample_can_be_had_again_byte_for_byte(
             traced = ask(f"samples/{index}", text=True)
             assert tuple(traced["ids"]) == sequence[index].ids
             again = Receipt()
-            with RemoteDataset(server.url(run), 1, peek=True, resume=str(index)) as dataset:
+            with PeekDataset(server.url(run), 1, at=str(index)) as dataset:
                 for batch in islice(dataset, 1):
                     again.add(batch)
             assert again.samples == {index: world.receipt.samples[index]} == {index: sequence[index]}

@@ -14,12 +14,13 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from tokenloom import Batch, RemoteDataset
+from tokenloom import Batch, ConnectionOptions, RemoteDataset
 
 #: A receipt's sample: its source and its ids as they are.
 DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
@@ -73,6 +74,13 @@ def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str 
     return f"{value:032x}"
 
 
+def with_connection(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a dataset, of which those of its connection go into ``connection``; it waits for 30 s at most."""
+    names = {field.name for field in fields(ConnectionOptions)} & options.keys()
+    connection = ConnectionOptions(**{"connect_timeout_s": 30.0} | {name: options[name] for name in names})
+    return {name: value for name, value in options.items() if name not in names} | {"connection": connection}
+
+
 class World:
     """All ranks of one launch, in this process. ``step`` takes one batch on each."""
 
@@ -95,8 +103,7 @@ class World:
                 rank=rank,
                 world_size=world_size,
                 attempt=attempt,
-                connect_timeout_s=options.pop("connect_timeout_s", 30.0),
-                **options,
+                **with_connection(options),
             )
             for rank in range(world_size)
         ]
@@ -228,7 +235,7 @@ def _train(plan: dict[str, Any]) -> None:
 
     if plan.get("process_group"):
         dist.init_process_group("gloo")
-    dataset = RemoteDataset(plan["url"], plan["batch_size"], connect_timeout_s=30.0, **plan.get("options", {}))
+    dataset = RemoteDataset(plan["url"], plan["batch_size"], **with_connection(plan.get("options", {})))
     if plan.get("state"):
         dataset.load_state_dict(plan["state"])
     workers = plan.get("num_workers")

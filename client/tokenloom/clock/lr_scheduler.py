@@ -95,7 +95,7 @@ class TokenLRScheduler(LRScheduler):
             )
         if self.shape == "inverse_sqrt" and not warmup:
             raise ValueError(
-                "warmup_tokens must be at least 1 with inverse_sqrt, which is sqrt(warmup_tokens / tokens) behind it"
+                "warmup_tokens must be at least 1 with inverse_sqrt, which is sqrt(warmup_tokens / tokens) after it"
             )
         if self.shape != "wsd":
             if start is not None or self.decay_shape != "linear":

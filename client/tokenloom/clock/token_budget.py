@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenloom.datasets.remote import RemoteDataset
+    from tokenloom.datasets.training import TrainingDataset
 
 log = logging.getLogger("tokenloom")
 
@@ -69,7 +69,7 @@ class TokenBudget:
             )
 
     @classmethod
-    def of(cls, dataset: RemoteDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
+    def of(cls, dataset: TrainingDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
         """The budget of a dataset's run, from the server's plan: from the run's beginning to the end of its data,
         whatever is consumed already, so it is the same on every rank and after a resume.
 
@@ -116,12 +116,12 @@ class TokenBudget:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of an optimiser step over all ranks; behind the last change, where the batch size has a schedule."""
+        """Samples of an optimiser step over all ranks; after the last change, where the batch size has a schedule."""
         return self._pieces[-1][1] * self.world_size * self.accumulate
 
     @property
     def tokens_per_step(self) -> int:
-        """Predictions of an optimiser step; behind the last change, where the batch size has a schedule."""
+        """Predictions of an optimiser step; after the last change, where the batch size has a schedule."""
         return self.samples_per_step * self.tokens_per_sample
 
     @property
@@ -173,7 +173,7 @@ class TokenBudget:
         ends = [*(tokens for tokens, _ in pieces[1:]), samples * self.context_length]
         for (_, size), tokens in zip(pieces, ends, strict=True):
             per_step = size * self.world_size * self.accumulate
-            # To the first step that begins at or behind the next change.
+            # To the first step that begins at or after the next change.
             until = -(-min(tokens, samples * self.context_length) // self.context_length)
             here = max(0, -(-(until - begin) // per_step))
             whole = min(here, (samples - begin) // per_step)

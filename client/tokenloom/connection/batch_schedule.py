@@ -34,12 +34,12 @@ class StepSchedule:
         self, plans: Sequence[BatchPlan], *, world_size: int, accumulate: int = 1, prefetch_steps: int | None = None
     ) -> None:
         """``prefetch_steps`` are fetched ahead, where it is not None. Raises ``ProtocolError``."""
-        for before, behind in pairwise(plans):
-            steps, rest = divmod(behind.begin_index - before.begin_index, world_size * before.batch_size)
+        for before, after in pairwise(plans):
+            steps, rest = divmod(after.begin_index - before.begin_index, world_size * before.batch_size)
             if rest or steps < 1:
                 raise ProtocolError(
                     f"steps of {world_size} × {before.batch_size} samples from {before.begin_index} on cannot end at "
-                    f"{behind.begin_index}, where the server changes the batch size"
+                    f"{after.begin_index}, where the server changes the batch size"
                 )
         self.plans = tuple(plans)
         self._begins = [plan.begin_index for plan in plans]

@@ -186,7 +186,7 @@ class StepBuffer:
     # The trainer's side
 
     def take(self, on_silence: Callable[[], None]) -> tuple[Batch, Point] | None:
-        """The next batch, and where the trainer stands behind it; waits for it, at most ``timeout_s``. None at the end
+        """The next batch, and where the trainer stands after it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
         with self._taking:  # else two threads would get the same step
             if self._accumulate > 1 and self.taken == self._optimizer_end:
@@ -222,7 +222,7 @@ class StepBuffer:
         self._optimizer_end = self.taken + len(steps)
 
     def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
-        """The next step, as soon as ``count`` of them are there, or the data end behind it."""
+        """The next step, as soon as ``count`` of them are there, or the data end after it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
         began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class ConnectionOptions:
     """For a server that asks for a certificate: the file (PEM) of the client's own; else ``TOKENLOOM_TLS_CERT``."""
     tls_key: str | os.PathLike[str] | None = None
     """The file (PEM) of that certificate's key; else ``TOKENLOOM_TLS_KEY``."""
-    plaintext_hosts: tuple[str, ...] = ()
+    plaintext_hosts: Sequence[str] = ()
     """Hosts that a token may be sent to without TLS, beside this machine and those of ``TOKENLOOM_PLAINTEXT_HOSTS``."""
     prefetch_steps: int | None = None
     """Batches that are fetched ahead at most; None: as many as suit the server's messages."""

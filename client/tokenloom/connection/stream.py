@@ -4,7 +4,7 @@
     next()  ── take ──────────▶ steps ◀──────── put ─────── reader thread ◀─ Batches ── Stream
                                 consumed_through ─────────▶ writer ───────── Progress ─▶
 
-The reader thread also owns the reconnects: they stay within the generation, go on behind the last
+The reader thread also owns the reconnects: they stay within the generation, go on after the last
 step received, and never join again. The writer runs on gRPC's own thread, one for each stream.
 """
 
@@ -91,7 +91,7 @@ class Connection:
         self.close()
 
     def take(self) -> tuple[Batch, Point] | None:
-        """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
+        """The next batch, and where the trainer stands after it; None at the end of the data. Raises what the
         background thread met."""
         taken = self.buffer.take(self.on_silence)
         if self._transfer is not None and (following := self.buffer.following()) is not None:

@@ -164,7 +164,7 @@ def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: fl
     while answered:
         for other, known in list(answered.items()):
             found = value_of(store, f"{prefix}/asked-{other}")
-            # Looked at in this order: behind its confirmation a rank may ask for its next dataset.
+            # Looked at in this order: after its confirmation a rank may ask for its next dataset.
             if value_of(store, f"{prefix}/{attempt}-{other}"):
                 del answered[other]
             elif found != known:

@@ -33,9 +33,9 @@ class EvaluationDataset(ConnectedDataset):
 
     ``url``, ranks, ``columns``, ``device`` and ``connection`` are as for ``RemoteDataset``, whose ``evaluation()``
     gives one of the same rank. ``stream`` is ``"validation"`` (what training's sources hold out), or
-    ``"validation/ALIAS"`` (what one of them does), or another stream that the mixture file names. Its first ``samples`` (None: all of it)
-    come, cut over the ranks: the last step is filled up with padding samples (source −1, labels −100), so that every
-    rank does as many steps, and ``len()`` tells how many.
+    ``"validation/ALIAS"`` (what one of them does), or another stream that the mixture file names. Its first ``samples``
+    (None: all of it) come, cut over the ranks: the last step is filled up with padding samples (source −1, labels
+    −100), so that every rank does as many steps, and ``len()`` tells how many.
 
     Evaluating joins no generation and counts nothing, so it may happen before, while and after the run trains. It has
     no state.

@@ -209,8 +209,8 @@ class GroupDataset(ResumableDataset):
             loaded = Loaded.read({KEY: opened["loaded"]}) if opened["own"] else None
             assert not isinstance(loaded, Older)
             self._history = History(opened["template"].encode(), Point(index, tokens, digest, self._base), loaded)
-            *facts, sources = opened["facts"]
-            self._facts = RunFacts(*facts, [Source(*source) for source in sources])
+            sources = [Source(*source) for source in opened["facts"]["sources"]]
+            self._facts = RunFacts(**(opened["facts"] | {"sources": sources}))
             return
         try:
             self._batches = iter(self._dataset)
@@ -224,7 +224,8 @@ class GroupDataset(ResumableDataset):
             "own": history.loaded is not None,
             "template": history.template.decode(),
             "start": [*start[:3], _plain(start.base)],
-            "facts": [*facts[:-1], [[source.id, source.spec, source.alias] for source in facts.sources]],
+            "facts": facts._asdict()
+            | {"sources": [[source.id, source.spec, source.alias] for source in facts.sources]},
         }
         self._line.send(OPENED, opened)
         self._base, self._history, self._facts = start.base, self._dataset.history, facts

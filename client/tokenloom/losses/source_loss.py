@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.batch.packed import IGNORED, PADDING
-from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.batch.layout import IGNORED, PADDING
+from tokenloom.datasets.base import BatchDataset
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
@@ -60,7 +60,7 @@ class SourceLoss:
     process.
     """
 
-    def __init__(self, dataset: RemoteDataset, process_group: ProcessGroup | None = None) -> None:
+    def __init__(self, dataset: BatchDataset, process_group: ProcessGroup | None = None) -> None:
         self._dataset = dataset
         self._group = process_group
         # [2, sources + 1]: loss and tokens; in the last column those of sources for which there is no room yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenloom.batch.packed import IGNORED
+from tokenloom.batch.layout import IGNORED
 
 
 def token_losses(
