@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> None:
     )
     dataset = RemoteDataset(
         options.url, args.per_device_train_batch_size, columns=["attention_mask"]
-    )  # 1. behind SFTConfig
+    )  # 1. after SFTConfig
 
     config = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}

@@ -22,7 +22,8 @@ import tokenloom
 import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
-from tokenloom import ConnectionOptions, EvaluationDataset, LocalDataset, RemoteDataset
+from support.trainer import with_connection
+from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.service import Runs
@@ -86,13 +87,7 @@ def serving(folder: Path, document: Mapping[str, Any], ledger: str = "ledger.db"
 
 
 def evaluating(url: str, batch_size: int, *, stream: str = "validation", **options: Any) -> EvaluationDataset:
-    return EvaluationDataset(
-        url,
-        batch_size,
-        stream=stream,
-        **options,
-        connection=ConnectionOptions(connect_timeout_s=20.0, batch_timeout_s=20.0),
-    )
+    return EvaluationDataset(url, batch_size, stream=stream, **with_connection({"batch_timeout_s": 20.0} | options))
 
 
 def samples_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, Sample]]:
@@ -133,7 +128,7 @@ def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any
 
 def trained(url: str, steps: int | None = None, attempt: str = "a", **options: Any) -> list[tuple[int, str]]:
     """One rank trains from where the run stands: where each step ended, and the digest there."""
-    with RemoteDataset(url, 2, rank=0, world_size=1, attempt=attempt, **options) as dataset:
+    with RemoteDataset(url, 2, rank=0, world_size=1, attempt=attempt, **with_connection(options)) as dataset:
         return [(dataset.sample_index, dataset.digest) for _ in islice(dataset, steps)]
 
 
@@ -300,7 +295,7 @@ def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_ar
             source_loss.add(batch["source_ids"].double() + 2, batch)
             for source, labels in zip(batch["source_ids"].tolist(), batch["labels"][:, 1:], strict=True):
                 expected[source] += int((labels != -100).sum()) if source >= 0 else 0
-        with pytest.raises(ValueError, match="an EvaluationDataset takes no part in the training"):
+        with pytest.raises(ValueError, match="EvaluationDataset takes no part in the training"):
             source_loss.log()
         source_loss.add(batch["source_ids"].double() + 2, batch)
         found = source_loss.reduce()

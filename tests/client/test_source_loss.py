@@ -211,7 +211,7 @@ def test_rank_0_reports_what_was_reduced() -> None:
         assert (report.run, report.generation, report.attempt) == (
             "fake",
             dataset.generation,
-            dataset._asked.topology.attempt,
+            dataset._request.topology.attempt,
         )
         assert (report.sample_index, report.total_tokens, report.step) == (2, 16, 7)
         assert (report.loss, report.learning_rate) == (found.loss, 0.25)
@@ -226,7 +226,7 @@ def test_other_ranks_and_who_only_looks_report_nothing() -> None:
         for rank in ranks:
             rank.close()
         assert len(server.reports) == 1
-        with PeekDataset(url, 2) as looking, pytest.raises(ValueError, match="a PeekDataset takes no part"):
+        with PeekDataset(url, 2) as looking, pytest.raises(ValueError, match="PeekDataset takes no part"):
             SourceLoss(looking).report(mean_losses(a=1.0))
 
 

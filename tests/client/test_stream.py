@@ -19,9 +19,8 @@ from tokenloom import (
     RemoteDataset,
     ServerUnavailable,
     TokenloomError,
-    buffer,
 )
-from tokenloom.connection import channel, stream
+from tokenloom.connection import buffer, channel, stream
 from tokenloom_proto import dataloader_pb2 as wire
 
 

@@ -36,7 +36,7 @@ def request(world: World, index: int, **fields: Any) -> wire.ReportRequest:
         "run": RUN,
         "run_uid": json.loads(world.ranks[0].state_dict()["tokenloom"])["run_uid"],
         "generation": world.ranks[0].generation,
-        "attempt": world.ranks[0]._asked.topology.attempt,
+        "attempt": world.ranks[0]._request.topology.attempt,
         "sample_index": index,
         "total_tokens": 16 * index,
         "step": index // 4,

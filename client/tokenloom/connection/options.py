@@ -41,7 +41,8 @@ class ConnectionOptions:
     """How long ``next()`` waits for a batch."""
 
     def __post_init__(self) -> None:
-        check_count("prefetch_steps", self.prefetch_steps)
+        if self.prefetch_steps is not None:
+            check_count("prefetch_steps", self.prefetch_steps)
         for name in ("connect_timeout_s", "reconnect_timeout_s", "batch_timeout_s"):
             seconds = getattr(self, name)
             if not 0 < seconds < float("inf"):
@@ -75,6 +76,6 @@ class ConnectionOptions:
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises ``ValueError`` for what is neither None nor an integer of at least 1."""
-    if value is not None and (type(value) is not int or value < 1):
+    """Raises ``ValueError`` for what is no integer of at least 1."""
+    if type(value) is not int or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")

@@ -92,7 +92,7 @@ class BatchDataset(IterableDataset[Batch]):
     ) -> None:
         """Refused with ``ValueError``: only who trains reports losses."""
         raise ValueError(
-            f"a {type(self).__name__} takes no part in the training, and the server shows the losses of that: "
+            f"{type(self).__name__} takes no part in the training, and the server shows the losses of that: "
             "SourceLoss.reduce() gives them without a report"
         )
 

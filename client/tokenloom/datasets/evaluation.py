@@ -57,10 +57,11 @@ class EvaluationDataset(ConnectedDataset):
     ) -> None:
         if not stream or stream == TRAIN:
             raise ValueError(f"stream={stream!r} is trained on: use RemoteDataset, or PeekDataset to look at it")
-        if batch_size is None or batch_size == 0:
+        if not batch_size:
             raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and step")
         check_count("batch_size", batch_size)
-        check_count("samples", samples)
+        if samples is not None:
+            check_count("samples", samples)
         options = connection or ConnectionOptions()
         names = check_columns(columns)
         resolved = resolve(device) if device is not None else None

@@ -37,7 +37,8 @@ class PeekDataset(OrderDataset):
         device: str | torch.device | None = None,
         connection: ConnectionOptions | None = None,
     ) -> None:
-        check_count("batch_size", batch_size)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
         if at == "":
             raise ValueError('at must be a sample index, a state, "latest", "fresh" or the id of a snapshot; got ""')
         options = connection or ConnectionOptions()

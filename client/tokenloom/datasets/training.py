@@ -42,7 +42,7 @@ class TrainingDataset(OrderDataset):
         at_end: Literal["stop", "raise"],
     ) -> None:
         """``find_server`` is called once all else was checked, since it may wait for other ranks."""
-        check_count("accumulate", 0 if accumulate is None else accumulate)
+        check_count("accumulate", accumulate)
         prefetched = options.prefetch_steps
         if prefetched is not None and prefetched < accumulate:
             raise ValueError(

@@ -94,7 +94,7 @@ class JoinHandler:
         self._revising = revising
         self._forking = forking
         #: The attempt that opened last (or tried to), and what its rank 0 asked for.
-        self._asked: tuple[str, tuple[str, str]] | None = None
+        self._request: tuple[str, tuple[str, str]] | None = None
         # By attempt and by what rank 0 asked for: the same id may be tried again with another resume point.
         self._refused: OrderedDict[tuple[str, tuple[str, str]], TokenloomError] = OrderedDict()
 
@@ -250,7 +250,7 @@ class JoinHandler:
             )
             committed = coordinator.commit_of(start, text)
             # Also where the answer of the write is lost: the same rank will ask again.
-            self._asked = call.attempt, asked
+            self._request = call.attempt, asked
             with coordinator.lock:
                 try:
                     coordinator.ledger.open(uid, coordinator.stream, coordinator.epoch, opening, committed)
@@ -280,8 +280,8 @@ class JoinHandler:
         raise RunBusy(
             f"run {self._coordinator.name!r} is busy: {holder}. Wait until it has ended "
             f"({self._coordinator.timeouts.liveness_s:g} s "
-            "after its last sign of life another may begin), look at the run with peek=True, or end it on purpose with "
-            "takeover=True",
+            "after its last sign of life another may begin), look at the run with a PeekDataset, or end it on purpose "
+            "with takeover=True",
             self._coordinator.timeouts.liveness_s + BUSY_MARGIN_S,
         )
 
@@ -336,8 +336,8 @@ class JoinHandler:
                     f"opened it with {ours}"
                 )
         theirs_asked = self._ask_of(call)
-        if self._asked is not None and self._asked[0] == call.attempt:
-            asked = self._asked[1]
+        if self._request is not None and self._request[0] == call.attempt:
+            asked = self._request[1]
         elif call.state:
             # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
             start = self._coordinator.timeline.decode(opening.start_state)

@@ -79,7 +79,7 @@ class HubResolver:
 
     def __init__(self) -> None:
         self._client: HubClient | None = None
-        self._asked = _Asked()
+        self._request = _Asked()
         self._lock = threading.Lock()
 
     def shards(self, spec: Spec) -> tuple[Shard, ...]:
@@ -137,10 +137,10 @@ class HubResolver:
             if self._client is None:
                 self._client = HubClient()
             client = self._client
-        return self._asked.once((name, revision), lambda: open_repository(client, name, revision))
+        return self._request.once((name, revision), lambda: open_repository(client, name, revision))
 
     def _configs(self, repository: Repository) -> Mapping[str, splits.Config]:
-        return self._asked.once(
+        return self._request.once(
             (repository.name, repository.commit, "card"),
             lambda: splits.configs_of(repository.text("README.md") or ""),
         )

@@ -226,7 +226,7 @@ class Following:
         if joined.global_batch_size:
             raise ConfigError(
                 f"run {self._servers.run!r} gives rows that are ready tensors, which no file of ids can hold: read "
-                "them with RemoteDataset(…, peek=True)"
+                "them with PeekDataset(url, at=…)"
             )
         if self._digest and joined.start_digest != self._digest:
             raise errors.OrderMismatch(
