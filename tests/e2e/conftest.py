@@ -188,11 +188,9 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 
 @pytest.fixture(scope="session")
-def tokenloom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
+def tokenloom(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
     """The command."""
-    command = CommandLine(tmp_path_factory.mktemp("commands"))
-    yield command
-    command.close()
+    return CommandLine(tmp_path_factory.mktemp("commands"))
 
 
 class Rpc:

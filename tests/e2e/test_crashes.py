@@ -55,7 +55,7 @@ def texts(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 def start_deadly(corpus: Corpus, start_server: StartServer, run: str) -> ServerProcess:
     mixture = {"policy": "weighted", "children": [{"source": "jsonl:deadly.jsonl:body"}]}
-    return start_server(corpus.mixture(run, sequence_length=1024, mixture=mixture))
+    return start_server(corpus.mixture(run, sequence_length=1024, mixture=mixture), options=())
 
 
 def outlive_two_deaths(server: ServerProcess) -> None:

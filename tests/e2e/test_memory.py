@@ -160,7 +160,7 @@ def not_reading(server: ServerProcess, run: str, rank: int, credit_steps: int, *
 def test_a_rank_that_never_reads_costs_no_more_than_the_formula_whatever_credit_it_asks_for(
     start_server: StartServer, folder: Path, credit_steps: int
 ) -> None:
-    server = start_server(mixture(folder, "small", 2), mixture(folder, "big", WINDOW))
+    server = start_server(mixture(folder, "small", 2), mixture(folder, "big", WINDOW), options=())
     watched = Watched(server, "small")
     attempt = uuid.uuid4().hex
     with (
@@ -177,7 +177,7 @@ def test_a_rank_that_never_reads_costs_no_more_than_the_formula_whatever_credit_
 
 
 def test_many_ranks_that_never_read_cost_no_more_than_the_formula(start_server: StartServer, folder: Path) -> None:
-    server = start_server(mixture(folder, "small", 2), mixture(folder, "wide", 16))
+    server = start_server(mixture(folder, "small", 2), mixture(folder, "wide", 16), options=())
     watched = Watched(server, "small")
     slot = {"batch_size": 16, "world_size": 24, "attempt": uuid.uuid4().hex}
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ with RemoteDataset(url, 8, rank=1, world_size=2, attempt=attempt) as dataset:
 def test_a_trainer_that_is_stopped_costs_no_more_than_the_formula_and_goes_on_afterwards(
     start_server: StartServer, folder: Path
 ) -> None:
-    server = start_server(mixture(folder, "small", 2), mixture(folder, "big", WINDOW))
+    server = start_server(mixture(folder, "small", 2), mixture(folder, "big", WINDOW), options=())
     watched = Watched(server, "small")
     attempt = uuid.uuid4().hex
     command = [sys.executable, "-c", _TRAINER, server.url("big"), attempt]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.scripts import Forks
+from support.forks import Forks
 
 
 @pytest.fixture(scope="session")

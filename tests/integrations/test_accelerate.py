@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
-from support.scripts import Forks
 from tokenloom import RemoteDataset
 from tokenloom.integrations.accelerate import TokenloomLoader
 

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 import yaml
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume
-from support.scripts import Forks
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom import (

@@ -12,8 +12,8 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
-from support.scripts import Forks
 from support.server_process import ServerProcess
 from tokenloom import TokenLRScheduler
 from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
-from support.scripts import Forks, launch
+from support.scripts import launch
 from tokenloom import Batch, PeekDataset
-from tokenloom.integrations import mesh
+from tokenloom.batch.frame import frame_layout, read_frame, write_frame
 from tokenloom.integrations.mesh import context_slice
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
@@ -116,10 +117,10 @@ def test_any_batch_that_a_run_gives_is_handed_on_but_for_bytes() -> None:
         "sample_index": 2**40,
     }
 
-    layout = json.loads(json.dumps(mesh._layout(rows)))
+    layout = json.loads(json.dumps(frame_layout(rows)))
     body = np.empty(layout["bytes"], np.uint8)
-    mesh._write(rows, layout, body)
-    found: Any = mesh._batch(body, layout)
+    write_frame(rows, layout, body)
+    found: Any = read_frame(body, layout)
 
     assert set(found) == set(rows)
     for name, value in rows.items():
@@ -127,7 +128,7 @@ def test_any_batch_that_a_run_gives_is_handed_on_but_for_bytes() -> None:
         assert same, name
     assert found["pixels"].dtype == torch.bfloat16
     with pytest.raises(TypeError, match="column 'blob' has a bytes, which is not handed on"):
-        mesh._layout({**rows, "blob": [b"1"]})
+        frame_layout({**rows, "blob": [b"1"]})
 
 
 def _batch(length: int, *, shifted: bool) -> Batch:

@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from support.forks import Forks
 from support.killed import EXAMPLES, two_runs
-from support.scripts import Forks, launch
+from support.scripts import launch
 from support.server_process import ServerProcess
 from tokenloom import PeekDataset
 from tokenloom_server.reports.stats import RunLosses

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
-from support.scripts import Forks, launch
+from support.scripts import launch
 
 
 def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Forks, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.forks import Forks
 from support.killed import kill_and_resume, two_runs
-from support.scripts import Forks
 
 
 def test_a_job_with_torchtitans_protocol_goes_on_with_another_data_parallel_degree(

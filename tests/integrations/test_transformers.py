@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
-from support.scripts import Forks
 from tokenloom import EvaluationDataset, RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed

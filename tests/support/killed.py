@@ -19,7 +19,8 @@ from pathlib import Path
 
 import yaml
 
-from .scripts import Forks, Job, launch
+from .forks import Forks
+from .scripts import Job, launch
 from .server_process import ServerProcess
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -10,8 +11,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from .forks import Fork, Forks
 from .ports import free_port
 
 #: A server on two busy cores takes about two seconds, most of them imports.
@@ -22,11 +25,35 @@ STOP_DEADLINE_S = 25.0
 COMMAND_DEADLINE_S = 50
 
 
+_MAIN = "tokenloom_server.__main__:main"
+#: What servers and commands import while they work.
+_WORK = (
+    *(
+        "awkward",
+        "email.headerregistry",
+        "encodings.idna",
+        "fastapi",
+        "gigatoken",
+        "grpc_reflection.v1alpha.reflection",
+    ),
+    *("prometheus_client", "pyarrow.dataset", "pydantic.v1", "redis", "rich._emoji_codes", "rich.status", "tokenizers"),
+    *("uvicorn.protocols.http.h11_impl",),
+)
+
+
+@cache
+def server_forks() -> Forks:
+    """Where this process's servers and commands come from, with warnings as errors."""
+    forks = Forks("tokenloom_server.*", "tokenloom_proto.*", *_WORK, options=("-W", "error"))
+    atexit.register(forks.close)
+    return forks
+
+
 class ServerProcess:
     """``tokenloom serve`` on free ports, with warnings as errors. ``start`` again: on the same ports.
 
-    ``options`` are the interpreter's, ``flags`` those of ``tokenloom serve``; ``environment`` is added to this
-    process's.
+    ``flags`` are those of ``tokenloom serve``; ``environment`` is added to this process's. With ``options``, which are
+    the interpreter's and may be none, the server is no fork but has an interpreter of its own.
     """
 
     def __init__(
@@ -34,7 +61,7 @@ class ServerProcess:
         folder: Path,
         *mixtures: Path,
         ledger: str = "sqlite:///ledger.db",
-        options: Sequence[str] = (),
+        options: Sequence[str] | None = None,
         flags: Sequence[object] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -44,11 +71,11 @@ class ServerProcess:
         self.grpc, self.rest = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self._mixtures = mixtures
         self._options = options
-        self._flags = tuple(map(str, flags))
-        self._environment = os.environ | (environment or {})
+        self._flags = tuple(flags)
+        self._environment = dict(environment or {})
         # A relative SQLite file lies beside the mixture file; servers of one mixture must not share it.
         self.ledger = ledger.replace("sqlite:///", f"sqlite:///{folder}/") if ledger.startswith("sqlite:") else ledger
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Fork | None = None
 
     def url(self, run: str) -> str:
         """What ``RemoteDataset`` takes."""
@@ -69,15 +96,17 @@ class ServerProcess:
     def start(self) -> ServerProcess:
         assert self._process is None, "it runs"
         self.ready_file.unlink(missing_ok=True)  # of one that was killed
-        command = [sys.executable, "-W", "error", *self._options, "-m", "tokenloom_server", "serve"]
-        command += map(str, self._mixtures)
-        command += ["--grpc", self.grpc, "--rest", self.rest, "--ledger", self.ledger]
-        command += ["--ready-file", str(self.ready_file), "--index-dir", str(self.log_path.parent / "index")]
-        command += self._flags
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environment
-            )
+        arguments: list[object] = ["serve", *self._mixtures, "--grpc", self.grpc, "--rest", self.rest]
+        arguments += ["--ledger", self.ledger, "--ready-file", self.ready_file]
+        arguments += ["--index-dir", self.log_path.parent / "index", *self._flags]
+        if self._options is not None:
+            command = [sys.executable, "-W", "error", *self._options, "-m", "tokenloom_server", *map(str, arguments)]
+            with self.log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | self._environment
+                )
+        else:
+            self._process = server_forks().fork(_MAIN, arguments, output=self.log_path, environment=self._environment)
         deadline = time.monotonic() + START_DEADLINE_S
         while not self.ready_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -90,7 +119,7 @@ class ServerProcess:
 
     def start_with(self, *flags: object) -> ServerProcess:
         """``start`` with other flags of ``tokenloom serve``."""
-        self._flags = tuple(map(str, flags))
+        self._flags = tuple(flags)
         return self.start()
 
     def pause(self) -> None:
@@ -135,58 +164,26 @@ class Finished:
     output: str
 
 
-# Imports take a second of each command, so one process does them once and each command is a fork of it.
-_FORKS = """
-import json, os, signal, sys
-from tokenloom_server.__main__ import main
-import tokenloom_server.cli, tokenloom_server.tools.remote, tokenloom_server.api.server
-
-for line in sys.stdin:
-    request = json.loads(line)
-    child = os.fork()
-    if not child:
-        signal.alarm(request["deadline_s"])
-        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        os.chdir(request["folder"])
-        sys.argv = ["tokenloom", *request["arguments"]]
-        main()
-        os._exit(99)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
 class CommandLine:
     """Runs ``tokenloom`` commands, each in a process of its own that ends within a deadline."""
 
     def __init__(self, folder: Path) -> None:
         self._output = folder / "output.txt"
-        environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "PYTHONWARNINGS": "error"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
 
     def __call__(self, *arguments: object, folder: Path | None = None) -> Finished:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = {
-            "arguments": [str(argument) for argument in arguments],
-            "folder": str(folder or self._output.parent),
-            "output": str(self._output),
-            "deadline_s": COMMAND_DEADLINE_S,
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        status = int(self._process.stdout.readline())
+        self._output.unlink(missing_ok=True)
+        process = server_forks().fork(
+            _MAIN,
+            arguments,
+            output=self._output,
+            folder=folder or self._output.parent,
+            environment={"COLUMNS": "120", "NO_COLOR": "1"},
+        )
+        try:
+            status = process.wait(COMMAND_DEADLINE_S)
+        finally:
+            process.kill()
         return Finished(status, self._output.read_text(encoding="utf-8"))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(STOP_DEADLINE_S)
-        self._process.stdout.close()
 
 
 def run_module(*arguments: object, folder: Path | None = None) -> Finished:

@@ -6,8 +6,8 @@ from the tensors. Also a program: one rank in a process of its own (``run_traine
 
 from __future__ import annotations
 
+import atexit
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,12 +15,15 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from tokenloom import Batch, ConnectionOptions, RemoteDataset
+
+from support.forks import Forks
 
 #: A receipt's sample: its source and its ids as they are.
 DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
@@ -172,6 +175,13 @@ class World:
 # A rank in a process of its own
 
 
+@cache
+def _trainer_forks() -> Forks:
+    forks = Forks("torch.distributed", "torch.utils.data", "support.trainer", options=("-W", "error"))
+    atexit.register(forks.close)
+    return forks
+
+
 class Trainer:
     """A rank that runs by itself and writes each batch's samples to a file as it has them."""
 
@@ -179,14 +189,9 @@ class Trainer:
         self._lines = folder / f"{name}.jsonl"
         self._log = folder / f"{name}.log"
         arguments = json.dumps({**plan, "receipt": str(self._lines)})
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, arguments],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | dict(environment),
-            )
+        self._process = _trainer_forks().fork(
+            "support.trainer:_main", [arguments], output=self._log, environment=environment
+        )
 
     def lines(self) -> list[dict[str, Any]]:
         """What it wrote until now."""
@@ -229,7 +234,8 @@ class Trainer:
             raise
 
 
-def _train(plan: dict[str, Any]) -> None:
+def _main() -> None:
+    plan = json.loads(sys.argv[1])
     import torch.distributed as dist
     from torch.utils.data import DataLoader
 
@@ -257,7 +263,3 @@ def _train(plan: dict[str, Any]) -> None:
     dataset.close()
     if plan.get("process_group"):
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _train(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The command line: the one place where things are wired together."""
+"""The command line: a module per command, each of which wires together what its command needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from tokenloom_server.cli import (
     checkpoint,
     demo,
     export,
-    looking,
+    fork,
     mixture,
-    moving,
+    peek,
     plan,
     prepare,
-    receipts,
+    report,
+    restore,
     serve,
     stats,
+    trace,
+    validate,
+    verify,
 )
 from tokenloom_server.cli.common import console
 
@@ -31,13 +35,17 @@ app = typer.Typer(
 )
 # In the order of --help. An app with a name is a group of commands; the commands of the others stand on their own.
 app.add_typer(serve.app)
+app.add_typer(validate.app)
 app.add_typer(plan.app)
 app.add_typer(prepare.app)
 app.add_typer(stats.app)
-app.add_typer(receipts.app)
-app.add_typer(looking.app)
+app.add_typer(verify.app)
+app.add_typer(report.app)
+app.add_typer(peek.app)
+app.add_typer(trace.app)
 app.add_typer(export.app)
-app.add_typer(moving.app)
+app.add_typer(restore.app)
+app.add_typer(fork.app)
 app.add_typer(demo.app)
 app.add_typer(mixture.app)
 app.add_typer(checkpoint.app)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.common import console, fail, print_json
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, print_json
 
 if TYPE_CHECKING:
     from tokenloom_server.tools.checkpoint.content import Content
@@ -38,7 +38,7 @@ _OfMixture = Annotated[
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
-@app.command("show")
+@command(app, "show")
 def show_checkpoint(
     file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
 ) -> None:
@@ -49,7 +49,7 @@ def show_checkpoint(
     print_json(report.shown(content)) if as_json else report.show(content, console())
 
 
-@app.command("diff")
+@command(app, "diff")
 def diff_checkpoints(
     a: _Checkpoint, b: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
 ) -> None:
@@ -60,11 +60,11 @@ def diff_checkpoints(
     from tokenloom_server.tools.checkpoint.difference import difference
 
     before, after = _content(a, mixture, inside), _content(b, mixture, inside)
-    found = difference(before, after)
-    print_json(asdict(found)) if as_json else report.show_difference(found, before, after, console())
+    consumed = difference(before, after)
+    print_json(asdict(consumed)) if as_json else report.show_difference(consumed, before, after, console())
 
 
-@app.command("probabilities")
+@command(app, "probabilities")
 def checkpoint_probabilities(
     file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
 ) -> None:
@@ -80,7 +80,4 @@ def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
     from tokenloom_server.tools.checkpoint.content import read
     from tokenloom_server.tools.checkpoint.file import find
 
-    try:
-        return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)
-    except TokenloomError as error:
-        fail(error)
+    return read(file, find(file, inside), config.load(mixture) if mixture is not None else None)

@@ -1,11 +1,10 @@
-"""What the commands share: how a server is reached, what is printed and logged, how an error ends a command."""
+"""What is printed and logged, and how an error ends a command."""
 
 from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -13,29 +12,6 @@ from tokenloom_server.errors import TokenloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-Url = Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")]
-RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.", show_default=False)]
-#: What those who only look may show a server.
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN.",
-        show_default=False,
-    ),
-]
-#: What those who change something have to.
-ControlTokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
-    ),
-]
-TlsCa = Annotated[Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.", show_default=False)]
-TlsCert = Annotated[
-    Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.", show_default=False)
-]
-TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.", show_default=False)]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -45,6 +21,11 @@ def console(*, stderr: bool = False) -> Console:
 
     # Names come from mixture files: nothing in them is markup or an emoji code.
     return Console(markup=False, emoji=False, stderr=stderr)
+
+
+def say(text: str) -> None:
+    """Prints a line of prose: numbers are not coloured, and paths and specs stay in one piece."""
+    console().print(text, highlight=False, soft_wrap=True)
 
 
 def fail(error: TokenloomError) -> NoReturn:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.common import TlsCa, TlsCert, TlsKey, TokenFile, console, fail, set_up_logging
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, say, set_up_logging
+from tokenloom_server.cli.options import GrpcUrl, ReadAccess
+from tokenloom_server.errors import ConfigError
 
 app = typer.Typer()
 
 
-@app.command()
+@command(app)
 def export(
-    url: Annotated[
-        str,
-        typer.Argument(
-            help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL", show_default=False
-        ),
-    ],
+    url: GrpcUrl,
     out: Annotated[
         Path,
         typer.Option(
@@ -44,10 +40,8 @@ def export(
         Literal["megatron", "parquet"],
         typer.Option("--format", help="Megatron-LM's .bin and .idx, or one Parquet file with page checksums."),
     ] = "megatron",
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    access: ReadAccess,
 ) -> None:
     """Write samples N to M of a served run's order as files that other tools read: the way out.
 
@@ -60,28 +54,19 @@ def export(
     files' checksums. It is written last: where it is, all is whole. A server that goes away is waited for a minute.
     """
     from tokenloom_server.cli.progress import Progress
-    from tokenloom_server.errors import ConfigError
     from tokenloom_server.tools.export import export as write
-    from tokenloom_server.tools.viewer import Following, Servers
+    from tokenloom_server.tools.viewer import Following
 
     set_up_logging("warning")
+    if end is not None and end <= begin:
+        raise ConfigError(f"--from {begin} --to {end}: expected --to above --from")
+    following = Following(access.servers(url), begin, end, clock=time.monotonic)
+    total = None if end is None else end - begin
     try:
-        if end is not None and end <= begin:
-            raise ConfigError(f"--from {begin} --to {end}: expected --to above --from")
-        servers = Servers(url, os.environ, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-        following = Following(servers, begin, end, clock=time.monotonic)
-        total = None if end is None else end - begin
         with Progress(total, "samples", bytes_are_total=False) as progress:
             done = write(following, out, form, progress.tell)
-    except TokenloomError as error:
-        fail(error)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; nothing was written")
         raise typer.Exit(130) from None
-    printed = console()
-    printed.print(
-        f"samples {done.begin:,} to {done.end - 1:,}, {done.tokens:,} tokens: "
-        f"{', '.join(str(path) for path in done.files)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    files = ", ".join(str(path) for path in done.files)
+    say(f"samples {done.begin:,} to {done.end - 1:,}, {done.tokens:,} tokens: {files}")

@@ -1,11 +1,13 @@
-"""The mixture that a command is given: a mixture file, or a flat mixture on the command line."""
+"""Options that several commands have: how a server is reached, and the mixture that a command is about."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import typer
 
@@ -14,6 +16,97 @@ from tokenloom_server.errors import ConfigError
 if TYPE_CHECKING:
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
+    from tokenloom_server.tools.remote import Remote
+    from tokenloom_server.tools.viewer import Servers
+
+Url = Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")]
+GrpcUrl = Annotated[
+    str,
+    typer.Argument(
+        help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL", show_default=False
+    ),
+]
+RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.", show_default=False)]
+_ControlTokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAccess:
+    """Token and TLS of a command that only reads from a server."""
+
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN.",
+            show_default=False,
+        ),
+    ] = None
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.", show_default=False)
+    ] = None
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.", show_default=False)
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.", show_default=False)] = None
+
+    control: ClassVar[bool] = False
+
+    def connect(self, url: str) -> Remote:
+        """The server at a REST address. Raises ``ConfigError``."""
+        from tokenloom_server.tools.remote import Remote
+
+        return Remote(
+            url,
+            os.environ,
+            token_file=self.token_file,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            control=self.control,
+        )
+
+    def servers(self, url: str) -> Servers:
+        """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
+        from tokenloom_server.tools.viewer import Servers
+
+        return Servers(
+            url,
+            os.environ,
+            token_file=self.token_file,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAccess(ReadAccess):
+    """Token and TLS of a command that changes something at a server."""
+
+    token_file: _ControlTokenFile = None
+
+    control: ClassVar[bool] = True
+
+
+def snapshot_text(path: Path) -> str:
+    """The text of a snapshot, out of the file of ``--state`` that holds it, or that holds what ``state_dict()`` gave as
+    JSON. Raises ``ConfigError``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--state {path}: expected a snapshot as JSON ({error})") from None
+    if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
+        return str(document["tokenloom"])
+    return text.strip()
+
+
+# The mixture: a file, or the short form on the command line.
 
 #: The heading in --help of what stands instead of a mixture file.
 PANEL = "A mixture without a file"
@@ -27,122 +120,116 @@ Mixture = Annotated[
 ]
 #: Where --data-root is not given: places, separated by colons.
 DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
-Roots = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again. "
-        f"[env: {DATA_ROOTS}]",
-        metavar="PLACE",
-        show_default=False,
-    ),
-]
-# Instead of a mixture file: a flat mixture on the command line, and what else a run needs.
-DatasetMix = Annotated[
-    str | None,
-    typer.Option(
-        help="Instead of a mixture file: files, patterns or folders with their weights, such as "
-        '"wiki/*.parquet:0.9 code:0.1"; path@column:weight where the column does not show.',
-        rich_help_panel=PANEL,
-        show_default=False,
-    ),
-]
-MixRun = Annotated[
-    str | None,
-    typer.Option("--run", help="The run's name.", rich_help_panel=PANEL, show_default=False),
-]
-MixLength = Annotated[
-    int | None,
-    typer.Option("--sequence-length", help="Tokens per sample.", rich_help_panel=PANEL, show_default=False),
-]
-MixTokenizer = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer", help="A tokenizer.json, a folder with one, or bytes.", rich_help_panel=PANEL, show_default=False
-    ),
-]
-MixSeed = Annotated[
-    int | None,
-    typer.Option("--seed", help="Seeds every draw; 0 if not given.", rich_help_panel=PANEL, show_default=False),
-]
-MixPolicy = Annotated[
-    str | None,
-    typer.Option(
-        "--policy", help="The mixture's policy; least_consumed if not given.", rich_help_panel=PANEL, show_default=False
-    ),
-]
-MixVocabSize = Annotated[
-    int | None,
-    typer.Option(
-        "--vocab-size",
-        help="Greatest id + 1, where all hold ids and there is no tokeniser.",
-        rich_help_panel=PANEL,
-        show_default=False,
-    ),
-]
-MixEndOfText = Annotated[
-    int | None,
-    typer.Option(
-        "--end-of-text-id",
-        help="The id that ends a document, where there is no tokeniser.",
-        rich_help_panel=PANEL,
-        show_default=False,
-    ),
-]
 
 
-def fields_of(
-    run: str | None,
-    sequence_length: int | None,
-    tokenizer: str | None,
-    seed: int | None,
-    policy: str | None,
-    vocab_size: int | None,
-    end_of_text_id: int | None,
-) -> dict[str, str | int | None]:
-    """What stands beside --dataset-mix, by its name in a mixture file, in a mixture file's order."""
-    return {
-        "run": run,
-        "seed": seed,
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "end_of_text_id": end_of_text_id,
-        "sequence_length": sequence_length,
-        "policy": policy,
-    }
+class LoadedMixture(NamedTuple):
+    config: RunConfig
+    #: The mixture file that the short form stands for; empty for a file.
+    text: str
+    #: Where relative paths begin.
+    base_dir: Path
 
 
-def one_mixture(mixture: Path | None, short: tuple[RunConfig, str] | None) -> tuple[RunConfig, str, Path]:
-    """The config of the file or of the short form, the text that the latter stands for, and where paths begin."""
-    from tokenloom_server.config import mixture_file as config
+@dataclass(frozen=True, slots=True)
+class MixtureOptions:
+    """Where data may lie, and the short form: a flat mixture on the command line, and what else a run needs."""
 
-    if short is not None and mixture is None:
-        return *short, Path.cwd()
-    if short is None and mixture is not None:
-        return config.load(mixture), "", mixture.resolve().parent
-    raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+    data_root: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again. "
+            f"[env: {DATA_ROOTS}]",
+            metavar="PLACE",
+            show_default=False,
+        ),
+    ] = None
+    dataset_mix: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a mixture file: files, patterns or folders with their weights, such as "
+            '"wiki/*.parquet:0.9 code:0.1"; path@column:weight where the column does not show.',
+            rich_help_panel=PANEL,
+            show_default=False,
+        ),
+    ] = None
+    run: Annotated[
+        str | None, typer.Option("--run", help="The run's name.", rich_help_panel=PANEL, show_default=False)
+    ] = None
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens per sample.", rich_help_panel=PANEL, show_default=False)
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, a folder with one, or bytes.", rich_help_panel=PANEL, show_default=False),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Seeds every draw; 0 if not given.", rich_help_panel=PANEL, show_default=False)
+    ] = None
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="The mixture's policy; least_consumed if not given.", rich_help_panel=PANEL, show_default=False
+        ),
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Greatest id + 1, where all hold ids and there is no tokeniser.",
+            rich_help_panel=PANEL,
+            show_default=False,
+        ),
+    ] = None
+    end_of_text_id: Annotated[
+        int | None,
+        typer.Option(
+            help="The id that ends a document, where there is no tokeniser.", rich_help_panel=PANEL, show_default=False
+        ),
+    ] = None
+
+    def roots(self) -> DataRoots:
+        """What --data-root says, or else the environment. Raises ``ConfigError``."""
+        from tokenloom_server.config.data_roots import DataRoots
+
+        # The colon of s3://bucket separates nothing.
+        from_environment = [place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place]
+        return DataRoots.of(self.data_root or from_environment)
+
+    def load(self, file: Path | None) -> LoadedMixture:
+        """The mixture of the file or of the short form, of which there must be one. Raises ``ConfigError``."""
+        from tokenloom_server.config import mixture_file as config
+
+        short = self.short_form()
+        if short is not None and file is None:
+            return short
+        if short is None and file is not None:
+            return LoadedMixture(config.load(file), "", file.resolve().parent)
+        raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
+
+    def short_form(self) -> LoadedMixture | None:
+        """The mixture of --dataset-mix, below the current folder; None without it. Raises ``ConfigError``."""
+        # By their names in a mixture file, in a mixture file's order.
+        fields = {
+            "run": self.run,
+            "seed": self.seed,
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "end_of_text_id": self.end_of_text_id,
+            "sequence_length": self.sequence_length,
+            "policy": self.policy,
+        }
+        if self.dataset_mix is None:
+            if extra := [_option(name) for name, value in fields.items() if value is not None]:
+                raise ConfigError(f"{', '.join(extra)}: belongs to --dataset-mix; a mixture file says it itself")
+            return None
+        if missing := [_option(name) for name in ("run", "sequence_length") if fields[name] is None]:
+            raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
+        from tokenloom_server.config import mixture_file as config
+        from tokenloom_server.sources import short_form
+
+        document = short_form.document(self.dataset_mix, Path.cwd(), self.roots(), **fields)
+        run_config = config.parse(document, where=short_form.OPTION)
+        return LoadedMixture(run_config, short_form.as_yaml(document), Path.cwd())
 
 
-def data_roots(given: list[str] | None) -> DataRoots:
-    """What --data-root says, or else the environment. Raises ``ConfigError``."""
-    from tokenloom_server.config.data_roots import DataRoots
-
-    # The colon of s3://bucket separates nothing.
-    named = [place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place]
-    return DataRoots.of(given or named)
-
-
-def short_form(mix: str | None, fields: dict[str, str | int | None], roots: DataRoots) -> tuple[RunConfig, str] | None:
-    """The mixture of --dataset-mix, below the current folder, and its text as a file; None without it."""
-    named = [f"--{name.replace('_', '-')}" for name, value in fields.items() if value is not None]
-    if mix is None:
-        if named:
-            raise ConfigError(f"{', '.join(named)}: belongs to --dataset-mix; a mixture file says it itself")
-        return None
-    missing = [f"--{name.replace('_', '-')}" for name in ("run", "sequence_length") if fields[name] is None]
-    if missing:
-        raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
-    from tokenloom_server.config import mixture_file as config
-    from tokenloom_server.sources import short_form
-
-    document = short_form.document(mix, Path.cwd(), roots, **fields)
-    return config.parse(document, where=short_form.OPTION), short_form.as_yaml(document)
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"

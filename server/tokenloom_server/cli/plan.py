@@ -7,29 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.common import console, fail, set_up_logging
-from tokenloom_server.cli.options import (
-    DatasetMix,
-    MixEndOfText,
-    MixLength,
-    MixPolicy,
-    MixRun,
-    MixSeed,
-    MixTokenizer,
-    Mixture,
-    MixVocabSize,
-    Roots,
-    data_roots,
-    fields_of,
-    one_mixture,
-    short_form,
-)
-from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, set_up_logging
+from tokenloom_server.cli.options import Mixture, MixtureOptions
+from tokenloom_server.errors import ConfigError
 
 app = typer.Typer()
 
 
-@app.command()
+@command(app)
 def plan(
     mixture: Mixture = None,
     tokens: Annotated[
@@ -44,15 +30,8 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    data_root: Roots = None,
-    dataset_mix: DatasetMix = None,
-    run: MixRun = None,
-    sequence_length: MixLength = None,
-    tokenizer: MixTokenizer = None,
-    seed: MixSeed = None,
-    policy: MixPolicy = None,
-    vocab_size: MixVocabSize = None,
-    end_of_text_id: MixEndOfText = None,
+    *,
+    short: MixtureOptions,
 ) -> None:
     """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
 
@@ -65,23 +44,18 @@ def plan(
     from tokenloom_server.planning.planner import Planner
 
     set_up_logging("warning")
-    try:
-        until = None if tokens is None else parse_amount(tokens, "--tokens")
-        form = None if picture is None else _picture_format(picture)
-        roots = data_roots(data_root)
-        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
-        found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
-        with console(stderr=True).status("opening sources and tokeniser") as status:
-            order = Order.create(found, base_dir, None, roots)
-            timeline = Timeline(order)
-            planner = Planner(lambda name: status.update(f"measuring {name}"))
-            made = planner.plan(timeline, timeline.initial(), until)
-        if picture is not None and form is not None:
-            from tokenloom_server.planning.picture import draw
+    until = None if tokens is None else parse_amount(tokens, "--tokens")
+    form = None if picture is None else _picture_format(picture)
+    run_config, _, base_dir = short.load(mixture)
+    with console(stderr=True).status("opening sources and tokeniser") as status:
+        order = Order.create(run_config, base_dir, None, short.roots())
+        timeline = Timeline(order)
+        planner = Planner(lambda name: status.update(f"measuring {name}"))
+        made = planner.plan(timeline, timeline.initial(), until)
+    if picture is not None and form is not None:
+        from tokenloom_server.planning.picture import draw
 
-            _write(picture, draw(made, form))
-    except TokenloomError as error:
-        fail(error)
+        _write(picture, draw(made, form))
     if as_json:
         print(made.model_dump_json(indent=2))
         return

@@ -8,28 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.common import console, fail, set_up_logging
-from tokenloom_server.cli.options import (
-    DatasetMix,
-    MixEndOfText,
-    MixLength,
-    MixPolicy,
-    MixRun,
-    MixSeed,
-    MixTokenizer,
-    Mixture,
-    MixVocabSize,
-    Roots,
-    fields_of,
-    one_mixture,
-    short_form,
-)
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, say, set_up_logging
+from tokenloom_server.cli.options import Mixture, MixtureOptions
 
 app = typer.Typer()
 
 
-@app.command()
+@command(app)
 def prepare(
     mixture: Mixture = None,
     out: Annotated[
@@ -59,15 +45,8 @@ def prepare(
         int | None,
         typer.Option(min=1, max=1024, help="Shards that are made at once; as many as cores if not given."),
     ] = None,
-    data_root: Roots = None,
-    dataset_mix: DatasetMix = None,
-    run: MixRun = None,
-    sequence_length: MixLength = None,
-    tokenizer: MixTokenizer = None,
-    seed: MixSeed = None,
-    policy: MixPolicy = None,
-    vocab_size: MixVocabSize = None,
-    end_of_text_id: MixEndOfText = None,
+    *,
+    short: MixtureOptions,
 ) -> None:
     """Tokenise each text source of a mixture once, into shards of ids, and write the mixture file that serves them.
 
@@ -78,7 +57,7 @@ def prepare(
     It may be ended at any time: the same command goes on behind the shards that are whole, after a check of what lies
     there. Other files, another tokeniser or other settings are refused, with the difference.
     """
-    from tokenloom_server.config.data_roots import DataRoots
+    from tokenloom_server.cli.progress import Progress
     from tokenloom_server.prepare.job import Job
     from tokenloom_server.prepare.journal import refuse_others
     from tokenloom_server.prepare.preparer import input_bytes
@@ -86,40 +65,30 @@ def prepare(
 
     set_up_logging("warning")
     workers = threads or os.cpu_count() or 1
+    run_config, _, base_dir = short.load(mixture)
+    refuse_others(out)
     try:
-        roots = DataRoots.of(data_root or ())
-        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
-        found, _, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
-        refuse_others(out)
         with console(stderr=True).status("opening sources and tokeniser"):
             job = Job.create(
-                found,
+                run_config,
                 base_dir,
                 out / ".index",
-                roots,
+                short.roots(),
                 form=form,
                 shard_bytes=shard_mb * 1_000_000,
                 ids_too=ids,
                 shuffled=shuffle,
                 threads=workers,
             )
-        from tokenloom_server.cli.progress import Progress
-
         with Progress(input_bytes(job), "rows") as progress:
             done = make(job, base_dir, out, threads=workers, tell=progress.tell, found=progress.found)
-    except TokenloomError as error:
-        fail(error)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; the same command goes on behind what is done")
         raise typer.Exit(130) from None
-    print_done = console()
     without = [
         f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count
     ]
     rows = f"{done.rows:,} rows" + (f" ({' and '.join(without)} ones, without tokens)" if without else "")
     before = f" ({done.found} were there already)" if done.found else ""
-    print_done.print(
-        f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}",
-        highlight=False,
-    )
-    print_done.print(f"serve it: tokenloom serve {done.mixture}", highlight=False, soft_wrap=True)
+    say(f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}")
+    say(f"serve it: tokenloom serve {done.mixture}")

@@ -1,4 +1,4 @@
-"""``tokenloom serve`` and ``tokenloom validate``: runs brought up, or only checked."""
+"""``tokenloom serve``: runs brought up, and served until a signal."""
 
 from __future__ import annotations
 
@@ -11,25 +11,10 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.common import console, fail, set_up_logging
-from tokenloom_server.cli.options import (
-    PANEL,
-    DatasetMix,
-    MixEndOfText,
-    MixLength,
-    MixPolicy,
-    MixRun,
-    MixSeed,
-    MixTokenizer,
-    Mixture,
-    MixVocabSize,
-    Roots,
-    data_roots,
-    fields_of,
-    one_mixture,
-    short_form,
-)
-from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import set_up_logging
+from tokenloom_server.cli.options import MixtureOptions
+from tokenloom_server.errors import ConfigError
 
 #: How long a signal to stop may go unnoticed, seconds.
 SIGNALS_EVERY_S = 0.25
@@ -37,7 +22,7 @@ SIGNALS_EVERY_S = 0.25
 app = typer.Typer()
 
 
-@app.command()
+@command(app)
 def serve(
     mixtures: Annotated[
         list[Path] | None,
@@ -135,15 +120,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    data_root: Roots = None,
-    dataset_mix: DatasetMix = None,
-    run: MixRun = None,
-    sequence_length: MixLength = None,
-    tokenizer: MixTokenizer = None,
-    seed: MixSeed = None,
-    policy: MixPolicy = None,
-    vocab_size: MixVocabSize = None,
-    end_of_text_id: MixEndOfText = None,
+    *,
+    short: MixtureOptions,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
@@ -171,37 +149,32 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    try:
-        roots = data_roots(data_root)
-        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
-        short = short_form(dataset_mix, fields, roots)
-        if short is None and not mixtures:
-            raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
-        if short is not None:
-            logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", short[1])
-        server = Server(
-            ServeOptions(
-                mixtures=mixtures or (),
-                mixture=short[0] if short is not None else None,
-                grpc=grpc,
-                rest=rest,
-                ledger=ledger,
-                ready_file=ready_file,
-                index_dir=index_dir,
-                standby=standby,
-                revise=revise,
-                lease_s=lease,
-                liveness_s=liveness,
-                rank_timeout_s=rank_timeout,
-                storage_timeout_s=storage_timeout,
-                access=Access.find(os.environ, token_file, read_token_file),
-                tls=Tls.load(tls_cert, tls_key, tls_client_ca),
-                data_roots=roots,
-            )
+    mixture = short.short_form()
+    if mixture is None and not mixtures:
+        raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
+    if mixture is not None:
+        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", mixture.text)
+    server = Server(
+        ServeOptions(
+            mixtures=mixtures or (),
+            mixture=mixture.config if mixture is not None else None,
+            grpc=grpc,
+            rest=rest,
+            ledger=ledger,
+            ready_file=ready_file,
+            index_dir=index_dir,
+            standby=standby,
+            revise=revise,
+            lease_s=lease,
+            liveness_s=liveness,
+            rank_timeout_s=rank_timeout,
+            storage_timeout_s=storage_timeout,
+            access=Access.find(os.environ, token_file, read_token_file),
+            tls=Tls.load(tls_cert, tls_key, tls_client_ca),
+            data_roots=short.roots(),
         )
-        serving.set()
-    except TokenloomError as error:
-        fail(error)
+    )
+    serving.set()
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
@@ -214,80 +187,3 @@ def serve(
         pass
     logging.getLogger(__name__).info("stopping")
     server.close()
-
-
-@app.command()
-def validate(
-    mixture: Mixture = None,
-    data_root: Roots = None,
-    dataset_mix: DatasetMix = None,
-    run: MixRun = None,
-    sequence_length: MixLength = None,
-    tokenizer: MixTokenizer = None,
-    seed: MixSeed = None,
-    policy: MixPolicy = None,
-    vocab_size: MixVocabSize = None,
-    end_of_text_id: MixEndOfText = None,
-    print_file: Annotated[
-        bool,
-        typer.Option(
-            "--print",
-            help="Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
-            rich_help_panel=PANEL,
-        ),
-    ] = False,
-) -> None:
-    """Check a mixture, its sources and its tokeniser, without serving anything.
-
-    Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
-    """
-    from rich.table import Table
-
-    from tokenloom_server.mixing.mixer import target_shares
-    from tokenloom_server.order.record import Order
-    from tokenloom_server.run.streams import Streams
-
-    set_up_logging("warning")
-    out = console(stderr=print_file)
-    try:
-        roots = data_roots(data_root)
-        fields = fields_of(run, sequence_length, tokenizer, seed, policy, vocab_size, end_of_text_id)
-        found, text, base_dir = one_mixture(mixture, short_form(dataset_mix, fields, roots))
-        if print_file and not text:
-            raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
-        with console(stderr=True).status("opening sources and tokeniser"):
-            order = Order.create(found, base_dir, None, roots)
-            samples = order.pipeline(order.initial())
-            samples.advance(found.pick_samples)
-            streams = Streams.checked(order, found)
-    except TokenloomError as error:
-        fail(error)
-    kind = f"sequence length {found.sequence_length}, {found.packing}"
-    if found.batching is not None:
-        kind = f"batches of {found.global_batch_size} by {found.batching.bucket_by}"
-    table = Table(title=f"run {found.run}: {kind}, seed {found.seed}")
-    for heading in ("id", "source", "shards", "MB", "target share", "epochs"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
-    for i, (source, shards, share) in enumerate(
-        zip(found.sources, order.shards, target_shares(found, order.size_estimates), strict=True)
-    ):
-        size = sum(shard.size for shard in shards) / 1e6
-        table.add_row(str(i), source.name, str(len(shards)), f"{size:,.1f}", f"{share:.2%}", f"{found.epochs[i]:g}")
-    out.print(table)
-    for spec, commits in order.manifest.commits.items():
-        out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
-    if found.batching is not None:
-        for i in range(len(found.sources)):
-            out.print(f"{order.specs[i]}: {order.told_of_buckets(i)}", highlight=False)
-    engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
-    if found.batching is None:
-        out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
-    for name in streams.names:
-        out.print(f"stream to evaluate on: {name}, of {streams.told(name)}", highlight=False)
-    for warning in order.warnings():
-        out.print(f"warning: {warning}", style="yellow")
-    if samples.ended is not None:
-        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
-    out.print("valid", style="green")
-    if print_file:
-        print(text, end="")

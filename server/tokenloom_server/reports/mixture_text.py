@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
 
 from tokenloom_server.ledger.base import date_of
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.tree import Tree
+from tokenloom_server.reports.tables import table
 
 _OPTIONS = (
     "weight",
@@ -80,8 +80,6 @@ def _in_yaml(value: Any) -> Any:
 
 
 def _tree(node: dict[str, Any], place: str, paused: Collection[str]) -> Tree:
-    from rich.tree import Tree
-
     tree = Tree(_line(node, place, paused))
     for i, child in enumerate(node["children"]):
         at = f"{place}.children.{i}"
@@ -108,27 +106,17 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _phases(info: MixtureInfo) -> Any:
-    from rich.table import Table
-
-    table = Table(title="phases", title_justify="left")
-    for heading in ("phase", "from sample", "tokens", "sequence length"):
-        table.add_column(heading, justify="right")
-    for phase in info.phases:
-        table.add_row(
-            str(phase.number), f"{phase.sample_index:,}", f"{phase.total_tokens:,}", f"{phase.sequence_length:,}"
-        )
-    return table
+def _phases(info: MixtureInfo) -> Table:
+    rows = (
+        (str(phase.number), f"{phase.sample_index:,}", f"{phase.total_tokens:,}", f"{phase.sequence_length:,}")
+        for phase in info.phases
+    )
+    return table(("phase", "from sample", "tokens", "sequence length"), rows, title="phases")
 
 
-def _revisions(info: MixtureInfo) -> Any:
-    from rich.table import Table
-
-    table = Table(title="revisions", title_justify="left")
-    for heading in ("number", "from sample", "tokens", "in force", "author", "reason", "changes"):
-        table.add_column(heading, justify="right" if heading in ("number", "from sample", "tokens") else "left")
-    for revision in info.revisions:
-        table.add_row(
+def _revisions(info: MixtureInfo) -> Table:
+    rows = (
+        (
             str(revision.number),
             f"{revision.sample_index:,}",
             f"{revision.total_tokens:,}",
@@ -137,4 +125,7 @@ def _revisions(info: MixtureInfo) -> Any:
             revision.reason,
             "\n".join(revision.changes),
         )
-    return table
+        for revision in info.revisions
+    )
+    words = ("in force", "author", "reason", "changes")
+    return table(("number", "from sample", "tokens", *words), rows, left=words, title="revisions")

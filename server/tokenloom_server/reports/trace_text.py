@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
+from tokenloom_server.reports.tables import table
 from tokenloom_server.reports.trace import TracedDocument, TracedSample, TracedStep
 from tokenloom_server.tokenizer.text import as_lines
 
@@ -26,14 +26,14 @@ def print_trace(out: Console, run: str, found: TracedSample | TracedStep, text: 
             for sample in rank.samples:
                 _print_sample(out, "", sample, text)
         return
-    table = _table(("rank", "right"), ("sample", "right"), ("source", "left"), *_DOCUMENT)
+    rows: list[tuple[str, ...]] = []
     for rank in found.ranks:
         for sample in rank.samples:
-            for document in sample.documents:
-                table.add_row(f"{rank.rank}", f"{sample.sample:,}", sample.source, *_row(document))
+            start = (f"{rank.rank}", f"{sample.sample:,}", sample.source)
+            rows += ((*start, *_row(document)) for document in sample.documents)
         if rank.padding:
-            table.add_row(f"{rank.rank}", "", f"{rank.padding} of padding")
-    out.print(table)
+            rows.append((f"{rank.rank}", "", f"{rank.padding} of padding"))
+    out.print(table(("rank", "sample", "source", *_DOCUMENT), rows, left=("source", "file")))
 
 
 def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) -> None:
@@ -48,10 +48,7 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
         soft_wrap=True,
     )
     if not text:
-        table = _table(*_DOCUMENT)
-        for document in sample.documents:
-            table.add_row(*_row(document))
-        out.print(table)
+        out.print(table(_DOCUMENT, map(_row, sample.documents), left=("file",)))
         return
     for document in sample.documents:
         position, path, row, epoch, tokens, whole = _row(document)
@@ -60,9 +57,8 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
         out.print(shown, highlight=False, soft_wrap=True)
 
 
-_DOCUMENT = (
-    ("at", "right"), ("file", "left"), ("row", "right"), ("epoch", "right"), ("tokens", "right"), ("of", "right"),
-)  # fmt: skip
+#: The headings of a document's columns.
+_DOCUMENT = ("at", "file", "row", "epoch", "tokens", "of")
 
 
 def _row(document: TracedDocument) -> tuple[str, ...]:
@@ -74,10 +70,3 @@ def _row(document: TracedDocument) -> tuple[str, ...]:
         f"{document.begin:,} to {document.end - 1:,}",
         f"{document.row_tokens:,}" + (f" ({document.fim})" if document.fim is not None else ""),
     )
-
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table()
-    for heading, justify in columns:
-        table.add_column(heading, justify="left" if justify == "left" else "right", overflow="fold")
-    return table

@@ -116,10 +116,17 @@ class Remote:
         path = f"{_path(run)}/steps/{step}{_query(asked)}"
         return self._read(TracedStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
-    def restore(self, run: str, **asked: str | int) -> ResumePoint:
-        """Pins where the next generation starts. ``asked``: the body, as the route has it."""
-        body = json.dumps(asked).encode()
-        return self._read(ResumePoint, self._get(f"{_path(run)}/restore", body, timeout_s=_RESTORE_TIMEOUT_S))
+    def restore(self, run: str, **request: str | int | None) -> ResumePoint:
+        """Pins where the next generation starts. ``request``: the body, as the route has it."""
+        return self._pin(run, "restore", request)
+
+    def fork(self, run: str, **request: str | int | None) -> ResumePoint:
+        """Pins where a run that has not begun begins. ``request``: the body, as the route has it."""
+        return self._pin(run, "fork", request)
+
+    def _pin(self, run: str, route: str, request: Mapping[str, str | int | None]) -> ResumePoint:
+        body = json.dumps({name: value for name, value in request.items() if value is not None}).encode()
+        return self._read(ResumePoint, self._get(f"{_path(run)}/{route}", body, timeout_s=_RESTORE_TIMEOUT_S))
 
     def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
         """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
@@ -129,11 +136,6 @@ class Remote:
     def report(self, run: str) -> RunReport:
         """What a model card needs to say about a run's data."""
         return self._read(RunReport, self._get(f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S))
-
-    def fork(self, run: str, **asked: str | int | None) -> ResumePoint:
-        """Pins where a run that has not begun begins. ``asked``: the body, as the route has it."""
-        body = json.dumps({name: value for name, value in asked.items() if value is not None}).encode()
-        return self._read(ResumePoint, self._get(f"{_path(run)}/fork", body, timeout_s=_RESTORE_TIMEOUT_S))
 
     def mixture(self, run: str) -> MixtureInfo:
         """The mixture in force, and its revisions."""

@@ -106,31 +106,18 @@ class View:
     decode: Decode | None
 
 
-def look(
-    url: str,
-    at: int | None,
-    count: int,
-    environment: Mapping[str, str],
-    *,
-    token_file: Path | None = None,
-    tls_ca: Path | None = None,
-    tls_cert: Path | None = None,
-    tls_key: Path | None = None,
-) -> View:
+def look(servers: Servers, at: int | None, count: int) -> View:
     """The ``count`` samples from ``at`` on; None: from where the ledger stands.
 
-    Token and files of TLS are those given, else the environment's (see ``Credentials``). Raises ``ConfigError`` for
-    another URL than ``grpc://host:port/run`` or ``grpcs://…`` (several addresses with commas between) and where the
-    token would travel unencrypted to another machine, ``ServerUnreachable``, and what the server answers.
+    Raises ``ServerUnreachable``, and what the server answers.
     """
-    servers = Servers(url, environment, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
     for target in servers.targets:
         try:
             with servers.channel(target) as channel:
                 return _look(DataLoaderStub(channel), servers.metadata, servers.run, at, count)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or target == servers.targets[-1]:
-                raise _failure(url, error) from None
+                raise _failure(servers.url, error) from None
     raise AssertionError("unreachable: there is at least one address")
 
 
@@ -147,7 +134,11 @@ class Servers:
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
     ) -> None:
-        """Raises ``ConfigError``."""
+        """Token and files of TLS are those given, else the environment's (see ``Credentials``).
+
+        Raises ``ConfigError`` for another URL than ``grpc://host:port/run`` or ``grpcs://…`` (several addresses with
+        commas between), and where the token would travel unencrypted to another machine.
+        """
         self.url = url
         self.targets, self.run, tls = _parse(url)
         try:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from tokenloom_server.reports.tables import table
 from tokenloom_server.tools.checkpoint.content import INDEX, Child, Content, Node
 from tokenloom_server.tools.checkpoint.difference import Difference, place
 from tokenloom_server.tools.checkpoint.faults import faults
@@ -68,24 +69,15 @@ def _heading(content: Content) -> Iterator[str]:
 
 
 def _sources(content: Content) -> Table:
-    table = Table()
     skips = any(source.skips for source in content.sources)
-    headings = ["id", "source", "stands at", "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
-    for heading in headings:
-        left = heading in ("source", "stands at")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    rows = []
     for source in content.sources:
         share = "not in the mixture" if source.unknown else f"{source.share:.2%}" if source.share is not None else "?"
         skipped = [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"] if skips else []
-        table.add_row(
-            _number(source.id),
-            source.name,
-            place(source),
-            *map(_number, (source.samples, source.rows, source.tokens)),
-            share,
-            *skipped,
-        )
-    return table
+        counts = map(_number, (source.samples, source.rows, source.tokens))
+        rows.append((_number(source.id), source.name, place(source), *counts, share, *skipped))
+    headings = ["id", "source", "stands at", "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
+    return table(headings, rows, left=("source", "stands at"))
 
 
 def _tree(content: Content) -> Tree:
@@ -154,13 +146,18 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
 def show_probabilities(content: Content, out: Console) -> None:
     """A table for each node."""
     for node in content.nodes:
-        table = Table(title=f"{node.name}: {node.policy or 'its policy is not known'}", title_justify="left")
-        for heading in ("child", "samples", "total", "in force", "with counters", "without counters"):
-            table.add_column(heading, justify="left" if heading == "child" else "right", overflow="fold")
-        for child, chance in zip(node.children, chances(content, node), strict=True):
-            percents = map(_percent, (chance.in_force, chance.with_counters, chance.without_counters))
-            table.add_row(child.name, _number(child.samples), _number(child.total), *percents)
-        out.print(table)
+        rows = [
+            (
+                child.name,
+                _number(child.samples),
+                _number(child.total),
+                *map(_percent, (chance.in_force, chance.with_counters, chance.without_counters)),
+            )
+            for child, chance in zip(node.children, chances(content, node), strict=True)
+        ]
+        headings = ("child", "samples", "total", "in force", "with counters", "without counters")
+        title = f"{node.name}: {node.policy or 'its policy is not known'}"
+        out.print(table(headings, rows, left=("child",), title=title))
 
 
 def show_difference(found: Difference, a: Content, b: Content, out: Console) -> None:
@@ -175,14 +172,17 @@ def show_difference(found: Difference, a: Content, b: Content, out: Console) -> 
     if found.counted != (a.sample_index, b.sample_index):
         counted = " and ".join(map(_number, found.counted))
         out.print(f"sources are counted at the state boundaries before: samples {counted}", highlight=False)
-    table = Table()
-    for heading in ("source", "samples", "rows", "tokens", "epochs", "from", "to"):
-        left = heading in ("source", "from", "to")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
-    for source in found.sources:
-        numbers = (source.samples, source.rows, source.tokens, source.epochs)
-        table.add_row(source.name, *map(_signed, numbers), source.before or "not there", source.after or "not there")
-    out.print(table)
+    rows = (
+        (
+            source.name,
+            *map(_signed, (source.samples, source.rows, source.tokens, source.epochs)),
+            source.before or "not there",
+            source.after or "not there",
+        )
+        for source in found.sources
+    )
+    headings = ("source", "samples", "rows", "tokens", "epochs", "from", "to")
+    out.print(table(headings, rows, left=("source", "from", "to")))
     for change in found.mixture:
         out.print(Text(f"mixture: {change}"), soft_wrap=True)
     if not found.mixture:

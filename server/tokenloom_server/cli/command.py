@@ -1,0 +1,61 @@
+"""How a command is made of a function: its groups of options become options, and an error of ours ends it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, get_type_hints
+
+import typer
+
+from tokenloom_server.cli.common import fail
+from tokenloom_server.errors import TokenloomError
+
+_Function = Callable[..., None]
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[_Function], _Function]:
+    """Decorates the function of a command of ``app``, which has the function's name if none is given.
+
+    A parameter whose type is a dataclass is a group of options: each field of it is an option, in the group's place.
+    A ``TokenloomError`` ends the command with its name and message, and exit status 2.
+    """
+
+    def add(function: _Function) -> _Function:
+        groups: dict[str, type[Any]] = {}
+        options: list[inspect.Parameter] = []
+        for parameter in _parameters(function):
+            kind = parameter.annotation
+            if isinstance(kind, type) and is_dataclass(kind):
+                groups[parameter.name] = kind
+                options += _parameters(kind)
+            else:
+                options.append(parameter)
+
+        @wraps(function)
+        def run(**values: Any) -> None:
+            for parameter, group in groups.items():
+                values[parameter] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            try:
+                function(**values)
+            except TokenloomError as error:
+                fail(error)
+
+        # Typer reads the options of a command from its signature.
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in options}
+        app.command(name)(run)
+        return function
+
+    return add
+
+
+def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function, or the fields of a dataclass, with their types."""
+    hints = get_type_hints(called, include_extras=True)
+    return [
+        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(called).parameters.values()
+    ]

@@ -1,0 +1,74 @@
+"""``tokenloom trace``: what a past sample, or a step by rank, was made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, print_json
+from tokenloom_server.cli.options import ReadAccess, RunName, Url
+from tokenloom_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenloom_server.reports.trace import TracedSample, TracedStep
+
+app = typer.Typer()
+
+
+@command(app)
+def trace(
+    url: Url,
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="A sample index: one sample's documents.", show_default=False)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of the step, one rank; all if not given.")] = None,
+    generation: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The launch whose line to follow, where a later one rewound it; the present one if not given."
+        ),
+    ] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(help="Of a sample that was evaluated on: its stream, such as validation.", show_default=False),
+    ] = None,
+    run: RunName = None,
+    text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids.")
+    ] = False,
+    *,
+    access: ReadAccess,
+) -> None:
+    """Show which documents a sample was made of, or what each rank got in a step: file, row, and tokens of the row.
+
+    Nothing of this was kept: the server makes the samples again from the nearest state in its ledger and reads their
+    rows once more, in turns with the peeks, so that training is not slowed. Tokens of a row are counted with its
+    begin- and end-of-text ids.
+    """
+    if (sample is None) == (step is None):
+        raise ConfigError("give one of --sample and --step")
+    if rank is not None and step is None:
+        raise ConfigError("--rank goes with --step; a sample is one rank's anyway")
+    if stream is not None and sample is None:
+        raise ConfigError("--stream goes with --sample; a stream that is evaluated on has no steps of its own")
+    server = access.connect(url)
+    name = server.only_run(run)
+    traced: TracedSample | TracedStep
+    if step is not None:
+        traced = server.trace_step(name, step, rank=rank, generation=generation, text=text)
+    else:
+        assert sample is not None
+        traced = server.trace_sample(name, sample, generation=generation, text=text, stream=stream)
+    if as_json:
+        print_json(traced.model_dump())
+    else:
+        from tokenloom_server.reports.trace_text import print_trace
+
+        print_trace(console(), name, traced, text)

@@ -1,0 +1,83 @@
+"""``tokenloom validate``: a mixture checked, without serving it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, set_up_logging
+from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
+from tokenloom_server.errors import ConfigError
+
+app = typer.Typer()
+
+
+@command(app)
+def validate(
+    mixture: Mixture = None,
+    *,
+    short: MixtureOptions,
+    print_file: Annotated[
+        bool,
+        typer.Option(
+            "--print",
+            help="Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
+) -> None:
+    """Check a mixture, its sources and its tokeniser, without serving anything.
+
+    Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
+    """
+    from tokenloom_server.mixing.mixer import target_shares
+    from tokenloom_server.order.record import Order
+    from tokenloom_server.reports.tables import table
+    from tokenloom_server.run.streams import Streams
+
+    set_up_logging("warning")
+    out = console(stderr=print_file)
+    run_config, text, base_dir = short.load(mixture)
+    if print_file and not text:
+        raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
+    with console(stderr=True).status("opening sources and tokeniser"):
+        order = Order.create(run_config, base_dir, None, short.roots())
+        samples = order.pipeline(order.initial())
+        samples.advance(run_config.pick_samples)
+        streams = Streams.checked(order, run_config)
+    kind = f"sequence length {run_config.sequence_length}, {run_config.packing}"
+    if run_config.batching is not None:
+        kind = f"batches of {run_config.global_batch_size} by {run_config.batching.bucket_by}"
+    shares = target_shares(run_config, order.size_estimates)
+    rows = [
+        (
+            str(i),
+            source.name,
+            str(len(shards)),
+            f"{sum(shard.size for shard in shards) / 1e6:,.1f}",
+            f"{share:.2%}",
+            f"{run_config.epochs[i]:g}",
+        )
+        for i, (source, shards, share) in enumerate(zip(run_config.sources, order.shards, shares, strict=True))
+    ]
+    headings = ("id", "source", "shards", "MB", "target share", "epochs")
+    out.print(table(headings, rows, title=f"run {run_config.run}: {kind}, seed {run_config.seed}"))
+    for spec, commits in order.manifest.commits.items():
+        out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
+    if run_config.batching is not None:
+        for i in range(len(run_config.sources)):
+            out.print(f"{order.specs[i]}: {order.told_of_buckets(i)}", highlight=False)
+    engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
+    if run_config.batching is None:
+        out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+    for name in streams.names:
+        out.print(f"stream to evaluate on: {name}, of {streams.told(name)}", highlight=False)
+    for warning in order.warnings():
+        out.print(f"warning: {warning}", style="yellow")
+    if samples.ended is not None:
+        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
+    out.print("valid", style="green")
+    if print_file:
+        print(text, end="")

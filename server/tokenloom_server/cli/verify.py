@@ -1,0 +1,53 @@
+"""``tokenloom verify``: whether two runs had the same data."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import console, print_json
+from tokenloom_server.cli.options import ReadAccess
+
+app = typer.Typer()
+
+
+@command(app)
+def verify(
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A server's REST address, with /RUN where it has several, or a snapshot or checkpoint in JSON.",
+            metavar="A",
+            show_default=False,
+        ),
+    ],
+    b: Annotated[str, typer.Argument(help="The other one.", metavar="B", show_default=False)],
+    run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.", show_default=False)] = None,
+    run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
+    *,
+    access: ReadAccess,
+) -> None:
+    """Prove whether two runs had the same data, on any topology, and up to which sample.
+
+    Compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the first
+    sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
+    differ, 2 if that cannot be told.
+    """
+    from tokenloom_server.tools import verify as comparison
+    from tokenloom_server.tools import verify_sides
+
+    with console(stderr=True).status("comparing"):
+        both = verify_sides.side(a, run_a, access.connect), verify_sides.side(b, run_b, access.connect)
+        verdict = comparison.compare(*both)
+        lines = comparison.explain(verdict, *both)
+    if as_json:
+        print_json(comparison.document(verdict, *both))
+    else:
+        out = console()
+        for line in lines:
+            out.print(line, highlight=False, soft_wrap=True)
+        out.print(comparison.PROVES, style="dim", highlight=False)
+    raise typer.Exit(verdict.status)

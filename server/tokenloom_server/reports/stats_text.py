@@ -1,0 +1,87 @@
+"""A run's stats for people: what ``tokenloom stats`` prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.tables import table
+
+
+def print_stats(out: Console, stats: RunStats) -> None:
+    """Where the run stands, a table of its sources, its ranks, and what it waits for."""
+    out.print(
+        f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens committed, "
+        f"{stats.tokens_per_s:,.0f} tokens/s; generation {stats.generation}, "
+        f"{stats.world_size} ranks × {stats.batch_size}; ledger {stats.ledger.backend}"
+    )
+    if stats.revision or stats.next_revision:
+        coming = stats.next_revision
+        later = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
+        current = f"revision {stats.revision}" if stats.revision else "the mixture that the run began with"
+        out.print(f"in force: {current}{later} (tokenloom mixture show)")
+    out.print(_sources(stats))
+    for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats):
+        if line:
+            out.print(line, highlight=False)
+    for rank in stats.ranks:
+        heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
+        state = "connected" if rank.connected else "away"
+        out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
+    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error):
+        if note:
+            out.print(note)
+
+
+def _sources(stats: RunStats) -> Table:
+    headings = ["source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"]
+    if stats.reported is not None:
+        headings.insert(4, "loss")
+    rows = []
+    for source in stats.sources:
+        remaining = "?" if source.remaining_samples is None else f"{source.remaining_samples:,}"
+        loss = () if stats.reported is None else ("–" if source.loss is None else f"{source.loss:.4f}",)
+        rows.append(
+            (
+                source.alias,
+                f"{source.target_share:.2%}",
+                f"{source.actual_share:.2%}",
+                f"{source.window_share:.2%}",
+                *loss,
+                f"{source.samples:,}",
+                f"{source.rows:,}",
+                f"{source.tokens:,}",
+                f"{source.epoch:.2f}",
+                "exhausted" if source.exhausted else remaining,
+            )
+        )
+    return table(headings, rows)
+
+
+def _losses(stats: RunStats) -> str:
+    report = stats.reported
+    if report is None:
+        return ""
+    loss = "" if report.loss is None else f", loss {report.loss:.4f}"
+    rate = "" if report.learning_rate is None else f", learning rate {report.learning_rate:.2e}"
+    return f"reported {report.age_s:.1f} s ago: step {report.step:,}, sample {report.sample_index:,}{loss}{rate}"
+
+
+def _rows_without_tokens(stats: RunStats) -> str:
+    sources = "; ".join(
+        f"{source.alias} {source.bad_rows:,} bad, {source.filtered_rows:,} filtered"
+        for source in stats.sources
+        if source.bad_rows or source.filtered_rows
+    )
+    return f"rows that gave no tokens: {sources}" if sources else ""
+
+
+def _skipped(stats: RunStats) -> str:
+    sources = ", ".join(
+        f"{source.alias} {source.skipped_samples:,} samples, {source.skipped_rows:,} rows, "
+        f"{source.skipped_tokens:,} tokens"
+        for source in stats.sources
+        if source.skipped_samples
+    )
+    return f"skipped by restores, and not counted above: {sources}" if sources else ""
