@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.sources import block_index, locations
+from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.scheme import scheme_of
 
 from benchmarks import corpora
 from benchmarks.results import FOLDER, Result, Row, show
@@ -36,13 +38,13 @@ COLUMNS = {
 def measure(files: int, runs: int) -> Row:
     """A source of so many files."""
     folder = corpora.folder_of(corpora.shards_corpus(files))
-    spec = Spec.parse(f"parquet:{folder}/parquet/0/*.parquet:ids")
-    shards = locations.shards(spec, folder)
+    spec = SourceCatalog().spec(f"parquet:{folder}/parquet/0/*.parquet:ids")
+    shards = scheme_of(spec).shards(spec, folder)
     row = Row(name=f"{files:,} files", at={"files": files})
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as kept:
             look_up = partial(_look_up, spec, shards, folder, Path(kept))
-            fingerprints, _ = _took(partial(locations.shards, spec, folder))
+            fingerprints, _ = _took(partial(scheme_of(spec).shards, spec, folder))
             index, cpu = _took(look_up)
             again, _ = _took(look_up)
         row.runs.append({"fingerprints s": fingerprints, "index s": index, "index CPU s": cpu, "kept index s": again})

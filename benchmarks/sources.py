@@ -23,8 +23,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.tokenizer.documents import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
@@ -66,14 +66,14 @@ def main() -> None:
 
 
 def measure(spec: str, folder: Path, passes: int) -> tuple[str, ...]:
-    source = open_source(Spec.parse(spec), folder, end_of_text_id=END_OF_TEXT)
+    source = open_source(SourceCatalog().spec(spec), folder, end_of_text_id=END_OF_TEXT)
     encoder = DocumentEncoder(BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=END_OF_TEXT, add_eot="auto")
     tokens = run(source, encoder).tokens
     read = min(run(source, None).cpu_ns for _ in range(passes)) / tokens
     both = min((run(source, encoder) for _ in range(passes)), key=lambda cost: cost.cpu_ns)
     last = source.row_count(0) - 1
     begin = time.process_time_ns()
-    next(open_source(Spec.parse(spec), folder, end_of_text_id=END_OF_TEXT).read(0, last))
+    next(open_source(SourceCatalog().spec(spec), folder, end_of_text_id=END_OF_TEXT).read(0, last))
     opened_ms = (time.process_time_ns() - begin) / 1e6
     together = both.cpu_ns / tokens
     figures = (read, together - read, together)

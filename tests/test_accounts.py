@@ -11,15 +11,15 @@ from support.corpora import CODE, ROWS, flat, order_of, write_corpus
 from support.memory_service import run_report, run_stats, source_stats
 from tokenloom_server.api.service import Runs
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.record import Order
 from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.generation import Delivery
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.join_call import JoinCall
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -39,7 +39,7 @@ def read_for(folder: Path, epochs: float) -> Order:
 
 
 def figure_of(state: State, epochs: float) -> SourceStats:
-    """As ``Figures`` has it, by rows."""
+    """As ``StatsReader`` has it, by rows."""
     source = state.sources[0]
     at = sum(SHARD_ROWS[: source.cursor.shard]) + source.cursor.row
     epoch = epochs if source.exhausted else source.cursor.epoch + at / sum(SHARD_ROWS)

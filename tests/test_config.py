@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest, order_fields
@@ -276,17 +277,17 @@ def test_a_file_that_is_no_mixture_is_refused_by_name(tmp_path: Path, text: str,
     path = tmp_path / "mixture.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        config.load(path)
+        config.load(path, CATALOG)
     assert str(caught.value).startswith(f"{path}: ")
     assert says in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.yaml: cannot be read \(No such file"):
-        config.load(tmp_path / "none.yaml")
+        config.load(tmp_path / "none.yaml", CATALOG)
     (tmp_path / "latin.yaml").write_bytes(b"run: \xe4")
     with pytest.raises(ConfigError, match=r"latin.yaml: is not UTF-8 text .* at byte 5"):
-        config.load(tmp_path / "latin.yaml")
+        config.load(tmp_path / "latin.yaml", CATALOG)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ def test_options_of_another_packing_are_refused(fields: dict[str, Any], says: st
 def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL)
-    found = config.load(path)
+    found = config.load(path, CATALOG)
     assert (found.run, found.seed, found.packing, found.labels, found.last_step) == (
         "wiki",
         0,
@@ -323,7 +324,10 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_all_the_same(tmp_path: Path
     # YAML 1.1 knows no exponent without a point.
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL.replace("epochs: .inf", "weight: 1e-3\n      epochs: inf"))
-    assert (config.load(path).sources[1].weight, config.load(path).sources[1].epochs) == (0.001, math.inf)
+    assert (config.load(path, CATALOG).sources[1].weight, config.load(path, CATALOG).sources[1].epochs) == (
+        0.001,
+        math.inf,
+    )
 
 
 def test_source_ids_are_depth_first() -> None:
@@ -401,7 +405,7 @@ def test_numbers_of_tokens_may_be_written_with_an_exponent(tmp_path: Path) -> No
         "epochs: .inf", "max_tokens: 1e9\n      weight: [[0, 1], [2.5e8, 1e-3]]"
     )
     path.write_text(text)
-    source = config.load(path).sources[1]
+    source = config.load(path, CATALOG).sources[1]
     assert (source.max_tokens, source.weight) == (10**9, [(0, 1.0), (250_000_000, 0.001)])
 
 
@@ -666,7 +670,7 @@ def test_the_digest_is_what_it_was() -> None:
 
 def test_a_spec_may_contain_colons_in_its_location() -> None:
     found = parsed(flat(["parquet:s3://bucket/a:b/*.parquet:text"])).sources[0].spec
-    assert (found.scheme, found.location, found.column) == ("parquet", "s3://bucket/a:b/*.parquet", "text")
+    assert (found.scheme.name, found.location, found.column) == ("parquet", "s3://bucket/a:b/*.parquet", "text")
     assert str(found) == "parquet:s3://bucket/a:b/*.parquet:text"
 
 
@@ -703,7 +707,7 @@ def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_bat
 
 def test_a_batched_run_read_from_its_record_is_the_same() -> None:
     config = parsed(batched())
-    assert RunConfig.model_validate(config.model_dump()) == config
+    assert RunConfig.model_validate(config.model_dump(), context=CATALOG) == config
     assert order_fields(config) == {
         "seed": 7,
         "batching": {"bucket_by": "resolution"},

@@ -27,7 +27,7 @@ def test_the_makefile_has_the_target(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SCHEMES", "Source", "open_source", "Packer", "Policy", "Ledger", "State", "ORDER_VERSION"]
+    "name", ["BUILT_IN", "Scheme", "Source", "Packer", "Policy", "Ledger", "State", "ORDER_VERSION"]
 )
 def test_the_name_is_defined(name: str) -> None:
     assert f"`{name}`" in TEXT

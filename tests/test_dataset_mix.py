@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.catalog import CATALOG, SOURCES
 from support.server_process import ServerProcess, run_module
 from support.trainer import World
 from tokenloom_server.config import mixture_file as config
@@ -56,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children(mix: str, folder: Path) -> list[dict[str, Any]]:
     """The sources of a short form, which is valid."""
-    document = short_form.document(mix, folder, **RUN)
-    config.parse(document, where=short_form.OPTION)
+    document = short_form.document(mix, folder, SOURCES, **RUN)
+    config.parse(document, where=short_form.OPTION, catalog=CATALOG)
     found: list[dict[str, Any]] = document["mixture"]["children"]
     return found
 
@@ -98,7 +99,7 @@ def test_scheme_and_column_of_an_item_are_found(
 
 
 def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tmp_path: Path) -> None:
-    document = short_form.document("wiki:0.9 'my notes:0.1' code.jsonl", folder, **RUN, policy="weighted")
+    document = short_form.document("wiki:0.9 'my notes:0.1' code.jsonl", folder, SOURCES, **RUN, policy="weighted")
     assert document == {
         **RUN,
         "mixture": {
@@ -112,7 +113,7 @@ def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tm
     }
     path = tmp_path / "mixture.yaml"
     path.write_text(short_form.as_yaml(document), encoding="utf-8")
-    assert config.load(path) == config.parse(document, where=short_form.OPTION)
+    assert config.load(path, CATALOG) == config.parse(document, where=short_form.OPTION, catalog=CATALOG)
 
 
 def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> None:
@@ -144,7 +145,7 @@ def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> N
         ("empty", "holds no file that ends with .parquet, .jsonl"),
         ("README.md", "how 'README.md' is to be read does not show; expected a name that ends with .parquet"),
         ("splits", "a dataset for each split; name one of them: splits/test, splits/train"),
-        ("saved/data-*.arrow@labels", "Arrow files are read by folder"),
+        ("saved/data-*.arrow@labels", "end with .arrow are read by folder"),
         ("deep/*", "matches folders only"),
         ("x" * 5000, "cannot be looked at"),
         ("memory://nowhere/x.parquet:1", "names no file and no folder"),
@@ -158,13 +159,13 @@ def test_what_cannot_be_meant_is_refused_by_name(mix: str, fault: str, folder: P
 
 def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Path) -> None:
     roots = DataRoots.of([folder / "wiki"])
-    assert short_form.document("wiki", folder, roots, **RUN)
+    assert short_form.document("wiki", folder, SOURCES, roots, **RUN)
     link = folder / "wiki" / "linked.txt"
     link.symlink_to(folder / "my notes" / "a.txt")
     try:
         for mix in ("code.jsonl", "nothing-here", "saved", "txt:code.jsonl:text", "wiki/linked.txt", f"{tmp_path}/*"):
             with pytest.raises(ConfigError, match="lies below no data root"):
-                short_form.document(mix, folder, roots, **RUN)
+                short_form.document(mix, folder, SOURCES, roots, **RUN)
     finally:
         link.unlink()
 
@@ -182,7 +183,7 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path) -> None:
     path = folder / "gone-on-with.yaml"
     path.write_text(done.stdout, encoding="utf-8")
     try:
-        assert [source.weight for source in config.load(path).sources] == [0.9, 0.1]
+        assert [source.weight for source in config.load(path, CATALOG).sources] == [0.9, 0.1]
         assert run_module("validate", path).status == 0
     finally:
         path.unlink()
@@ -217,7 +218,9 @@ def test_a_server_serves_the_short_form_from_the_current_folder(
     finally:
         server.kill()
     path = folder / "long.yaml"
-    path.write_text(short_form.as_yaml(short_form.document("wiki:0.9 code.jsonl:0.1", folder, **RUN | {"seed": 0})))
+    path.write_text(
+        short_form.as_yaml(short_form.document("wiki:0.9 code.jsonl:0.1", folder, SOURCES, **RUN | {"seed": 0}))
+    )
     server = ServerProcess(tmp_path / "long", path).start()
     try:
         with World(server.url("mix")) as world:

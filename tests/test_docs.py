@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import tokenloom
 import yaml
+from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reports
 from tokenloom_server import errors
 from tokenloom_server.api.auth import RPCS, Scope
@@ -25,7 +26,6 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.config.spec import SCHEMES
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
@@ -35,9 +35,10 @@ from tokenloom_server.replay import trace as tracing
 from tokenloom_server.replay.peek import MAX_PEEKS
 from tokenloom_server.reports import trace as traced
 from tokenloom_server.run import losses
-from tokenloom_server.run.join import MAX_STEP_BYTES, MAX_WORLD_SIZE
+from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.run.revise import MAX_REVISIONS
-from tokenloom_server.tools import export, viewer
+from tokenloom_server.tools import export
+from tokenloom_server.tools.peek import range as sample_range
 from typer.main import get_command
 
 from tests.support.doc_tables import TABLES, written
@@ -114,14 +115,14 @@ def test_every_field_of_the_mixture_file_is_on_its_page() -> None:
 
 
 def test_every_source_scheme_is_on_the_page_of_the_mixture_file() -> None:
-    assert all(f"`{form}`" in page("mixture-file") for form in SCHEMES.values())
+    assert all(f"`{form}`" in page("mixture-file") for form in (scheme.usage for scheme in SOURCES.schemes.values()))
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_mixture_file_that_a_page_shows_whole_is_valid(name: str) -> None:
     for text in re.findall(r"^```yaml\n(.*?)^```", PAGES[name], re.DOTALL | re.MULTILINE):
         if text.startswith("run:"):
-            assert config.parse(yaml.safe_load(text), where=name).run
+            assert config.parse(yaml.safe_load(text), where=name, catalog=CATALOG).run
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -216,7 +217,7 @@ def test_the_bounds_of_prepared_shards_and_exports_are_on_their_pages() -> None:
         for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)
     )
     assert f" {export.BATCH_IDS:,} " in section("export", "Details")
-    assert f"| {viewer.PATIENCE_S:g} s " in section("export", "Details")
+    assert f"| {sample_range.SEARCH_S:g} s " in section("export", "Details")
 
 
 def test_the_bound_of_skips_is_on_the_page_of_checkpoints() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal
 from tokenloom_server.config import mixture_file as config
@@ -170,7 +171,7 @@ def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there
     document = flat([f"txt:{i}.txt:text" for i in range(len(children))])
     for child, (weight, _, _) in zip(document["mixture"]["children"], children, strict=True):
         child["weight"] = weight
-    run = config.parse(document, where="mixture.yaml")
+    run = config.parse(document, where="mixture.yaml", catalog=CATALOG)
     before = [samples if known else 0 for _, samples, known in children]
     carried = carry(run, before, [known for *_, known in children])
     weights = [weight for weight, *_ in children]
@@ -364,12 +365,16 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(order: Order, change: 
         ({"sample_index": -1}, "sample_index: found -1"),
         ({"sample_index": "12"}, "sample_index: found '12'"),
         ({"sample_index": True}, "sample_index: found True"),
-        ({"resume_state": {"datasets": [entry(CODE), entry(CODE)]}}, r"datasets\.1 .*stands there already, at 0"),
     ],
 )
 def test_what_is_no_payload_is_refused(document: dict[str, Any], said: str) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
         foreign_checkpoint.read(json.dumps(document))
+
+
+def test_a_spec_that_stands_there_twice_is_refused(order: Order) -> None:
+    with pytest.raises(SnapshotInvalid, match=r"datasets\.1 .*stands there already, at 0"):
+        import_into(order, entry(CODE), entry(CODE))
 
 
 def test_a_payload_of_which_nothing_is_known_is_refused(order: Order) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.catalog import spec_of
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
 from support.timelines import revised
 from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
@@ -69,7 +69,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
             else:
                 write, suffix = (write_txt, ".txt") if number % 3 == 1 else (write_jsonl, ".jsonl")
                 write(path.with_suffix(suffix), ["7", *text_rows(rows, 10 * number + file, 14)])
-    manifest = build([Spec.parse(_spec(number)) for number in range(SOURCES)], folder)
+    manifest = build([spec_of(_spec(number)) for number in range(SOURCES)], folder)
     document = mixture(mixture={"policy": "sequential", "children": [{"source": _spec(1)}]})
     return Corpus(folder, manifest, Order.create(parsed(document), folder, None))
 

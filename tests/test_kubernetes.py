@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.catalog import CATALOG
 from support.ports import free_port
 from support.redis_server import redis_binary
 from tokenloom import ConnectionOptions, RemoteDataset
@@ -214,7 +215,7 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     mixture = objects["ConfigMap", "tokenloom"]["data"]["mixture.yaml"]
     (folder / "mixture.yaml").write_text(mixture, encoding="utf-8")
     shutil.copytree(ROOT / "examples" / "compose" / "data", folder / "data")
-    assert config.load(folder / "mixture.yaml").run == "sample"
+    assert config.load(folder / "mixture.yaml", CATALOG).run == "sample"
 
     port, log = free_port(), tmp_path / "log"
 

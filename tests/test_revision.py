@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.catalog import CATALOG
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk, worst_distance
 from tokenloom_server.config.run import RunConfig
@@ -23,7 +24,7 @@ LENGTH = 8
 def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunConfig:
     document = config.model_dump()
     change(document["mixture"])
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=CATALOG)
 
 
 def randomly_revised(rng: random.Random, config: RunConfig) -> RunConfig:

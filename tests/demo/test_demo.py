@@ -21,6 +21,7 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from support.catalog import CATALOG
 from support.memory_service import run_stats, source_stats
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core import state
@@ -225,7 +226,7 @@ def evidence(tmp_path: Path) -> Evidence:
     counts = np.bincount(order["source_id"]).tolist()
     return Evidence(
         plan=PLAN,
-        config=config.load(tmp_path / "mixture.yaml"),
+        config=config.load(tmp_path / "mixture.yaml", CATALOG),
         vocab_size=VOCAB_SIZE,
         first=[received(order, PLAN.first, rank, 0, killed_at) for rank in (0, 1)],
         second=[received(order, PLAN.second, 0, PLAN.checkpoint_index, PLAN.end_index)],
@@ -402,7 +403,7 @@ def test_every_plan_leaves_room_for_its_events(steps: int) -> None:
 def test_the_two_mixtures_have_one_order(tmp_path: Path) -> None:
     for run in (RUN, REFERENCE_RUN):
         (tmp_path / f"{run}.yaml").write_text(Plan().mixture(run))
-    ours, reference = (config.load(tmp_path / f"{run}.yaml") for run in (RUN, REFERENCE_RUN))
+    ours, reference = (config.load(tmp_path / f"{run}.yaml", CATALOG) for run in (RUN, REFERENCE_RUN))
 
     assert ours.run != reference.run
     assert ours.digest == reference.digest

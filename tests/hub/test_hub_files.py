@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.catalog import hub_resolver, spec_of
 from support.hub import Repo, StandInHub, stand_in_hub
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.sources.hub import HubResolver
 from tokenloom_server.storage.hub.client import HubBusy
 from tokenloom_server.storage.hub.files import HubFiles, HubPath
 
@@ -181,7 +180,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolved(spec: str) -> list[str]:
-    return [shard.path for shard in HubResolver().shards(Spec.parse(spec))]
+    return [shard.path for shard in hub_resolver().shards(spec_of(spec))]
 
 
 def test_a_downloaded_dataset_resolves_and_reads_without_a_network(
@@ -189,12 +188,12 @@ def test_a_downloaded_dataset_resolves_and_reads_without_a_network(
 ) -> None:
     import huggingface_hub
 
-    online = HubResolver().shards(Spec.parse("hf:org/name:train:text"))
+    online = hub_resolver().shards(spec_of("hf:org/name:train:text"))
     huggingface_hub.snapshot_download("org/name", repo_type="dataset")
     hub.forget()
     offline(monkeypatch)
 
-    assert HubResolver().shards(Spec.parse("hf:org/name:train:text")) == online
+    assert hub_resolver().shards(spec_of("hf:org/name:train:text")) == online
     assert resolved(f"hf:org/name@{repo.refs['main']}:train:text") == [url(repo)]
     cached = HubFiles().cached(url(repo))
     assert cached is not None

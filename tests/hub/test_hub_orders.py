@@ -12,11 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.catalog import SOURCES, spec_of
 from support.corpora import flat, parsed, text_rows
 from support.hub import StandInHub, stand_in_hub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
@@ -60,7 +60,7 @@ def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> Order:
 
 
 def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
-    source = open_source(Spec.parse(spec), Path())
+    source = open_source(spec_of(spec), Path())
     return [text for rows in source.read(shard, row) for text in rows.column.to_pylist()]
 
 
@@ -98,7 +98,7 @@ def test_going_on_in_the_middle_of_a_large_dataset_costs_a_footer_and_a_row_grou
     pq.write_table(pa.table({"text": rows}), content, row_group_size=20, compression="none")
     repo = hub.repo("org/name")
     commit = repo.commit({f"data/train-{i:05}-of-00050.parquet": content.getvalue() for i in range(50)})
-    source = open_source(Spec.parse(SPEC), Path())
+    source = open_source(spec_of(SPEC), Path())
     hub.forget()
 
     first = next(source.read(37, 211)).column
@@ -245,12 +245,12 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
 def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) -> None:
     for name in ("org/name", "org/v1.5"):
         hub.repo(name).commit({"train.parquet": parquet(ROWS[0]), "test.parquet": parquet(ROWS[1])})
-    found = short_form.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, run="mix")
+    found = short_form.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, SOURCES, run="mix")
     assert found["mixture"]["children"] == [
         {"source": SPEC, "alias": "name", "weight": 0.9},
         {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
     ]
-    found = short_form.document("hf://datasets/org/name/tr*.parquet", tmp_path, run="mix")
+    found = short_form.document("hf://datasets/org/name/tr*.parquet", tmp_path, SOURCES, run="mix")
     assert found["mixture"]["children"] == [
         {"source": "parquet:hf://datasets/org/name/tr*.parquet:text", "alias": "tr"}
     ]

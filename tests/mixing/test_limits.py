@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from support.catalog import CATALOG
 from support.corpora import flat, parsed
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
@@ -28,7 +29,7 @@ def present_as(config: RunConfig, *presences: str) -> RunConfig:
     document = config.model_dump()
     for child, presence in zip(document["mixture"]["children"], presences, strict=True):
         child["presence"] = presence
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=CATALOG)
 
 
 def to_the_end(walk: Walk, steps: int = 7) -> list[int]:
@@ -139,7 +140,7 @@ def test_a_node_of_which_only_paused_sources_are_left_waits_and_goes_on_with_the
     config = parsed(document)
     document = config.model_dump()
     document["mixture"]["children"][1]["children"][0]["presence"] = "paused"
-    paused = RunConfig.model_validate(document)
+    paused = RunConfig.model_validate(document, context=CATALOG)
     walk = Walk(paused, [40, 20, 5])
     assert Counter(walk.leap(30)) == {0: 25, 2: 5}
     root, node = walk.present()

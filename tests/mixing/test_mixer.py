@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.catalog import CATALOG
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
@@ -143,7 +144,7 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
     config = tree(rng)
     text = config.model_dump_json().replace('"on_exhausted":"stop"', '"on_exhausted":"drop"')
     text = re.sub(r'"(max_tokens|presence)":("paused"|"dropped"|[0-9]+),', "", text)
-    config = RunConfig.model_validate_json(text)
+    config = RunConfig.model_validate_json(text, context=CATALOG)
     capacity = [rng.randint(0, 12) for _ in config.sources]
     walk = Walk(config, capacity)
     while walk.step() != NOTHING:

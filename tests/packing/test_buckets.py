@@ -20,7 +20,7 @@ from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.sources.buckets import BucketIndex
+from tokenloom_server.sources.tensors.buckets import BucketIndex
 
 SIZE = 4
 

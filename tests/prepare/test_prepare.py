@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
 from support.server_process import run_module
 from tokenloom_server.config import mixture_file as config
@@ -38,7 +39,7 @@ def job_of(
     ids: bool = False,
     shuffled: bool = False,
 ) -> Job:
-    parsed = config.parse(document, where="test")
+    parsed = config.parse(document, where="test", catalog=CATALOG)
     return Job.create(
         parsed,
         folder,
@@ -61,7 +62,7 @@ def run(job: Job, folder: Path, out: Path, *, threads: int = 2, tell: Tell = not
 
 
 def served(path: Path) -> Order:
-    return Order.create(config.load(path), path.parent, None)
+    return Order.create(config.load(path, CATALOG), path.parent, None)
 
 
 def end_of(order: Order) -> State:
@@ -103,7 +104,7 @@ def test_what_is_served_is_the_same_to_the_digest(
 
 
 def job_order(folder: Path, document: dict[str, Any]) -> Order:
-    return Order.create(config.parse(document, where="test"), folder, None)
+    return Order.create(config.parse(document, where="test", catalog=CATALOG), folder, None)
 
 
 @pytest.mark.parametrize(

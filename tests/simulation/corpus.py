@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
+from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
-from tokenloom_server.ledger.base import Counters, StoredRevision
+from tokenloom_server.ledger.records import Counters, StoredRevision
 from tokenloom_server.order.exclusions import Exclusions
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup, Switch
 from tokenloom_server.order.record import Order
@@ -153,7 +154,7 @@ class MemoryOrder(Order):
 def order_of(mixture: str, window_steps: int) -> MemoryOrder:
     """A new order over the mixture of that name."""
     document = {"run": "world", "vocab_size": VOCAB, "end_of_text_id": END_OF_TEXT, "window_steps": window_steps}
-    parsed = config.parse(document | MIXTURES[mixture], where=mixture)
+    parsed = config.parse(document | MIXTURES[mixture], where=mixture, catalog=CATALOG)
     files = tuple(
         SourceFiles(
             source.source,

@@ -6,63 +6,55 @@ from collections.abc import Callable
 
 import pytest
 from tokenloom_server.errors import NotFound
-from tokenloom_server.ledger.base import Commit, StoredRun
+from tokenloom_server.ledger import rules
+from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.coordinator import ActiveGeneration, RunCoordinator
+from tokenloom_server.run.active_generation import ActiveGeneration
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.slots import Slot
+from tokenloom_server.run.views import RunView
 
-from tests.support.memory_ledger import MemoryLedger, Run, Store
+from tests.support.memory_ledger import MemoryLedger, Store
 
 MakeLedger = Callable[[Store, Callable[[], float]], MemoryLedger]
 #: Takes the guard out, and says which ledger to use.
 Mutant = Callable[[pytest.MonkeyPatch], MakeLedger]
 
 
-class _NoFence(MemoryLedger):
-    def _fence(self, run: Run, generation: int) -> None:
-        """Any generation may write."""
-
-
-class _NoDeduplication(MemoryLedger):
-    def _is_done(self, commit: Commit, committed: int) -> bool:
-        return False
-
-
-class _NoEpoch(MemoryLedger):
-    def _led(self, uid: str, stream: str, epoch: int) -> Run:
-        return self._store.run(uid, stream)
-
-
 def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
     """The ledger takes writes of a generation that is over."""
-    return _NoFence
+    patch.setattr(rules, "_refuse_generation", lambda head, command: None)
+    return MemoryLedger
 
 
 def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
     """The server serves every generation as if it were the present one."""
 
-    def live_of(
+    def any_generation(
         self: RunCoordinator, uid: str, generation: int, attempt: str, committed_through: int
     ) -> ActiveGeneration:
-        if self.active is None:
+        if self._active is None:
             raise NotFound("join first")
-        return self.active
+        return self._active
 
-    patch.setattr(RunCoordinator, "_active_of", live_of)
-    patch.setattr(RunCoordinator, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
+    patch.setattr(RunCoordinator, "_active_for", any_generation)
+    patch.setattr(RunCoordinator, "_current", lambda self, session: any_generation(self, "", 0, "", 0))
     return MemoryLedger
 
 
 def ledger_without_deduplication(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A commit that comes twice, or late, moves the counters back."""
-    return _NoDeduplication
+    patch.setattr(rules, "_is_committed", lambda head, sample_index: False)
+    return MemoryLedger
 
 
 def ledger_that_ignores_the_epoch(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A server that was superseded goes on writing."""
-    return _NoEpoch
+    patch.setattr(rules, "_refuse_epoch", lambda head, command: None)
+    return MemoryLedger
 
 
 def boundary_one_step_early(patch: pytest.MonkeyPatch) -> MakeLedger:
@@ -86,13 +78,13 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(RunCoordinator, "await_ledger", lambda self, what, error: None)
+    patch.setattr(RunCoordinator, "_await_ledger", lambda self, possibly, error: None)
     return MemoryLedger
 
 
 def lease_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A server that could not renew its lease goes on sending."""
-    patch.setattr(RunCoordinator, "leads", lambda self: self.epoch_held)
+    patch.setattr(LeaseState, "leads", lambda self, now: self.held)
     return MemoryLedger
 
 
@@ -114,10 +106,7 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
 def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A revision may hold from a sample on that was produced already."""
 
-    def first_revisable(self: RunCoordinator) -> int:
-        return self.committed.sample_index + 1 if self.committed is not None else 0
-
-    patch.setattr(RunCoordinator, "first_revisable", first_revisable)
+    patch.setattr(RunView, "first_revisable", property(lambda self: self.commit.sample_index + 1))
     return MemoryLedger
 
 

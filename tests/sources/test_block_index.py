@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.catalog import spec_of
 from support.corpora import write_jsonl, write_parquet
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import block_index
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 
-SPEC = Spec.parse("parquet:*.parquet:ids")
+SPEC = spec_of("parquet:*.parquet:ids")
 FILES = 20
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_cache_is_made_again_with_a_line_in_the_log(folder: Path, capl
 
 def test_few_files_and_no_folder_keep_nothing(folder: Path) -> None:
     write_jsonl(folder / "a.jsonl", ["x"] * 3)
-    few = Spec.parse("jsonl:a.jsonl:text")
+    few = spec_of("jsonl:a.jsonl:text")
     found: list[npt.NDArray[np.int64]] = block_index.blocks(open_source(few, folder), few, folder, folder / "index")
     assert [each[-1] for each in found] == [3]
     assert len(block_index.blocks(open_source(SPEC, folder), SPEC, folder, None)) == FILES

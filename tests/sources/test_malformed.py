@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
+from support.catalog import spec_of
 from support.mutations import IDS, TEXTS, formats
 from tokenloom_server.config.row_rules import Comparison, RowRules, Template
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
@@ -52,7 +52,7 @@ def test_mutated_files_give_their_rows_or_an_error_that_names_them(name: str, tm
 
 
 def opened(folder: Path, spec: str, **rules: Any) -> Source:
-    return open_source(Spec.parse(spec), folder, None, None, rules=RowRules(**rules))
+    return open_source(spec_of(spec), folder, None, None, rules=RowRules(**rules))
 
 
 def read(folder: Path, spec: str, **rules: Any) -> list[Any]:
@@ -315,7 +315,7 @@ def test_a_column_that_becomes_large_is_read_in_pieces(tmp_path: Path) -> None:
 def test_page_checksums_are_verified_on_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], reader: str
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.sources.parquet_lists.MIN_VALUES", 1 if reader == "fast" else 1 << 30)
+    monkeypatch.setattr("tokenloom_server.sources.parquet.lists.MIN_VALUES", 1 if reader == "fast" else 1 << 30)
     path = tmp_path / "a.parquet"
     for rules in ({}, {"filter": (Comparison.parse("other >= 0"),)}):
         options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}

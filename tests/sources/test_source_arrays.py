@@ -20,16 +20,16 @@ INTEGERS = [pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint3
 READ_ALL = """
 import sys
 from pathlib import Path
-from tokenloom_server.sources import parquet_lists
+from tokenloom_server.sources.parquet import lists as parquet_lists
+from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.tokenizer.documents import DocumentEncoder
 from tokenloom_server.tokenizer.engine import BytesEngine
 
 parquet_lists.MIN_VALUES = 1
 encoder = DocumentEncoder(BytesEngine(), vocab_size=300, eot_id=299)
 for spec in sys.argv[2:]:
-    source = open_source(Spec.parse(spec), Path(sys.argv[1]))
+    source = open_source(SourceCatalog().spec(spec), Path(sys.argv[1]))
     for row in (0, 2):
         for rows in source.read(0, row):
             encoder.encode(rows.column)

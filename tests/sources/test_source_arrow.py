@@ -10,12 +10,12 @@ import datasets
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import arrow_headers
+from tokenloom_server.sources.arrow import headers as arrow_headers
 from tokenloom_server.sources.open import open_source
 
-SPEC = Spec.parse("arrow:saved:input_ids")
+SPEC = spec_of("arrow:saved:input_ids")
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_folder_of_splits_lists_them(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         open_source(SPEC, tmp_path, None, None)
     assert "name one of them: 'arrow:saved/test:input_ids', 'arrow:saved/train:input_ids'" in str(caught.value)
-    assert read(open_source(Spec.parse("arrow:saved/train/:input_ids"), tmp_path, None, None)) == [[1]]
+    assert read(open_source(spec_of("arrow:saved/train/:input_ids"), tmp_path, None, None)) == [[1]]
 
 
 def test_a_shuffled_dataset_that_was_saved_with_its_indices_is_refused(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_told_apart(tmp_path:
     with pytest.raises(SourceError, match=r"no Arrow file in .*\(in it: cache-1\.arrow\)"):
         open_source(SPEC, tmp_path, None, None)
     with pytest.raises(SourceError, match=r"cache-1\.arrow' is a file, expected a folder"):
-        open_source(Spec.parse("arrow:saved/cache-1.arrow:text"), tmp_path, None, None)
+        open_source(spec_of("arrow:saved/cache-1.arrow:text"), tmp_path, None, None)
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
@@ -103,7 +103,7 @@ def test_row_counts_come_from_the_headers_whatever_a_batch_is_like(
     rows = ["a", None, "b" * 100, "", "c", "d", "a"]
     table = pa.table({"other": [[i] for i in range(7)], "text": pa.array(rows, text), "last": range(7)})
     stream(tmp_path / "saved" / "a.arrow", table, 2, new, **options)
-    source = open_source(Spec.parse("arrow:saved:text"), tmp_path, None, None)
+    source = open_source(spec_of("arrow:saved:text"), tmp_path, None, None)
     assert source.row_count(0) == 7
     for row in range(8):
         assert read(source, 0, row) == [r or "" for r in rows[row:]]

@@ -12,14 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tokenloom_server.config.spec import Spec
+from support.catalog import SOURCES, spec_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import compressed, lines
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.compressed import codec_of, ending_of
 from tokenloom_server.sources.detect_columns import columns_of
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.sources.short_form import ENDINGS
 from tokenloom_server.storage.local import LocalFile
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]
@@ -42,7 +41,7 @@ PACKERS: dict[str, tuple[str, Compress]] = {
 
 
 def opened(folder: Path, spec: str, index_dir: Path | None = None) -> Source:
-    return open_source(Spec.parse(spec), folder, None, index_dir)
+    return open_source(spec_of(spec), folder, None, index_dir)
 
 
 def values(source: Source, row: int = 0) -> list[Any]:
@@ -78,7 +77,7 @@ def test_json_lines_too(tmp_path: Path, packer: str) -> None:
     source = opened(tmp_path, f"jsonl:a.jsonl{suffix}:meta.text")
     assert values(source) == TEXTS
     assert values(source, 400) == TEXTS[400:]
-    assert list(columns_of("jsonl", f"a.jsonl{suffix}", tmp_path)) == ["meta"]
+    assert list(columns_of(SOURCES.schemes["jsonl"], f"a.jsonl{suffix}", tmp_path)) == ["meta"]
 
 
 def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +148,7 @@ def test_endings(tmp_path: Path) -> None:
         "",
         ".gz",
     ]
-    assert {ending for ending in ENDINGS if codec_of(f"a{ending}")} == {
+    assert {ending for ending in SOURCES.endings if codec_of(f"a{ending}")} == {
         f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in compressed.CODECS
     }
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"abc"))

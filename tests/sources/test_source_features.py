@@ -10,13 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.catalog import spec_of
 from support.features import write_arrow
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.sources import features
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.features import FeatureSource, Values
 from tokenloom_server.sources.manifest import build
+from tokenloom_server.sources.tensors import source as tensor_source
+from tokenloom_server.sources.tensors.decoded import Values
+from tokenloom_server.sources.tensors.source import FeatureSource
 from tokenloom_server.storage.io_stats import IoStats
 
 ROWS = 23
@@ -49,7 +50,7 @@ WRITERS: dict[str, Writer] = {"parquet": parquet, "arrow stream": stream, "compr
 
 
 def opened(folder: Path, spec: str, names: list[str] | None = None, **dtypes: str) -> FeatureSource:
-    parsed = Spec.parse(spec)
+    parsed = spec_of(spec)
     shards: tuple[Shard, ...] = build([parsed], folder).shards(spec)
     return FeatureSource(parsed, shards, folder, IoStats(), names=names, dtypes=dtypes)
 
@@ -252,8 +253,8 @@ def test_a_file_of_another_type_or_size_is_named(tmp_path: Path) -> None:
 def test_decoded_parts_are_kept_up_to_a_bound_and_files_open_up_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "KEPT_BYTES", 3000)
-    monkeypatch.setattr(features, "OPEN_FILES", 1)
+    monkeypatch.setattr(tensor_source, "KEPT_BYTES", 3000)
+    monkeypatch.setattr(tensor_source, "OPEN_FILES", 1)
     source = opened(tmp_path, parquet(tmp_path, pa.table({"x": nested(regular((40,), "int64"), pa.int64(), (40,))})))
     for row in (*range(ROWS), 0):
         (values,) = source.take(*rows_of(source, [row]))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.catalog import hub_resolver, spec_of
 from support.hub import CONVERSION, Repo, StandInHub, blob_id, hash_of, stand_in_hub
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.hub import HubResolver
+from tokenloom_server.sources.hub.location import HubLocation
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def files(*paths: str, **more: bytes) -> dict[str, bytes]:
 
 def paths(spec: str) -> list[str]:
     """The files of a split below the repository's root."""
-    return [shard.path.partition("@")[2].partition("/")[2] for shard in HubResolver().shards(Spec.parse(spec))]
+    return [shard.path.partition("@")[2].partition("/")[2] for shard in hub_resolver().shards(spec_of(spec))]
 
 
 def message(spec: str) -> str:
@@ -58,8 +58,8 @@ def message(spec: str) -> str:
 def test_a_spec_names_repository_config_revision_and_split(
     location: str, parts: tuple[str, str | None, str | None, str]
 ) -> None:
-    spec = Spec.parse(f"hf:{location}:text")
-    assert (spec.hub.repo, spec.hub.config, spec.hub.revision, spec.hub.split) == parts
+    spec, hub = spec_of(f"hf:{location}:text"), HubLocation.parse(location)
+    assert (hub.repo, hub.config, hub.revision, hub.split) == parts
     assert (str(spec), spec.column) == (f"hf:{location}:text", "text")
 
 
@@ -145,13 +145,13 @@ def test_a_split_has_the_files_that_datasets_reads_in_its_order(hub: StandInHub,
 def test_a_file_is_named_by_its_commit_and_told_apart_by_its_content(hub: StandInHub) -> None:
     commit = hub.repo("org/name").commit({"train/a.parquet": b"large", "README.md": b"", "train/b.jsonl": b"{}"})
 
-    resolved = HubResolver().shards(Spec.parse("hf:org/name:train:text"))
+    resolved = hub_resolver().shards(spec_of("hf:org/name:train:text"))
 
     assert [(one.path, one.size, one.fingerprint) for one in resolved] == [
         (f"hf://datasets/org/name@{commit}/train/a.parquet", 5, f"sha256:{hash_of(b'large')}")
     ]
     hub.repo("org/lines").commit({"train.txt": b"small"})
-    (only,) = HubResolver().shards(Spec.parse("hf:org/lines:train:text"))
+    (only,) = hub_resolver().shards(spec_of("hf:org/lines:train:text"))
     assert only.fingerprint == f"blob:{blob_id(b'small')}"
 
 
@@ -159,10 +159,10 @@ def test_sources_of_one_repository_have_one_commit_and_few_requests(hub: StandIn
     repo = hub.repo("org/name")
     configs = [{"config_name": f"c{i}", "data_files": f"c{i}/*.parquet"} for i in range(20)]
     before = repo.commit({"README.md": card(*configs)} | files(*(f"c{i}/0.parquet" for i in range(20))))
-    resolver = HubResolver()
-    first = resolver.shards(Spec.parse("hf:org/name/c0:train:text"))[0].path
+    resolver = hub_resolver()
+    first = resolver.shards(spec_of("hf:org/name/c0:train:text"))[0].path
     repo.commit({})
-    last = resolver.shards(Spec.parse("hf:org/name/c19:train:text"))[0].path
+    last = resolver.shards(spec_of("hf:org/name/c19:train:text"))[0].path
 
     assert f"@{before}/" in first
     assert f"@{before}/" in last
@@ -183,9 +183,9 @@ def test_many_sources_of_one_repository_do_not_list_it_once_each(hub: StandInHub
     names = [f"c{i}" for i in range(50)]
     configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in names]
     hub.repo("org/name").commit({"README.md": card(*configs)} | files(*(f"{name}/0.parquet" for name in names)))
-    resolver = HubResolver()
+    resolver = hub_resolver()
     for name in names:
-        (shard,) = resolver.shards(Spec.parse(f"hf:org/name/{name}:train:text"))
+        (shard,) = resolver.shards(spec_of(f"hf:org/name/{name}:train:text"))
         assert shard.path.endswith(f"/{name}/0.parquet")
     assert len(hub.asked("/tree/")) == 17
     assert len(hub.asked(r"api/datasets/org/name\?")) == 1
@@ -204,7 +204,7 @@ def test_a_revision_may_be_a_tag_a_reference_or_a_commit(hub: StandInHub, revisi
 
 def test_a_repository_goes_by_its_present_name_whatever_the_spec_calls_it(hub: StandInHub) -> None:
     hub.repo("rajpurkar/squad", old_names=["squad"]).commit(files("train/a.parquet"))
-    (only,) = HubResolver().shards(Spec.parse("hf:squad:train:text"))
+    (only,) = hub_resolver().shards(spec_of("hf:squad:train:text"))
     assert only.path.startswith("hf://datasets/rajpurkar/squad@")
 
 

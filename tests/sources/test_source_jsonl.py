@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import jsonl
 from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.jsonl import reader as jsonl
 from tokenloom_server.sources.open import open_source
 
-SPEC = Spec.parse("jsonl:a.jsonl:text")
+SPEC = spec_of("jsonl:a.jsonl:text")
 
 
 def opened(tmp_path: Path, *rows: str) -> Source:

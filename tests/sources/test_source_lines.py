@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import line_index, lines
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 
-TXT = Spec.parse("txt:a.txt:text")
-JSONL = Spec.parse("jsonl:a.jsonl:text")
+TXT = spec_of("txt:a.txt:text")
+JSONL = spec_of("jsonl:a.jsonl:text")
 
 
 def rows_from(source: Source, row: int = 0) -> list[Any]:
@@ -236,7 +236,7 @@ def test_few_indexes_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(lines, "HELD_INDEXES", 2)
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text("line\n" * (i + 1))
-    source = open_source(Spec.parse("txt:*.txt:text"), tmp_path, None, None)
+    source = open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
     for _ in range(2):
         assert [source.row_count(i) for i in range(5)] == [1, 2, 3, 4, 5]
     assert [len(list(source.read(i, 1))) for i in range(5)] == [0, 1, 1, 1, 1]
@@ -270,7 +270,7 @@ def test_empty_files_are_shards_without_rows_and_only_they_are_refused(tmp_path:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / "b.txt").touch()
     with pytest.raises(SourceError, match="has no rows: its 2 files are empty"):
-        open_source(Spec.parse("txt:*.txt:text"), tmp_path, None, None)
+        open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
     (tmp_path / "c.txt").write_text("\n")
-    source = open_source(Spec.parse("txt:*.txt:text"), tmp_path, None, None)
+    source = open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
     assert [source.row_count(i) for i in range(3)] == [0, 0, 1]

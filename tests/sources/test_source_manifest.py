@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from tokenloom_server.config.spec import Spec
+from support.catalog import SOURCES, paths_of, spec_of
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.sources import files, locations, manifest
+from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.manifest import Manifest
 
-GLOB = Spec.parse("txt:data/*.txt:text")
+GLOB = spec_of("txt:data/*.txt:text")
 
 
 @pytest.fixture
@@ -23,27 +23,27 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_pattern_gives_its_files_sorted_and_relative(folder: Path) -> None:
-    assert locations.paths(GLOB, folder) == ("data/a.txt", "data/a10.txt", "data/a9.txt", "data/b.txt")
+    assert paths_of(GLOB, folder) == ("data/a.txt", "data/a10.txt", "data/a9.txt", "data/b.txt")
 
 
 def test_two_stars_cross_folders_and_meet_each_file_once(folder: Path) -> None:
-    found = locations.paths(Spec.parse("txt:**/**/*.txt:text"), folder)
+    found = paths_of(spec_of("txt:**/**/*.txt:text"), folder)
     assert found == ("data/a.txt", "data/a10.txt", "data/a9.txt", "data/b.txt", "data/deep/z.txt")
 
 
 def test_an_absolute_pattern_gives_absolute_paths(folder: Path) -> None:
-    found = locations.paths(Spec.parse(f"txt:{folder}/data/a?.txt:text"), Path("elsewhere"))
+    found = paths_of(spec_of(f"txt:{folder}/data/a?.txt:text"), Path("elsewhere"))
     assert found == (f"{folder}/data/a9.txt",)
 
 
 def test_a_file_with_brackets_in_its_name_can_be_named(folder: Path) -> None:
     (folder / "data" / "a[1].txt").write_text("x\n")
-    assert locations.paths(Spec.parse("txt:data/a[1].txt:text"), folder) == ("data/a[1].txt",)
+    assert paths_of(spec_of("txt:data/a[1].txt:text"), folder) == ("data/a[1].txt",)
 
 
 def test_no_match_names_the_pattern_and_what_lies_in_the_nearest_folder(folder: Path) -> None:
     with pytest.raises(SourceError) as caught:
-        locations.paths(Spec.parse("jsonl:data/none/x/*.jsonl:text"), folder)
+        paths_of(spec_of("jsonl:data/none/x/*.jsonl:text"), folder)
     message = str(caught.value)
     assert "source 'jsonl:data/none/x/*.jsonl:text': no file matches" in message
     assert f"{folder}/data/none/x/*.jsonl" in message
@@ -57,23 +57,23 @@ def test_a_long_listing_is_cut(folder: Path) -> None:
     for i in range(20):
         (folder / "data" / f"f{i:02}.bin").touch()
     with pytest.raises(SourceError, match=r"a\.txt, a10\.txt, .* and 18 more\)"):
-        locations.paths(Spec.parse("jsonl:data/x.jsonl:text"), folder)
+        paths_of(spec_of("jsonl:data/x.jsonl:text"), folder)
 
 
 def test_a_folder_in_place_of_files_is_told_how_to_name_them(folder: Path) -> None:
     with pytest.raises(
         SourceError, match=r"is a folder, expected files; name them by a pattern such as 'data/\*\.txt'"
     ):
-        locations.paths(Spec.parse("txt:data/:text"), folder)
+        paths_of(spec_of("txt:data/:text"), folder)
 
 
 def test_a_manifest_survives_its_json_form_and_has_one_digest(folder: Path) -> None:
-    built = manifest.build([GLOB, Spec.parse("jsonl:data/c.jsonl:text")], folder)
+    built = manifest.build([GLOB, spec_of("jsonl:data/c.jsonl:text")], folder)
     assert Manifest.from_json(built.to_json()) == built
     assert (
         Manifest.from_json(built.to_json()).digest
         == built.digest
-        == manifest.build([GLOB, Spec.parse("jsonl:data/c.jsonl:text")], folder).digest
+        == manifest.build([GLOB, spec_of("jsonl:data/c.jsonl:text")], folder).digest
     )
     assert [shard.path for shard in built.shards("jsonl:data/c.jsonl:text")] == ["data/c.jsonl"]
     with pytest.raises(SourceError, match="has no source 'txt:x:text'; it has 'txt:data"):
@@ -104,10 +104,10 @@ def test_a_changed_modification_time_is_no_change_and_new_files_are_only_listed(
     built = manifest.build([GLOB], folder)
     os.utime(folder / "data" / "a.txt", (1, 1))
     manifest.verify(built, folder)
-    assert manifest.appeared(built, folder) == ()
+    assert manifest.appeared(built, folder, manifest.Listings(SOURCES)) == ()
     (folder / "data" / "new.txt").write_text("new\n")
     manifest.verify(built, folder)
-    assert manifest.appeared(built, folder) == ("data/new.txt",)
+    assert manifest.appeared(built, folder, manifest.Listings(SOURCES)) == ("data/new.txt",)
 
 
 def test_every_change_of_a_file_is_refused_by_name(folder: Path) -> None:

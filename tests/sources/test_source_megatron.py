@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.catalog import CATALOG, paths_of, spec_of
 from support.corpora import flat
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
 from tokenloom_server.order.record import Order
-from tokenloom_server.sources import locations, megatron
 from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.megatron import reader as megatron
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.scheme import scheme_of
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
-SPEC = Spec.parse("megatron:data/corpus")
+SPEC = spec_of("megatron:data/corpus")
 
 #: Documents of sequences: one, several, an empty one among others, none at all.
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8], [], [9]], [], [[10] * 40], [[]], [[11, 12]]]
@@ -84,46 +85,46 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
     write(tmp_path / "data/a_text_document", [[[3]], [[4, 5]]], "uint16")
     write(tmp_path / "data/empty_text_document", [])
     write(tmp_path / "data/b", [[[9]]])
-    source = open_source(Spec.parse("megatron:data/*_text_document"), tmp_path)
+    source = open_source(spec_of("megatron:data/*_text_document"), tmp_path)
     assert [shard.path[5:6] for shard in source.shards] == ["a", "a", "b", "b", "e", "e"]
     assert [rows_of(source, shard) for shard in range(6)] == [[[3], [4, 5]], [], [[1, 2]], [], [], []]
     starred = tmp_path / "data/[b]*"
     write(starred, [[[7]]])
-    assert rows_of(open_source(Spec.parse("megatron:data/[b]*"), tmp_path)) == [[7]]
+    assert rows_of(open_source(spec_of("megatron:data/[b]*"), tmp_path)) == [[7]]
 
 
 def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
     for prefix, count in (("a", 0), ("b", 1)):
         write(tmp_path / f"data/{prefix}", DOCUMENTS)
-        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, where="test"), tmp_path, None)
+        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, where="test", catalog=CATALOG), tmp_path, None)
         assert len(run.warnings()) == count
 
 
 def test_a_spec_is_a_prefix_and_its_column_is_implied() -> None:
     for text in ("megatron:data/corpus", "megatron:data/corpus:ids"):
-        assert (str(Spec.parse(text)), Spec.parse(text).column) == ("megatron:data/corpus", "ids")
-    assert Spec.parse("megatron:s3://bucket/a:b").location == "s3://bucket/a:b"
+        assert (str(spec_of(text)), spec_of(text).column) == ("megatron:data/corpus", "ids")
+    assert spec_of("megatron:s3://bucket/a:b").location == "s3://bucket/a:b"
     with pytest.raises(ConfigError, match=r"the prefix that both files share; leave '\.idx' out"):
-        Spec.parse("megatron:data/corpus.idx")
+        spec_of("megatron:data/corpus.idx")
     with pytest.raises(ConfigError, match="expected megatron:PREFIX"):
-        Spec.parse("megatron:")
+        spec_of("megatron:")
 
 
 def test_half_a_dataset_and_none_are_named(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", DOCUMENTS)
     (tmp_path / "data/corpus.idx").rename(tmp_path / "data/elsewhere.idx")
     with pytest.raises(SourceError, match=r"'data/corpus.idx' is missing beside 'data/corpus.bin'"):
-        locations.paths(SPEC, tmp_path)
+        paths_of(SPEC, tmp_path)
     with pytest.raises(SourceError, match=r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"):
-        locations.paths(Spec.parse("megatron:data/else*"), tmp_path)
+        paths_of(spec_of("megatron:data/else*"), tmp_path)
     with pytest.raises(SourceError, match=r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"):
-        locations.paths(Spec.parse("megatron:data/other"), tmp_path)
+        paths_of(spec_of("megatron:data/other"), tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["megatron:s3://bucket/corpus", "npy:https://host/*.npy"])
 def test_a_url_is_refused_with_the_remedy(spec: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"):
-        locations.shards(Spec.parse(spec), tmp_path)
+        scheme_of(spec_of(spec)).shards(spec_of(spec), tmp_path)
 
 
 def test_blocks_are_some_documents_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_
 
 def order(folder: Path, **fields: Any) -> Order:
     document = flat(["megatron:data/corpus"]) | {"sequence_length": 4} | fields
-    return Order.create(config.parse(document, where="test"), folder, None)
+    return Order.create(config.parse(document, where="test", catalog=CATALOG), folder, None)
 
 
 def ids_of(order: Order) -> list[int]:

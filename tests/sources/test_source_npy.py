@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.catalog import CATALOG, spec_of
 from support.corpora import flat
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order.record import Order
 from tokenloom_server.run import fork
-from tokenloom_server.sources import npy
 from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.npy import reader as npy
 from tokenloom_server.sources.open import open_source
 
 END = 9
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, str, Callable[[Path, list[int]], None]]] = {
 
 
 def opened(spec: str, folder: Path, index_dir: Path | None = None, end: int | None = END) -> Source:
-    return open_source(Spec.parse(spec), folder, None, index_dir, end_of_text_id=end)
+    return open_source(spec_of(spec), folder, None, index_dir, end_of_text_id=end)
 
 
 def rows_of(source: Source, shard: int = 0, row: int = 0) -> list[Any]:
@@ -91,10 +91,10 @@ def test_rows_are_documents_from_every_row_on(
 
 def test_a_spec_names_a_type_for_raw_files_alone(tmp_path: Path) -> None:
     for text, expected in (("npy:a/*.npy", "npy:a/*.npy"), ("npy:a:ids", "npy:a"), ("npy:a:uint16", "npy:a:uint16")):
-        assert str(Spec.parse(text)) == expected
-    assert Spec.parse("npy:s3://b/a:b").location == "s3://b/a:b"
+        assert str(spec_of(text)) == expected
+    assert spec_of("npy:s3://b/a:b").location == "s3://b/a:b"
     with pytest.raises(ConfigError, match="expected npy:GLOB"):
-        Spec.parse("npy::uint16")
+        spec_of("npy::uint16")
     write_npy("uint16")(tmp_path / "a.npy", IDS)
     write_llm_c(20240520, 1, "<u2")(tmp_path / "a.bin", IDS)
     for name, kind in (("a.npy", "a .npy file"), ("a.bin", "an llm.c shard")):
@@ -235,7 +235,9 @@ def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of
 
 def order(folder: Path, spec: str, **fields: Any) -> Order:
     run = {"tokenizer": None, "vocab_size": 60_000, "end_of_text_id": END, "sequence_length": 4}
-    return Order.create(config.parse(flat([spec]) | run | fields, where="test"), folder, folder / "index")
+    return Order.create(
+        config.parse(flat([spec]) | run | fields, where="test", catalog=CATALOG), folder, folder / "index"
+    )
 
 
 def ids_of(order: Order) -> list[int]:

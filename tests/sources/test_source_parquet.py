@@ -8,12 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import parquet
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.parquet import reader as parquet
 
-SPEC = Spec.parse("parquet:a.parquet:text")
+SPEC = spec_of("parquet:a.parquet:text")
 
 
 def read(source: Any, row: int = 0) -> list[Any]:
@@ -61,7 +61,7 @@ def test_row_groups_without_rows_are_passed_over(tmp_path: Path) -> None:
 def test_a_column_may_be_named_like_the_field_of_a_struct_before_it(tmp_path: Path) -> None:
     table = pa.table({"meta": [{"text": "x"}, {"text": "y"}], "meta.text": ["a", "b"]})
     pq.write_table(table, tmp_path / "a.parquet")
-    assert read(open_source(Spec.parse("parquet:a.parquet:meta.text"), tmp_path, None, None)) == ["a", "b"]
+    assert read(open_source(spec_of("parquet:a.parquet:meta.text"), tmp_path, None, None)) == ["a", "b"]
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

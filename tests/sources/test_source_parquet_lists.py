@@ -13,13 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, parquet_lists, parquet_pages, thrift
+from tokenloom_server.sources import columns
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.parquet import lists as parquet_lists
+from tokenloom_server.sources.parquet import pages as parquet_pages
+from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.storage.open import open_file
 
-SPEC = Spec.parse("parquet:a.parquet:ids")
+SPEC = spec_of("parquet:a.parquet:ids")
 ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.sources import columns, files, line_index, lines
+from tokenloom_server.sources import columns, line_index, lines
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.scheme import order_warning
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "nul\x00inside", "x" * 300, "", "last"]
 IDS = [[1, 2, 3], [], [7], list(range(200)), [0], [2**31 - 1], []]
@@ -87,7 +88,7 @@ def test_rows_come_back_as_they_were_written_from_every_row_on(
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / f"b.{suffix}", rows)
     write(tmp_path / "data" / f"a.{suffix}", rows[::-1])
-    source = open_source(Spec.parse(spec), tmp_path, None, tmp_path / "index")
+    source = open_source(spec_of(spec), tmp_path, None, tmp_path / "index")
     assert [shard.path for shard in source.shards] == [f"data/a.{suffix}", f"data/b.{suffix}"]
     assert source.content is (Content.TEXT if isinstance(rows[0], str) else Content.IDS)
     for shard, expected in enumerate((rows[::-1], rows)):
@@ -100,7 +101,7 @@ def test_a_row_behind_the_end_is_refused(kind: tuple[str, str, Write, list[Any]]
     spec, suffix, write, rows = kind
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / f"a.{suffix}", rows)
-    source = open_source(Spec.parse(spec), tmp_path, None, None)
+    source = open_source(spec_of(spec), tmp_path, None, None)
     with pytest.raises(SourceError, match=rf"a\.{suffix}' has {len(rows)} rows, but row {len(rows) + 1} was asked"):
         list(source.read(0, len(rows) + 1))
 
@@ -113,7 +114,7 @@ def test_pieces_are_bounded_and_a_larger_row_is_a_piece_of_its_own(
     spec, suffix, write, rows = kind
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / f"a.{suffix}", rows * 3)
-    source = open_source(Spec.parse(spec), tmp_path, None, None)
+    source = open_source(spec_of(spec), tmp_path, None, None)
     for piece in source.read(0, 0):
         sizes = [
             len(row.encode()) if isinstance(row, str) else len(row) * piece.column.type.value_type.bit_width // 8
@@ -131,9 +132,9 @@ def test_a_shard_of_another_size_than_frozen_is_refused_by_name(
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / f"a.{suffix}"
     write(path, rows)
-    shards = open_source(Spec.parse(spec), tmp_path, None, None).shards
+    shards = open_source(spec_of(spec), tmp_path, None, None).shards
     size = path.stat().st_size
-    source = open_source(Spec.parse(spec), tmp_path, shards, None)
+    source = open_source(spec_of(spec), tmp_path, shards, None)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(SourceChanged, match=rf"a\.{suffix}' was shortened: found {size - 3} bytes, expected {size}"):
         list(source.read(0, 0))
@@ -150,16 +151,16 @@ def test_a_source_without_a_row_is_refused_and_an_empty_shard_among_others_is_no
     none_of_type = pa.array([], pa.string() if isinstance(rows[0], str) else pa.list_(pa.int64()))
     write(tmp_path / "data" / f"a.{suffix}", none_of_type)
     with pytest.raises(SourceError, match=r"has no rows: its 1 files .* take it out of the mixture"):
-        open_source(Spec.parse(spec), tmp_path, None, None)
+        open_source(spec_of(spec), tmp_path, None, None)
     write(tmp_path / "data" / f"b.{suffix}", rows)
-    source = open_source(Spec.parse(spec), tmp_path, None, None)
+    source = open_source(spec_of(spec), tmp_path, None, None)
     assert (source.row_count(0), values(source, 0, 0)) == (0, [])
     assert values(source, 1, 0) == rows
 
 
 def test_a_shard_that_is_replaced_by_one_of_its_size_is_noticed_when_it_is_opened_again(tmp_path: Path) -> None:
     write_txt(tmp_path / "a.txt", ["first", "second"])
-    source = open_source(Spec.parse("txt:a.txt:text"), tmp_path, None, None)
+    source = open_source(spec_of("txt:a.txt:text"), tmp_path, None, None)
     assert values(source, 0, 0) == ["first", "second"]
     os.utime(tmp_path / "a.txt", ns=(1, 1))
     assert values(source, 0, 0) == ["first", "second"], "touched, and nothing else"
@@ -177,7 +178,7 @@ def test_a_file_of_no_bytes_is_an_error_where_the_format_has_a_header(
     write(tmp_path / "data" / f"a.{suffix}", rows)
     (tmp_path / "data" / f"b.{suffix}").touch()
     with pytest.raises(SourceError, match=rf"b\.{suffix}' is empty \(0 bytes\)"):
-        open_source(Spec.parse(spec), tmp_path, None, None)
+        open_source(spec_of(spec), tmp_path, None, None)
 
 
 @pytest.mark.parametrize("kind", ["parquet ids", "arrow stream text", "arrow file ids"], indirect=True)
@@ -192,7 +193,7 @@ def test_damaged_bytes_give_rows_or_an_error_that_names_the_file_and_nothing_els
     for position in range(0, len(whole), 7):
         path.write_bytes(whole[:position] + b"\xff" + whole[position + 1 :])
         try:
-            source = open_source(Spec.parse(spec), tmp_path, None, None)
+            source = open_source(spec_of(spec), tmp_path, None, None)
             for row in (0, 4):
                 values(source, 0, row)
         except SourceError as error:
@@ -202,12 +203,12 @@ def test_damaged_bytes_give_rows_or_an_error_that_names_the_file_and_nothing_els
 
 
 def test_several_shards_give_a_warning_about_their_order(tmp_path: Path) -> None:
-    spec = Spec.parse("txt:*.txt:text")
+    spec = spec_of("txt:*.txt:text")
     for name in "abc":
         write_txt(tmp_path / f"{name}.txt", TEXTS)
     shards = open_source(spec, tmp_path, None, None).shards
-    assert files.order_warning(spec, shards[:1]) is None
-    warning = files.order_warning(spec, shards)
+    assert order_warning(spec, shards[:1]) is None
+    warning = order_warning(spec, shards)
     assert warning is not None
     assert "3 shards are read in file order; where documents should be mixed across files, set shuffle" in warning
 
@@ -226,7 +227,7 @@ class TestColumns:
         (tmp_path / "data").mkdir()
         for i, rows in enumerate(shards):
             write(tmp_path / "data" / f"{i}.{suffix}", rows)
-        return open_source(Spec.parse(spec), tmp_path, None, None)
+        return open_source(spec_of(spec), tmp_path, None, None)
 
     @pytest.mark.parametrize(
         "kind",
@@ -314,6 +315,6 @@ def test_list_views_in_arrow_files_are_ids(tmp_path: Path, kind: Any) -> None:
     rows = [[1, 2], None, [3, 4], [], [5, 6, 7]]
     (tmp_path / "data").mkdir()
     write_stream(tmp_path / "data" / "a.arrow", pa.array(rows, kind))
-    source = open_source(Spec.parse(ARROW), tmp_path, None, None)
+    source = open_source(spec_of(ARROW), tmp_path, None, None)
     for row in range(6):
         assert values(source, 0, row) == [r or [] for r in rows[row:]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from support.catalog import SOURCES, paths_of, spec_of
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture, parsed, write_corpus
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
@@ -15,7 +16,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
-from tokenloom_server.sources import locations, manifest
+from tokenloom_server.sources import manifest
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 
@@ -41,7 +42,7 @@ def corpus(tmp_path: Path, store: Any) -> Path:
 
 def at(place: str, spec: str) -> Spec:
     scheme, rest = spec.split(":", 1)
-    return Spec.parse(f"{scheme}:{place}/{rest}")
+    return spec_of(f"{scheme}:{place}/{rest}")
 
 
 def rows(source: Source, shard: int, row: int) -> list[Any]:
@@ -50,7 +51,7 @@ def rows(source: Source, shard: int, row: int) -> list[Any]:
 
 @pytest.mark.parametrize("spec", [CODE, DOCS, PROSE, WIKI])
 def test_rows_from_any_row_on_are_those_of_local_files(corpus: Path, spec: str) -> None:
-    local = open_source(Spec.parse(spec), corpus)
+    local = open_source(spec_of(spec), corpus)
     away = open_source(at(PLACE, spec), corpus, index_dir=corpus / "indexes")
 
     assert [shard.path for shard in away.shards] == [f"{PLACE}/{shard.path}" for shard in local.shards]
@@ -71,8 +72,8 @@ def test_patterns_match_what_they_match_of_local_files(tmp_path: Path, store: An
         (tmp_path / "data" / name).write_text("text\n")
     store.put(str(tmp_path / "data"), "/corpus/data", recursive=True)
     spec = f"txt:data/{pattern}:text"
-    found = locations.paths(at(PLACE, spec), tmp_path)
-    assert found == tuple(f"{PLACE}/{path}" for path in locations.paths(Spec.parse(spec), tmp_path))
+    found = paths_of(at(PLACE, spec), tmp_path)
+    assert found == tuple(f"{PLACE}/{path}" for path in paths_of(spec_of(spec), tmp_path))
 
 
 def test_a_run_of_remote_files_is_the_run_of_local_ones(corpus: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Pat
     def found() -> list[str]:
         """What a restore says, by a listing and file by file, and what opening the file says."""
         said = []
-        for listings in (manifest.Listings(), None):
+        for listings in (manifest.Listings(SOURCES), None):
             with pytest.raises(SourceChanged) as caught:
                 manifest.verify(frozen, corpus, listings)
             said.append(str(caught.value))
@@ -123,7 +124,7 @@ def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Pat
             rows(open_source(spec, corpus, frozen.sources[0].shards), 1, 0)
         return [*said, str(caught.value)]
 
-    manifest.verify(frozen, corpus, manifest.Listings())
+    manifest.verify(frozen, corpus, manifest.Listings(SOURCES))
     store.pipe_file(name, text[:-1])
     assert all(
         f"{shown!r} was shortened: found {len(text) - 1} bytes, expected {len(text)}" in said for said in found()
@@ -137,7 +138,7 @@ def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Pat
 def test_files_that_appeared_are_told(corpus: Path, store: Any) -> None:
     frozen = manifest.build([at(PLACE, PROSE)], corpus)
     store.pipe_file("/corpus/data/prose/9.txt", b"new\n")
-    assert manifest.appeared(frozen, corpus) == (f"{PLACE}/data/prose/9.txt",)
+    assert manifest.appeared(frozen, corpus, manifest.Listings(SOURCES)) == (f"{PLACE}/data/prose/9.txt",)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_files_that_appeared_are_told(corpus: Path, store: Any) -> None:
 )
 def test_what_cannot_be_read_is_refused_by_name(corpus: Path, spec: str, message: str) -> None:
     with pytest.raises((SourceError, ConfigError)) as caught:
-        open_source(Spec.parse(spec), corpus)
+        open_source(spec_of(spec), corpus)
     assert message in str(caught.value)
 
 
@@ -172,12 +173,12 @@ def test_what_cannot_be_read_is_refused_by_name(corpus: Path, spec: str, message
 )
 def test_urls_with_secrets_and_detours_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match=r"URL|view of other storage|has a part") as caught:
-        Spec.parse(f"txt:{url}:text")
+        spec_of(f"txt:{url}:text")
     assert "SECRET" not in str(caught.value)
 
 
 def test_a_question_mark_may_be_a_wildcard() -> None:
-    assert Spec.parse("txt:s3://bucket/part-?.txt:text").location == "s3://bucket/part-?.txt"
+    assert spec_of("txt:s3://bucket/part-?.txt:text").location == "s3://bucket/part-?.txt"
 
 
 def test_data_roots_hold_urls_too(corpus: Path) -> None:

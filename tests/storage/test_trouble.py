@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from tokenloom_server.config.spec import Spec
+from support.catalog import spec_of
 from tokenloom_server.errors import SourceChanged, StorageError
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage import io_stats, prefetch, remote
@@ -122,7 +122,7 @@ def test_storage_that_never_answers_is_named_and_then_an_error(
     storage: type[Troubled], tmp_path: Path, hang: Callable[[], None]
 ) -> None:
     url = put("a/x.txt", b"one\ntwo\n")
-    source = Spec.parse(f"txt:{url}:text")
+    source = spec_of(f"txt:{url}:text")
     shared = IoStats(HURRY)
     reader = open_source(source, tmp_path, io_stats=shared)
     storage.trouble = staticmethod(lambda _: hang())
@@ -157,7 +157,7 @@ def test_failing_storage_is_no_damage(storage: type[Troubled], tmp_path: Path, s
             sink.write(b'{"text": "x"}\n' * 200_000)
     ending = "/*" if scheme != "arrow" else ""
     put(f"a/x.{scheme}", sink.getvalue().to_pybytes())
-    reader = open_source(Spec.parse(f"{scheme}:troubled://a{ending}:text"), tmp_path, io_stats=IoStats(HURRY))
+    reader = open_source(spec_of(f"{scheme}:troubled://a{ending}:text"), tmp_path, io_stats=IoStats(HURRY))
     first = len(storage.reads)
 
     def trouble(number: int) -> None:

@@ -21,7 +21,7 @@ from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.problems import HTTP_ERRORS
 from tokenloom_server.cli import app
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.config.spec import SCHEMES
+from tokenloom_server.sources.catalog import BUILT_IN
 from typer.main import get_command
 
 from tests.support.memory_service import MemoryService
@@ -73,7 +73,7 @@ def _routes() -> Iterator[str]:
 def _mixture_fields() -> Iterator[str]:
     schema = RunConfig.model_json_schema()
     yield from (f"mixture file: {field}" for field in _fields(schema, schema["$defs"], (), once={}))
-    yield from (f"mixture file: source {form}" for form in SCHEMES.values())
+    yield from (f"mixture file: source {scheme.usage}" for scheme in BUILT_IN)
 
 
 def _fields(

@@ -17,6 +17,8 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.order.record import Order
 
+from support.catalog import CATALOG
+
 #: One of each scheme; between them empty rows, a null, several shards, rows longer than a sample.
 CODE = "parquet:data/code-*.parquet:ids"
 DOCS = "jsonl:data/docs.jsonl:text"
@@ -137,7 +139,7 @@ def flat(specs: Sequence[str], policy: str = "least_consumed", **fields: Any) ->
 
 
 def parsed(document: dict[str, Any]) -> RunConfig:
-    return config.parse(document, where="mixture.yaml")
+    return config.parse(document, where="mixture.yaml", catalog=CATALOG)
 
 
 def order_of(folder: Path, document: dict[str, Any] | None = None) -> Order:
@@ -204,4 +206,4 @@ def random_presences(rng: random.Random, run: RunConfig, share: float = 0.12) ->
 
     document = run.model_dump()
     visit(document["mixture"])
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=CATALOG)

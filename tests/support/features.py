@@ -12,6 +12,7 @@ import yaml
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order.record import Order
 
+from support.catalog import CATALOG
 from support.corpora import numbers
 
 #: Latents of one of these shapes, by bucket.
@@ -70,7 +71,7 @@ def document(**fields: Any) -> dict[str, Any]:
 
 
 def order_of(folder: Path, found: dict[str, Any]) -> Order:
-    return Order.create(config.parse(found, where="test"), folder, folder / "index")
+    return Order.create(config.parse(found, where="test", catalog=CATALOG), folder, folder / "index")
 
 
 def write_mixture(folder: Path, found: dict[str, Any]) -> Path:

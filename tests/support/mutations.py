@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from support.catalog import spec_of
+
 #: A mutation may take so long, seconds; the machine may be busy.
 DEADLINE_S = 60
 #: Memory that a child may ask for beside what it has when it begins.
@@ -144,7 +146,6 @@ def mutated(whole: bytes, draw: random.Random) -> bytes:
 def _outcome(form: Format, folder: Path, skip: bool, known: list[Any]) -> str:
     """``rows``: those that were written. ``others``: other ones, each of its kind. Else what was raised."""
     from tokenloom_server.config.row_rules import RowRules
-    from tokenloom_server.config.spec import Spec
     from tokenloom_server.errors import SourceError
     from tokenloom_server.sources.base import Content
     from tokenloom_server.sources.open import open_source
@@ -152,7 +153,7 @@ def _outcome(form: Format, folder: Path, skip: bool, known: list[Any]) -> str:
     found: list[Any] = []
     bad = 0
     try:
-        source = open_source(Spec.parse(form.spec), folder, None, None, rules=RowRules(skip_bad=skip))
+        source = open_source(spec_of(form.spec), folder, None, None, rules=RowRules(skip_bad=skip))
         for rows in source.read(0, 0):
             bad += len(rows.bad)
             for row in rows.bad:
@@ -175,7 +176,7 @@ def main(name: str, seed: int, count: int, folder: Path) -> None:
     import faulthandler
     import resource
 
-    from tokenloom_server.sources import parquet_lists
+    from tokenloom_server.sources.parquet import lists as parquet_lists
 
     form = formats()[name]
     path = folder / form.name

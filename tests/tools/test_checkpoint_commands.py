@@ -17,6 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli import app
@@ -375,7 +376,7 @@ def test_an_older_payload_says_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_an_older_payload_under_a_mixture_counts_nodes_as_an_import_would(tmp_path: Path) -> None:
-    content = content_of(json.dumps(OLDER), tmp_path, mixture=config.parse(mixture(), where="m"))
+    content = content_of(json.dumps(OLDER), tmp_path, mixture=config.parse(mixture(), where="m", catalog=CATALOG))
     assert [child.samples for child in content.nodes[0].children] == [10, 0, 0]
     assert [child.name for child in content.nodes[1].children] == [PROSE, WIKI]
 
@@ -409,7 +410,7 @@ def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: l
         for key in path:
             within = within[key]
         within[last] = copy.deepcopy(data.draw(VALUES))
-    mixture_file = data.draw(st.sampled_from([None, config.parse(mixture(), where="m")]))
+    mixture_file = data.draw(st.sampled_from([None, config.parse(mixture(), where="m", catalog=CATALOG)]))
     a, b = (read(Path("x"), Found("", document), mixture_file) for document in documents)
     out = Console(file=io.StringIO(), width=120)
     report.show(a, out)

@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tokenloom_server.catalog import built_in_catalog
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import began_with, differences, refuse
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -18,7 +20,8 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
-from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import StoredRun, StoredSnapshot
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.revision import as_file, differences_of_files, places
 from tokenloom_server.order.timeline import Origin, Timeline
@@ -32,8 +35,7 @@ from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
 from tokenloom_server.reports.trace import TracedSample, TracedStep
 from tokenloom_server.run.committer import Committer
-from tokenloom_server.run.coordinator import RunCoordinator, Timeouts
-from tokenloom_server.run.figures import Figures
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import Forking
 from tokenloom_server.run.history import History
 from tokenloom_server.run.join import JoinHandler
@@ -41,7 +43,9 @@ from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.producer import Producer
 from tokenloom_server.run.revise import Revising
+from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.streams import Streams
+from tokenloom_server.run.timeouts import Timeouts
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +80,11 @@ class ServedRun:
         self.forking = Forking(coordinator, self.history, other)
         self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
         self.losses = Losses(coordinator)
-        self.figures = Figures(coordinator, self.losses)
+        self.stats = StatsReader(coordinator, self.losses)
         self.peeks = Peeks(coordinator, self.history)
         self.evaluations = Evaluations(coordinator, streams)
         self.planner = Planner()
-        self.accounts = Receipts(coordinator, self.history, self.peeks, self.figures)
+        self.accounts = Receipts(coordinator, self.history, self.peeks, self.stats)
         self.traces = Traces(coordinator, self.history, self.peeks, self.evaluations)
 
 
@@ -95,22 +99,27 @@ class Runs:
         *,
         standby: bool = False,
         data_roots: DataRoots = _ANYWHERE,
+        catalog: Catalog | None = None,
     ) -> None:
         """``holder`` names this server in the ledger: equal for its own restart, and for no other server.
 
         ``standby``: where another server leads a run, wait for its lease instead of refusing to start.
+        ``catalog``: what mixture files are read against; all that this release knows if not given.
         """
         self._ledger = ledger
         self._holder = holder or uuid.uuid4().hex
         self._timeouts = timeouts or Timeouts()
         self._standby = standby
         self._data_roots = data_roots
+        self._catalog = catalog or built_in_catalog()
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
         """Brings up the run of a mixture file; see ``add_mixture``."""
         self._refuse_one_too_many(str(path))
-        return self.add_mixture(config.load(path), path.resolve().parent, index_dir, revise, where=str(path))
+        return self.add_mixture(
+            config.load(path, self._catalog), path.resolve().parent, index_dir, revise, where=str(path)
+        )
 
     def add_mixture(
         self, found: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
@@ -221,23 +230,21 @@ class Runs:
         return sorted(self._runs)
 
     def stats(self, run: str) -> RunStats:
-        return self.get(run).figures.read()
+        return self.get(run).stats.read()
 
     def losses(self, run: str) -> RunLosses:
         return self.get(run).losses.read()
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         served = self.get(run)
-        with served.coordinator.lock:
-            timeline, state = served.coordinator.timeline, served.coordinator.committed_state
-        return served.planner.plan(timeline, state, until_tokens)
+        view = served.coordinator.view()
+        return served.planner.plan(view.timeline, view.state, until_tokens)
 
     def plan_from_start(self, run: str, until_tokens: int | None) -> RunPlan:
         """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at
         how far the run is, all ranks are told the same, and those of a later launch, too."""
         served = self.get(run)
-        with served.coordinator.lock:
-            timeline = served.coordinator.timeline
+        timeline = served.coordinator.timeline
         return served.planner.plan(timeline, timeline.initial(), until_tokens or MAX_COUNTER)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
@@ -323,7 +330,7 @@ class Runs:
         pin = served.peeks.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run, note)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, pin)
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin)
         start = point.sample_index + skip
         _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
         digest = point.digest or served.history.pinned(pin).point.digest
@@ -365,7 +372,7 @@ class Runs:
                 "another name in its mixture file"
             )
         own = served.forking.fork(text)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, served.peeks.pin(own, 0))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.peeks.pin(own, 0))
         point = served.history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
@@ -377,10 +384,8 @@ class Runs:
         )
 
     def mixture(self, run: str) -> MixtureInfo:
-        coordinator = self.get(run).coordinator
-        with coordinator.lock:
-            timeline, least = coordinator.timeline, coordinator.first_revisable()
-            index = coordinator.committed.sample_index if coordinator.committed is not None else 0
+        view = self.get(run).coordinator.view()
+        timeline, index = view.timeline, view.commit.sample_index
         config = timeline.at(index).config
         return MixtureInfo(
             run=run,
@@ -404,18 +409,13 @@ class Runs:
                 if segment.phase is not None
             ],
             revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-            first_revisable=least,
+            first_revisable=view.first_revisable,
         )
 
     def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
         served = self.get(run)
         revision = served.revising.revise(change)
-        coordinator = served.coordinator
-        return revision_info(
-            coordinator.timeline,
-            revision,
-            coordinator.committed.sample_index if coordinator.committed is not None else 0,
-        )
+        return revision_info(served.coordinator.timeline, revision, served.coordinator.committed_through)
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         served = self.get(run)
@@ -424,13 +424,7 @@ class Runs:
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
-            if not served.coordinator.leads():
-                return f"run {run}: stands by: {served.coordinator.stands_by_for}"
-            dead = served.coordinator.dead_worker()
-            if dead is not None:
-                return f"run {run}: its thread {dead} has ended; restart the server, and report its log"
-            # An error that stopped a run does not count: the attempt that cures it has to reach this server, and so
-            # have the other runs' ranks. Stats, metrics and log tell of it.
-            if served.coordinator.ledger_error is not None:
-                return f"run {run}: the ledger is away: {served.coordinator.ledger_error}"
+            reason = served.coordinator.not_ready()
+            if reason is not None:
+                return f"run {run}: {reason}"
         return None if self._runs else "no run is served yet"

@@ -14,10 +14,11 @@ import typer
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenloom_server.config.catalog import Catalog
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
+    from tokenloom_server.tools.peek.servers import Servers
     from tokenloom_server.tools.remote import Remote
-    from tokenloom_server.tools.viewer import Servers
 
 Url = Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")]
 GrpcUrl = Annotated[
@@ -72,7 +73,7 @@ class ReadAccess:
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
-        from tokenloom_server.tools.viewer import Servers
+        from tokenloom_server.tools.peek.servers import Servers
 
         return Servers(
             url,
@@ -194,6 +195,12 @@ class MixtureOptions:
         from_environment = [place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place]
         return DataRoots.of(self.data_root or from_environment)
 
+    def catalog(self) -> Catalog:
+        """What a mixture may name."""
+        from tokenloom_server.catalog import built_in_catalog
+
+        return built_in_catalog()
+
     def load(self, file: Path | None) -> LoadedMixture:
         """The mixture of the file or of the short form, of which there must be one. Raises ``ConfigError``."""
         from tokenloom_server.config import mixture_file as config
@@ -202,7 +209,7 @@ class MixtureOptions:
         if short is not None and file is None:
             return short
         if short is None and file is not None:
-            return LoadedMixture(config.load(file), "", file.resolve().parent)
+            return LoadedMixture(config.load(file, self.catalog()), "", file.resolve().parent)
         raise ConfigError("expected a mixture file or --dataset-mix, one of the two")
 
     def short_form(self) -> LoadedMixture | None:
@@ -225,9 +232,11 @@ class MixtureOptions:
             raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
         from tokenloom_server.config import mixture_file as config
         from tokenloom_server.sources import short_form
+        from tokenloom_server.sources.catalog import sources_of
 
-        document = short_form.document(self.dataset_mix, Path.cwd(), self.roots(), **fields)
-        run_config = config.parse(document, where=short_form.OPTION)
+        catalog = self.catalog()
+        document = short_form.document(self.dataset_mix, Path.cwd(), sources_of(catalog), self.roots(), **fields)
+        run_config = config.parse(document, where=short_form.OPTION, catalog=catalog)
         return LoadedMixture(run_config, short_form.as_yaml(document), Path.cwd())
 
 

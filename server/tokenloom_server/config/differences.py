@@ -59,7 +59,9 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
 
     # What a record leaves out has its default, not the file's value.
     outside = config.model_dump(include=set(OUTSIDE_THE_ORDER))
-    return RunConfig.model_validate({**fields, **outside, "mixture": named(fields["mixture"], config.mixture)})
+    return RunConfig.model_validate(
+        {**fields, **outside, "mixture": named(fields["mixture"], config.mixture)}, context=config.catalog
+    )
 
 
 def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:

@@ -10,13 +10,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.faults import explain
 from tokenloom_server.config.node import too_small_limits
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 
 
-def load(path: Path) -> RunConfig:
+def load(path: Path, catalog: Catalog) -> RunConfig:
     """Reads and validates a mixture file.
 
     Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
@@ -35,13 +36,13 @@ def load(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: is nested too deeply for a mixture file") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
-    return parse(document, where=str(path))
+    return parse(document, where=str(path), catalog=catalog)
 
 
-def parse(document: dict[str, Any], *, where: str) -> RunConfig:
-    """Validates a mixture that was read already; ``where`` begins each line of an error."""
+def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfig:
+    """Validates a mixture that was read already; ``where`` begins each line of an error. Raises ``ConfigError``."""
     try:
-        config = RunConfig.model_validate(document)
+        config = RunConfig.model_validate(document, context=catalog)
     except ValidationError as error:
         raise ConfigError(explain(error, where)) from None
     found = list(given_by_the_server(document, ""))

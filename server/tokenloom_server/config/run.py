@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 
+from tokenloom_server.config.catalog import Catalog, catalog_of
 from tokenloom_server.config.node import NodeConfig, numbered, walk
 from tokenloom_server.config.run_checks import check_run
 from tokenloom_server.config.run_fields import RunFields
@@ -18,6 +19,16 @@ from tokenloom_server.config.source import SourceConfig
 
 class RunConfig(RunFields):
     """One run: what is read, how it is cut into samples, and in which proportions."""
+
+    _catalog: Catalog = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        self._catalog = catalog_of(context)
+
+    @property
+    def catalog(self) -> Catalog:
+        """What the run was read against."""
+        return self._catalog
 
     @model_validator(mode="after")
     def _check_and_number(self) -> Self:

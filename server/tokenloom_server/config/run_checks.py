@@ -56,10 +56,10 @@ def _check_batched_source(source: SourceConfig, path: str) -> None:
             f"{path}.shuffle: 'shards' does not apply with batching, where buckets go through all files; set "
             "shuffle: rows, or leave it out"
         )
-    if source.spec.scheme not in ("parquet", "arrow", "hf"):
+    if not source.spec.scheme.reads_any_row:
         raise ValueError(
-            f"{path}.source: {source.spec.scheme!r} files cannot be read row by row in any order, as batching does; "
-            "convert them to parquet or arrow"
+            f"{path}.source: {source.spec.scheme.name!r} files cannot be read row by row in any order, as batching "
+            "does; convert them to parquet or arrow"
         )
     if source.spec.column != ALL_COLUMNS:
         raise ValueError(

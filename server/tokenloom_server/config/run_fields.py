@@ -11,7 +11,7 @@ from tokenloom_server.config.base import EndOfText, OnBadRow, RowCount, Section
 from tokenloom_server.config.batching import BatchingConfig
 from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.phase import PhaseConfig
-from tokenloom_server.config.source import ENDED_SCHEMES, SourceConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.stream import VALIDATION, Streams, with_training_on_top
 
 _NOT_GIVEN = "(not given)"
@@ -147,7 +147,7 @@ class RunFields(Section):
         """Whether each document of a source gets the end-of-text id."""
         if source.add_eot is not None:
             return source.add_eot
-        return "auto" if self.add_eot is True and source.spec.scheme in ENDED_SCHEMES else self.add_eot
+        return "auto" if self.add_eot is True and source.spec.scheme.ends_documents else self.add_eot
 
     def skips_bad_rows(self, source: SourceConfig) -> bool:
         """What the source says of bad rows, or the run."""

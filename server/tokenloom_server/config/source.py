@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tokenloom_server.config.base import (
     EndOfText,
@@ -21,15 +29,11 @@ from tokenloom_server.config.base import (
     Weight,
     whole_number,
 )
+from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
 from tokenloom_server.config.row_rules import Comparison, RowRules, Template
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError
-
-#: Schemes of ids whose documents as a rule carry their end-of-text id.
-ENDED_SCHEMES = ("megatron", "npy")
-#: Schemes of sources without columns.
-WITHOUT_COLUMNS = ("txt", "npy", "megatron")
 
 
 def _comparisons(value: object) -> object:
@@ -101,13 +105,18 @@ class SourceConfig(Section):
     Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
     on one side."""
 
+    _spec: Spec = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        self._spec = catalog_of(context).sources.spec(self.source)
+
     @model_validator(mode="after")
     def _check_columns_and_bad_rows(self) -> Self:
         spec = self.spec
         for field in ("filter", "template"):
-            if getattr(self, field) is not None and spec.scheme in WITHOUT_COLUMNS:
+            if getattr(self, field) is not None and not spec.scheme.has_columns:
                 raise ValueError(
-                    f"{field}: a {spec.scheme} source has no columns; leave it out, or take another format"
+                    f"{field}: a {spec.scheme.name} source has no columns; leave it out, or take another format"
                 )
         if self.template is not None and spec.column not in Template.parse(self.template).columns:
             raise ValueError(
@@ -128,9 +137,9 @@ class SourceConfig(Section):
 
     @field_validator("source")
     @classmethod
-    def _normalise(cls, value: str) -> str:
+    def _normalise(cls, value: str, info: ValidationInfo) -> str:
         try:
-            return str(Spec.parse(value))
+            return str(catalog_of(info.context).sources.spec(value))
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
@@ -146,7 +155,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _check_commit(self) -> Self:
-        if self.commit is not None and not self.source.startswith("hf:"):
+        if self.commit is not None and not self.spec.scheme.has_commits:
             raise ValueError(
                 f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
             )
@@ -159,8 +168,8 @@ class SourceConfig(Section):
 
     @property
     def spec(self) -> Spec:
-        spec = Spec.parse(self.source)
-        return spec if self.commit is None else replace(spec, commit=self.commit)
+        """The source's spec, parsed; with the commit at which its files are looked up."""
+        return self._spec if self.commit is None else replace(self._spec, commit=self.commit)
 
     @property
     def name(self) -> str:

@@ -18,14 +18,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenloom_proto.seal import CHECKSUM, canonical
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing.balances import Carried, carry
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import MAX_BYTES, ResumePoint, Shape
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.sources.open import reader_of
+from tokenloom_server.sources.scheme import scheme_of
 
 #: Rows of earlier shards are counted as far as that costs no scan of more text than this, bytes.
 _COUNTED_BYTES = 2**30
@@ -81,7 +81,7 @@ def read(text: str | bytes) -> Payload | None:
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
     if resume is not None and "datasets" in resume:
         try:
-            return Payload(_distinct(_ResumeState.model_validate(resume).datasets), 0)
+            return Payload(tuple(_ResumeState.model_validate(resume).datasets), 0)
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
     found = document.get("sample_index", (resume or {}).get("sample_index"))
@@ -117,6 +117,7 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
             "resume_state.datasets: an older data loader's checkpoint tells rows of files, but this run's order is "
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
+    _check_distinct(payload.datasets, timeline.first.config.catalog.sources)
     state, notes = _state(payload.datasets, _order_in_force(payload.datasets, timeline))
     return ResumePoint(
         sample_index=state.sample_index,
@@ -131,9 +132,10 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
 
 def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> Order:
     """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
+    schemes = timeline.first.config.catalog.sources
     for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
         order, length = segment.order, segment.order.config.sequence_length
-        samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec) in order.specs)
+        samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.specs)
         reached = segment.begin <= samples and (behind is None or samples < behind.begin)
         if reached and timeline.tokens_at(samples) == samples * length:
             return order
@@ -146,7 +148,8 @@ def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> Order:
 
 def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, ...]]:
     length = order.config.sequence_length
-    by_spec = {_normalised(entry.spec): (i, entry) for i, entry in enumerate(entries)}
+    schemes = order.config.catalog.sources
+    by_spec = {_normalised(entry.spec, schemes): (i, entry) for i, entry in enumerate(entries)}
     sources: list[SourceState] = []
     notes: list[str] = []
     for source, spec in enumerate(order.specs):
@@ -293,7 +296,7 @@ def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
     to be read for that."""
     shards = order.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
-    scanned = reader_of(order.config.sources[source].spec, shards) not in ("parquet", "arrow", "megatron")
+    scanned = not scheme_of(order.config.sources[source].spec).reader(shards).stores_row_counts
     if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
         return cursor.row, False
     reader = order.open(source)
@@ -301,21 +304,20 @@ def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
     return cursor.epoch * sum(counts) + sum(counts[: cursor.shard]) + cursor.row, True
 
 
-def _distinct(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+def _check_distinct(entries: Sequence[_Entry], schemes: SourceSchemes) -> None:
     seen: dict[str, int] = {}
     for i, entry in enumerate(entries):
-        first = seen.setdefault(_normalised(entry.spec), i)
+        first = seen.setdefault(_normalised(entry.spec, schemes), i)
         if first != i:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
                 "each once"
             )
-    return tuple(entries)
 
 
-def _normalised(spec: str) -> str:
+def _normalised(spec: str, schemes: SourceSchemes) -> str:
     try:
-        return str(Spec.parse(spec))
+        return str(schemes.spec(spec))
     except ConfigError:
         return spec  # of a kind that this release does not read: no source of any mixture has it
 

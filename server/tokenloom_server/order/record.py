@@ -53,13 +53,14 @@ from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.block_index import blocks
-from tokenloom_server.sources.buckets import Bucketing, bucket_index
-from tokenloom_server.sources.features import FeatureSource
-from tokenloom_server.sources.files import in_threads, order_warning
+from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.held_out import HeldOut
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.paired import PairedSource
+from tokenloom_server.sources.scheme import order_warning
+from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
+from tokenloom_server.sources.tensors.source import FeatureSource
 from tokenloom_server.sources.watched import Watched
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote
@@ -256,7 +257,7 @@ class Order:
         _check_named(config, base_dir, roots)
         manifest = Manifest.from_json(canonical(found["manifest"]))
         _check_files(manifest, base_dir, roots)
-        listings = Listings()
+        listings = Listings(config.catalog.sources)
         verify(manifest, base_dir, listings)
         for path in appeared(manifest, base_dir, listings):
             _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
@@ -982,7 +983,7 @@ def _check_fim(source: SourceConfig, vocab_size: int) -> None:
 
 
 def _is_remote(source: SourceConfig) -> bool:
-    return is_remote(source.spec.location) or source.spec.scheme == "hf"
+    return source.spec.is_remote
 
 
 def _first_rows(source: Source) -> pa.Array:

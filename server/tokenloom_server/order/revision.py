@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.faults import explain
 from tokenloom_server.config.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.config.mixture_file import given_by_the_server
@@ -45,7 +46,7 @@ def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
     if change.mixture is not None:
         if change.set or change.add or change.drop:
             raise ConfigError("mixture: a whole mixture is given, so set, add and drop must be left out")
-        return merged(config, _node(change.mixture, "mixture"))
+        return merged(config, _node(change.mixture, "mixture", config.catalog))
     tree = _Tree(config)
     for i, setting in enumerate(change.set):
         tree.set(setting, f"set.{i}")
@@ -197,7 +198,7 @@ def places(config: RunConfig) -> Iterator[tuple[str, Child]]:
 
 def differences_of_files(in_force: RunConfig, file: RunConfig) -> list[str]:
     """What a mixture file changes of the mixture in force, a line each; whatever is paused stays so."""
-    new = merged(in_force, _node(as_file(file), "mixture"))
+    new = merged(in_force, _node(as_file(file), "mixture", file.catalog))
     return differences(in_force, new, fields=[field for field in _SETTABLE if field != "alias"])
 
 
@@ -378,9 +379,9 @@ class _Tree:
         if "children" not in parent:
             raise ConfigError(f"{where}.to: {addition.to!r} is a source; expected a node's alias or place")
         if "children" in addition.child or "policy" in addition.child:
-            added: Child = _node(addition.child, f"{where}.child")
+            added: Child = _node(addition.child, f"{where}.child", self._config.catalog)
         else:
-            added = _read(SourceConfig, addition.child, f"{where}.child")
+            added = _read(SourceConfig, addition.child, f"{where}.child", self._config.catalog)
         parent["children"].append(self._numbered(added, where))
         self._prune(self.root)
 
@@ -453,16 +454,16 @@ def _validated(config: RunConfig, root: dict[str, Any], sequence_length: int | N
     document = config.model_dump(exclude={"mixture"}) | {"mixture": root}
     if sequence_length is not None:
         document["sequence_length"] = sequence_length
-    return _read(RunConfig, document, "")
+    return _read(RunConfig, document, "", config.catalog)
 
 
-def _node(document: dict[str, Any], where: str) -> NodeConfig:
-    return _read(NodeConfig, document, where)
+def _node(document: dict[str, Any], where: str, catalog: Catalog) -> NodeConfig:
+    return _read(NodeConfig, document, where, catalog)
 
 
-def _read(model: type[_Model], document: dict[str, Any], where: str) -> _Model:
+def _read(model: type[_Model], document: dict[str, Any], where: str, catalog: Catalog) -> _Model:
     try:
-        return model.model_validate(document)
+        return model.model_validate(document, context=catalog)
     except ValidationError as error:
         raise ConfigError(explain(error, "", where)) from None
 

@@ -18,16 +18,16 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import exclusions, snapshot
 from tokenloom_server.order.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.revision import carry, changed, content_of, differences, merged, with_content, without
 from tokenloom_server.order.size_estimates import SizeEstimate
-from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
+from tokenloom_server.sources.scheme import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ class Timeline:
                 "the new files as a source of their own, or begin a new run"
             )
         known = _known_shards(order, source.source)
-        new = locations.more_shards(source.spec, known, order.base_dir)
+        new = scheme_of(source.spec).more_shards(source.spec, known, order.base_dir)
         if not new:
             raise ConfigError(
                 f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tokenloom_server.core.state import Cursor, Lane, RowCounts, SourceState
 from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.real_tokens import Boundaries
-from tokenloom_server.sources.features import item_bytes
+from tokenloom_server.sources.tensors.column import item_bytes
 
 
 class SourcePosition(NamedTuple):

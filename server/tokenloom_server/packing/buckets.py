@@ -25,8 +25,10 @@ from tokenloom_server.core.state import RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Batch, Block, Feature, SampleOrigins
 from tokenloom_server.packing.permutation import Permutation
-from tokenloom_server.sources.buckets import BucketIndex
-from tokenloom_server.sources.features import BINARY, STORED_AS, STRING, Column, FeatureSource, Values
+from tokenloom_server.sources.tensors.buckets import BucketIndex
+from tokenloom_server.sources.tensors.column import BINARY, STORED_AS, STRING, Column
+from tokenloom_server.sources.tensors.decoded import Values
+from tokenloom_server.sources.tensors.source import FeatureSource
 
 _Int64s = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
@@ -218,9 +217,9 @@ def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
     children = []
     left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
     for _, source in config.named_sources():
-        children.append(SourceConfig.model_validate(source.model_dump(exclude=set(left_out))))
-    mixture = NodeConfig(policy="sequential", children=list(children))
-    return RunConfig.model_validate(config.model_copy(update={"mixture": mixture, "phases": []}).model_dump())
+        children.append(source.model_dump(exclude=set(left_out)))
+    document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
+    return RunConfig.model_validate(document, context=config.catalog)
 
 
 def _file_name(source: SourceConfig) -> str:

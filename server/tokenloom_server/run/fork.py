@@ -16,6 +16,7 @@ from tokenloom_server.order.snapshot import Foreign, Source
 from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
+from tokenloom_server.sources.scheme import scheme_of
 
 
 class Forking:
@@ -43,8 +44,8 @@ class Forking:
                 f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with coordinator.one_change:
-            epoch = coordinator.epoch
+        with coordinator.one_change():
+            epoch = coordinator.lease.epoch
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None
             origin = coordinator.timeline.origin
@@ -55,7 +56,7 @@ class Forking:
                         f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, found)
-                coordinator.revise(epoch, coordinator.timeline.with_origin(origin))
+                coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
             template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
@@ -185,7 +186,7 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
             pairs["seed"] = theirs.config.seed, ours.config.seed
         if source.fim is not None:
             pairs["place in the mixture (source id)"] = known.id, source.id
-        if source.spec.scheme == "npy":
+        if scheme_of(source.spec).splits_at_end_of_text:
             pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
         for field, values in pairs.items():
             if values[0] != values[1]:

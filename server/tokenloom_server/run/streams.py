@@ -142,7 +142,7 @@ def _once(node: NodeConfig, sources: set[int], *, frozen: bool) -> dict[str, Any
 
 def _with_mixture(config: RunConfig, mixture: dict[str, Any]) -> RunConfig:
     document = config.model_dump(exclude={"phases", "streams"}) | {"mixture": mixture}
-    return RunConfig.model_validate(document)
+    return RunConfig.model_validate(document, context=config.catalog)
 
 
 def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:

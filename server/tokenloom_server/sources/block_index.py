@@ -22,6 +22,7 @@ from tokenloom_server.sources import line_index
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.storage.urls import is_remote
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,11 @@ def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -
     files = len(source.shards)
     # Rows of flat arrays end where the run's end-of-text id is, which is not among what the key knows; each file of
     # theirs has an index of its own.
-    key = _key(spec, source.shards, base_dir) if files >= KEPT_FILES and spec.scheme != "npy" else None
+    key = (
+        _key(spec, source.shards, base_dir)
+        if files >= KEPT_FILES and not scheme_of(spec).splits_at_end_of_text
+        else None
+    )
     cache = index_dir / f"blocks-v{FORMAT}-{key}.npy" if index_dir is not None and key is not None else None
     if cache is not None:
         kept = line_index.stored(cache, files)

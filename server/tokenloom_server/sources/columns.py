@@ -36,6 +36,11 @@ def content_of(kind: Any) -> Content | None:
     return Content.IDS if _is_any_list(kind) and pa.types.is_integer(kind.value_type) else None
 
 
+def contents_of(schema: Any) -> dict[str, Content | None]:
+    """What each top-level column holds, by name."""
+    return {field.name: content_of(field.type) for field in schema}
+
+
 def _is_any_list(kind: Any) -> bool:
     return bool(
         pa.types.is_list(kind)

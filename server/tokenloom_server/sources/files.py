@@ -186,15 +186,3 @@ def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | No
     if found is None:
         io_stats.modified[name] = modified
     return found
-
-
-def order_warning(spec: Spec, shards: tuple[Shard, ...]) -> str | None:
-    """What a caller should log about a source that is not shuffled, whose shards are read one behind the other."""
-    # The two files of a Megatron dataset are read as one.
-    count = len(shards) // 2 if spec.scheme == "megatron" else len(shards)
-    if count < 2:
-        return None
-    return (
-        f"source {str(spec)!r}: its {count} shards are read in file order; "
-        "where documents should be mixed across files, set shuffle: rows (or shards) on the source"
-    )

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import files, line_index
+from tokenloom_server.sources import line_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.io_stats import IoStats
 
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
 #: buffers of that size back to the kernel, and each new one is faulted in again.
@@ -71,19 +68,9 @@ Decoder = Callable[[Block, str], Iterator[Rows]]
 class LinesSource(ShardedSource):
     """A source whose shards are files of lines."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        shards: tuple[Shard, ...],
-        base_dir: Path,
-        index_dir: Path | None,
-        content: Content,
-        decode: Decoder,
-        io_stats: IoStats | None = None,
-        rules: RowRules = PLAIN,
-    ) -> None:
-        super().__init__(spec, shards, base_dir, io_stats, rules)
-        self._index_dir = index_dir
+    def __init__(self, request: ReadRequest, content: Content, decode: Decoder) -> None:
+        super().__init__(request)
+        self._index_dir = request.index_dir
         self._content = content
         self._decode = decode
         self._row_counts: dict[int, int] = {}
@@ -211,22 +198,22 @@ def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ends if data.endswith(b"\n") else np.append(ends, len(data))
 
 
-def require_rows(spec: Spec, shards: tuple[Shard, ...], base_dir: Path, io_stats: IoStats | None = None) -> None:
+def require_rows(request: ReadRequest) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
-    for shard in shards:
+    for shard in request.shards:
         if codec_of(shard.path) is not None:
-            with files.open_shard(spec, shard, base_dir, io_stats) as file:
+            with request.open(shard) as file:
                 if next(blocks_of(file, shard), None) is not None:
                     return
         elif shard.size > len(line_index.BOM):
             return
         elif shard.size:
-            with files.open_shard(spec, shard, base_dir, io_stats) as file:
+            with request.open(shard) as file:
                 if line_index.first_offset(file) < shard.size:
                     return
     raise SourceError(
-        f"source {str(spec)!r} has no rows: its {len(shards)} files are empty (the first is {shards[0].path!r}); "
-        "give it files with content, or take it out of the mixture"
+        f"source {str(request.spec)!r} has no rows: its {len(request.shards)} files are empty (the first is "
+        f"{request.shards[0].path!r}); give it files with content, or take it out of the mixture"
     )
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.sources import files, locations
+from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.hub import HubResolver
+from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.storage.hub.files import HubPath, is_hub
 from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
@@ -104,28 +105,35 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     nothing.
     """
     specs = list(specs)
-    hub = HubResolver()
-    remote = any(is_remote(spec.location) or spec.scheme == "hf" for spec in specs)
-    found = files.in_threads(lambda spec: locations.shards(spec, base_dir, hub), specs, remote=remote)
-    return Manifest(tuple(SourceFiles(str(spec), shards) for spec, shards in zip(specs, found, strict=True)))
+    finders = {spec.scheme.name: scheme_of(spec).finder() for spec in specs}
+    remote = any(spec.is_remote for spec in specs)
+    shards = files.in_threads(lambda spec: finders[spec.scheme.name](spec, base_dir), specs, remote=remote)
+    return Manifest(tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, shards, strict=True)))
 
 
 class Listings:
-    """What the places of remote sources hold now: each is listed once, when it is first asked for."""
+    """The files that sources match now. Each remote place is listed once, when it is first asked for."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, dict[str, Entry]] = {}
+    def __init__(self, schemes: SourceSchemes) -> None:
+        self._schemes = schemes
+        self._entries: dict[str, dict[str, Entry]] = {}
 
-    def of(self, spec: str) -> dict[str, Entry]:
-        """The files that a remote spec matches now, by their paths; none where the place is empty or gone."""
-        if spec not in self._known:
+    def paths(self, spec: str, base_dir: Path) -> tuple[str, ...]:
+        """The files of a source on this machine. Raises ``SourceError`` where there is none."""
+        parsed = self._schemes.spec(spec)
+        return scheme_of(parsed).paths(parsed, base_dir)
+
+    def entries(self, spec: str) -> dict[str, Entry]:
+        """The files that a remote spec matches, by their paths; none where the place is empty or gone."""
+        if spec not in self._entries:
+            parsed = self._schemes.spec(spec)
             try:
-                self._known[spec] = {entry.path: entry for entry in locations.entries(Spec.parse(spec))}
+                self._entries[spec] = {entry.path: entry for entry in scheme_of(parsed).entries(parsed)}
             except StorageError:
                 raise
             except SourceError:
-                self._known[spec] = {}
-        return self._known[spec]
+                self._entries[spec] = {}
+        return self._entries[spec]
 
 
 def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None) -> None:
@@ -137,12 +145,14 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
     """
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
     if listings is not None:
-        files.in_threads(listings.of, [source.spec for source in manifest.sources if _is_listed(source)], remote=True)
+        files.in_threads(
+            listings.entries, [source.spec for source in manifest.sources if _is_listed(source)], remote=True
+        )
 
     def difference(item: tuple[str, Shard]) -> str | None:
         spec, shard = item
         is_listed = is_remote(shard.path) and not is_hub(shard.path)
-        listed = listings.of(spec).get(shard.path) if listings is not None and is_listed else None
+        listed = listings.entries(spec).get(shard.path) if listings is not None and is_listed else None
         return files.difference(shard, base_dir, listed)
 
     remote = any(is_remote(shard.path) for _, shard in shards)
@@ -154,16 +164,15 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
         raise SourceChanged(f"source {spec!r}: {text}{more}; {REMEDY}")
 
 
-def appeared(manifest: Manifest, base_dir: Path, listings: Listings | None = None) -> tuple[str, ...]:
+def appeared(manifest: Manifest, base_dir: Path, listings: Listings) -> tuple[str, ...]:
     """The files that the specs match now and the manifest does not have: a reason to warn, no more."""
-    listings = listings or Listings()
     new: list[str] = []
     for source in manifest.sources:
         if any(is_hub(shard.path) for shard in source.shards):
             continue  # the run's commit has no more, and another one is not asked for
         known = {shard.path for shard in source.shards}
         try:
-            now = listings.of(source.spec) if _is_listed(source) else locations.paths(Spec.parse(source.spec), base_dir)
+            now = listings.entries(source.spec) if _is_listed(source) else listings.paths(source.spec, base_dir)
         except SourceError:
             continue  # that files are gone is for `verify` to say
         new += [path for path in now if path not in known]

@@ -1,19 +1,16 @@
-"""What sources of files have in common: a spec, shards below a folder, and what their column holds."""
+"""What readers of files have in common: a spec, shards below a folder, and what their column holds."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File
-from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import RemoteFile
 
 #: How long a remote file that was just opened counts as that, seconds.
@@ -31,20 +28,12 @@ class ShardedSource(ABC):
 
     _content: Content
 
-    def __init__(
-        self,
-        spec: Spec,
-        shards: tuple[Shard, ...],
-        base_dir: Path,
-        io_stats: IoStats | None = None,
-        rules: RowRules = PLAIN,
-    ) -> None:
-        """``io_stats`` is shared by all readers of a run, so that it shows what they wait for."""
-        self._spec = spec
-        self._rules = rules
-        self._shards = shards
-        self._base_dir = base_dir
-        self._io_stats = io_stats or IoStats()
+    def __init__(self, request: ReadRequest) -> None:
+        self._spec = request.spec
+        self._rules = request.rules
+        self._shards = request.shards
+        self._base_dir = request.base_dir
+        self._io_stats = request.io_stats
         self._kept: _Kept | None = None
 
     @property
@@ -67,7 +56,7 @@ class ShardedSource(ABC):
 
     @abstractmethod
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        """As ``read``, with all bad rows told."""
+        """As ``read``, with all bad rows marked and none raised."""
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)

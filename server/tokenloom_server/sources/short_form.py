@@ -9,44 +9,29 @@ from __future__ import annotations
 import glob
 import math
 import os
-import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.spec import SCHEMES, Spec
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
-from tokenloom_server.sources import locations
+from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.compressed import ending_of
 from tokenloom_server.sources.detect_columns import columns_of
+from tokenloom_server.sources.locations import matching_entries
+from tokenloom_server.sources.scheme import Scheme, scheme_of
 from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 
 #: The option that all this is about; begins every error.
 OPTION = "--dataset-mix"
-#: Schemes by the ends of file names. Arrow files are read by folder.
-ENDINGS = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    ".ndjson": "jsonl",
-    ".ndjson.gz": "jsonl",
-    ".ndjson.zst": "jsonl",
-    ".json": "jsonl",
-    ".json.gz": "jsonl",
-    ".json.zst": "jsonl",
-    ".txt": "txt",
-    ".txt.gz": "txt",
-    ".txt.zst": "txt",
-    ".npy": "npy",
-}
 #: A column of one of these names is meant where a file has one of them only.
 COLUMNS = ("text", "input_ids", "ids", "tokens")
 _ANYWHERE = DataRoots()
@@ -62,7 +47,9 @@ class _Item:
     files: tuple[str, ...]
 
 
-def document(mix: str, base_dir: Path, roots: DataRoots = _ANYWHERE, **fields: Any) -> dict[str, Any]:
+def document(
+    mix: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots = _ANYWHERE, **fields: Any
+) -> dict[str, Any]:
     """The mixture document that a short form means. ``fields`` are the run's own, as in a mixture file, and ``policy``
     the root's; what is None is left out. It is not validated yet.
 
@@ -76,7 +63,7 @@ def document(mix: str, base_dir: Path, roots: DataRoots = _ANYWHERE, **fields: A
         raise ConfigError(f"{OPTION} {mix!r}: {error}; quote a path with spaces: \"'my data/*.txt':0.9\"") from None
     if not texts:
         raise ConfigError(f'{OPTION}: is empty; expected items such as "wiki/*.parquet:0.9 code.jsonl:0.1"')
-    items = [_Reader(text, base_dir, roots).read() for text in texts]
+    items = [_Reader(text, base_dir, catalog, roots).read() for text in texts]
     _refuse_alike(items, base_dir)
     policy = fields.pop("policy", None) or "least_consumed"
     children = []
@@ -98,9 +85,12 @@ def as_yaml(mixture: dict[str, Any]) -> str:
 class _Reader:
     """Reads one item."""
 
-    def __init__(self, text: str, base_dir: Path, roots: DataRoots) -> None:
+    def __init__(self, text: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots) -> None:
         self._text = text
         self._base_dir = base_dir
+        self._catalog = catalog
+        self._by_ending = {end: scheme for end, scheme in catalog.endings.items() if not scheme.by_folder}
+        self._by_folder = catalog.endings.keys() - self._by_ending.keys()
         self._roots = roots
         # By URL: whether an item is one, or ends with a column or a weight, is asked several times.
         self._listed: dict[str, list[str]] = {}
@@ -113,8 +103,8 @@ class _Reader:
 
     def _read(self) -> _Item:
         head, weight = self._weight()
-        if head.partition(":")[0] in SCHEMES and ":" in head and not is_hub(head):
-            return self._item(Spec.parse(head), weight)
+        if head.partition(":")[0] in self._catalog.schemes and ":" in head and not is_hub(head):
+            return self._item(self._catalog.spec(head), weight)
         path, column = head, ""
         if not self._matches(path):
             path, _, column = head.rpartition("@")
@@ -124,10 +114,10 @@ class _Reader:
 
     def _item(self, spec: Spec, weight: float | None) -> _Item:
         self._roots.check_pattern(self._where, self._base_dir, spec.place)
-        files = locations.paths(spec, self._base_dir)
+        files = scheme_of(spec).paths(spec, self._base_dir)
         self._roots.check_paths(self._where, self._base_dir, files)
         if not spec.column:
-            spec = Spec(spec.scheme, spec.location, self._column(spec, files[0], weight))
+            spec = replace(spec, column=self._column(spec, files[0], weight))
         return _Item(self._text, spec, weight, files)
 
     @property
@@ -162,12 +152,11 @@ class _Reader:
         refuse_unsafe(self._where, url)
         self._roots.check_pattern(self._where, self._base_dir, url)
         if url not in self._listed:
-            # The scheme and column do not matter for where files lie.
             try:
-                self._listed[url] = list(locations.paths(Spec("txt", url, "text"), self._base_dir))
+                self._listed[url] = [entry.path for entry in matching_entries(url, IoStats())]
             except StorageError:
                 raise
-            except SourceError:
+            except (OSError, SourceError):
                 self._listed[url] = []
         return self._listed[url]
 
@@ -178,7 +167,7 @@ class _Reader:
         raise ConfigError(
             f"{self._where}: {head!r} names no file and no folder below {str(self._base_dir)!r}; an item is "
             "path[@column][:weight], where the path is a file, a pattern or a folder, or a spec: "
-            f"{', '.join(SCHEMES.values())}"
+            f"{self._catalog.usages}"
         )
 
     def _spec(self, path: str, column: str) -> Spec:
@@ -192,15 +181,17 @@ class _Reader:
                 raise ConfigError(f"{self._where}: matches folders only; name each of them, or files in them")
             return Spec(self._scheme(found), path, column)
         path = path.rstrip("/") or "/"
-        if (folder / "dataset_dict.json").is_file():
-            splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
-            names = ", ".join(f"{path}/{split}" for split in splits) or "none found"
-            raise ConfigError(f"{self._where}: the folder holds a dataset for each split; name one of them: {names}")
-        if (folder / "state.json").is_file() or any(folder.glob("*.arrow")):
-            return Spec("arrow", path, column)
+        for scheme in self._catalog.schemes.values():
+            try:
+                if scheme.is_folder(folder, path):
+                    return Spec(scheme, path, column)
+            except ConfigError as error:
+                raise ConfigError(f"{self._where}: {error}") from None
         for pattern in ("*", "**/*"):
             matches = glob.glob(f"{glob.escape(path)}/{pattern}", root_dir=self._base_dir, recursive=True)  # noqa: PTH207
-            names_ = [name for name in matches if ending_of(name) in ENDINGS and (self._base_dir / name).is_file()]
+            names_ = [
+                name for name in matches if ending_of(name) in self._by_ending and (self._base_dir / name).is_file()
+            ]
             if names_:
                 endings = sorted({ending_of(name) for name in names_})
                 if len(endings) > 1:
@@ -208,30 +199,32 @@ class _Reader:
                         f"{self._where}: the folder holds files of several kinds ({', '.join(endings)}); name one: "
                         + ", ".join(f"{path}/{pattern}{ending}" for ending in endings)
                     )
-                return Spec(ENDINGS[endings[0]], f"{glob.escape(path)}/{pattern}{endings[0]}", column)
+                return Spec(self._by_ending[endings[0]], f"{glob.escape(path)}/{pattern}{endings[0]}", column)
         raise ConfigError(
-            f"{self._where}: the folder holds no file that ends with {', '.join(ENDINGS)}, and is none that "
+            f"{self._where}: the folder holds no file that ends with {', '.join(self._by_ending)}, and is none that "
             "`save_to_disk` wrote"
         )
 
-    def _scheme(self, files: Sequence[str]) -> str:
+    def _scheme(self, files: Sequence[str]) -> Scheme:
         endings = sorted({ending_of(name) for name in files})
-        if endings == [".arrow"]:
-            raise ConfigError(f"{self._where}: Arrow files are read by folder; name the folder that they lie in")
-        if len(endings) > 1 and len({ENDINGS.get(ending) for ending in endings}) > 1:
+        if endings[0] in self._by_folder and len(endings) == 1:
+            raise ConfigError(
+                f"{self._where}: files that end with {endings[0]} are read by folder; name the folder that they lie in"
+            )
+        if len(endings) > 1 and len({self._by_ending.get(ending) for ending in endings}) > 1:
             raise ConfigError(
                 f"{self._where}: matches files of several kinds ({', '.join(end or 'none' for end in endings)}); let "
                 "the pattern end with one of them"
             )
-        if endings[0] not in ENDINGS:
+        if endings[0] not in self._by_ending:
             raise ConfigError(
                 f"{self._where}: how {files[0]!r} is to be read does not show; expected a name that ends with "
-                f"{', '.join(ENDINGS)}, or a spec: {', '.join(SCHEMES.values())}"
+                f"{', '.join(self._by_ending)}, or a spec: {self._catalog.usages}"
             )
-        return ENDINGS[endings[0]]
+        return self._by_ending[endings[0]]
 
     def _column(self, spec: Spec, file: str, weight: float | None) -> str:
-        columns = columns_of(spec.scheme, file, self._base_dir)
+        columns = columns_of(scheme_of(spec), file, self._base_dir)
         meant = [name for name in COLUMNS if columns.get(name) is not None]
         if len(meant) == 1:
             return meant[0]
@@ -241,7 +234,7 @@ class _Reader:
             f"{self._where}: which column is meant does not show, for {file!r} has "
             f"{' and '.join(meant) if meant else 'none of ' + ', '.join(COLUMNS)}; its columns, with what they hold "
             f"(text or ids): {listed}. Name one: {shlex.quote(f'{spec.location}@COLUMN{behind}')}, or "
-            f"{shlex.quote(f'{spec.scheme}:{spec.location}:COLUMN{behind}')}"
+            f"{shlex.quote(f'{spec.scheme.name}:{spec.location}:COLUMN{behind}')}"
         )
 
 
@@ -261,7 +254,7 @@ def _refuse_alike(items: Sequence[_Item], base_dir: Path) -> None:
 
 def _aliases(specs: Sequence[Spec]) -> list[str]:
     """A short name for each, by the last parts of its location: as many as it takes to tell them apart."""
-    parts = [_names(spec) for spec in specs]
+    parts = [scheme_of(spec).name_parts(spec.location) or [str(spec)] for spec in specs]
     found: list[str] = []
     for own in parts:
         alias = next(
@@ -279,15 +272,3 @@ def _aliases(specs: Sequence[Spec]) -> list[str]:
 
 def _last(names: Sequence[str], depth: int) -> str:
     return "/".join(names[-depth:])
-
-
-def _names(spec: Spec) -> list[str]:
-    """The parts of a location that say something: without wildcards and endings."""
-    if spec.scheme == "hf":
-        parts = (*spec.hub.repo.split("/"), spec.hub.config, spec.hub.split)
-        return [part for part in parts if part and part != "train"]
-    path = Path(spec.location.partition("://")[2] or spec.location)
-    last = path.name if spec.scheme in ("arrow", "megatron") else path.name.removesuffix(ending_of(path.name))
-    names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]
-    plain = [re.sub(r"\[[^]]*\]|[*?]", "", name).strip("-_. ") for name in names]
-    return [name for name in plain if name] or [str(spec)]

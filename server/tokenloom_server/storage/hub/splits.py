@@ -7,7 +7,6 @@ split has the files that ``load_dataset`` would read, in the same order.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import basename
@@ -15,8 +14,7 @@ from typing import Any
 
 import yaml
 
-#: What a reader is named that reads files of an ending; compressed ones end with a second one.
-KINDS = {"parquet": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "json": "jsonl", "txt": "txt", "arrow": "arrow"}
+#: Endings that stand behind that of the content.
 COMPRESSED = ("gz", "zst", "bz2", "xz", "lz4")
 
 #: Files that are never data, whatever pattern they match.
@@ -181,17 +179,8 @@ def _ending(path: str) -> tuple[str, str]:
     return (parts[-1] if parts else "", packed)
 
 
-def kind_of(path: str) -> str | None:
-    """Which reader reads a file, by its name; None for none."""
-    ending, packed = _ending(path)
-    kind = KINDS.get(ending)
-    if packed:
-        return kind if kind in ("jsonl", "txt") and packed in ("gz", "zst") else None
-    return kind
-
-
 def ending_of(path: str) -> str:
-    """How messages name what a file is: ``.csv``, ``.tar.gz``."""
+    """What a file's name ends with, in lower case: ``.csv``, ``.jsonl.gz``; ``no ending`` without one."""
     return "".join(f".{part}" for part in _ending(path) if part) or "no ending"
 
 
@@ -204,9 +193,3 @@ def files_of(patterns: Sequence[str], find: Find) -> list[str]:
             raise CardError(f"its card names the file {pattern!r}, which it does not have")
         found |= dict.fromkeys(paths)
     return list(found)
-
-
-def most_common_kind(paths: Sequence[str]) -> str | None:
-    """The kind that most of the files are of, in doubt Parquet; None where most cannot be read."""
-    kinds = Counter(kind_of(path) for path in paths)
-    return max(kinds, key=lambda kind: (kinds[kind], kind == "parquet", kind or ""), default=None)

@@ -1,0 +1,231 @@
+"""A run's stats, made from what its coordinator and its sources say."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from tokenloom_server.core.state import SourceState, State
+from tokenloom_server.errors import TokenloomError
+from tokenloom_server.ledger.records import Commit, Counters
+from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.losses import Losses
+from tokenloom_server.sources.scheme import scheme_of
+
+#: Rates and window shares look back this far, seconds.
+LOOK_BACK_S = 30.0
+#: A shard larger than this is not indexed just to tell how far along it is, bytes.
+_INDEX_FOR_STATS_BYTES = 2**30
+
+_NOTHING = Counters(samples=0, rows=0, tokens=0)
+
+
+def _consumed(commit: Commit) -> int:
+    """Tokens without those that were skipped."""
+    return sum(counters.tokens for counters in commit.counters.values())
+
+
+class StatsReader:
+    """Reads one run's stats. Thread-safe."""
+
+    def __init__(self, coordinator: RunCoordinator, losses: Losses) -> None:
+        self._coordinator = coordinator
+        self._losses = losses
+        # Row counts of shards that were asked for, by (source, shard); None where unknown.
+        self._rows: dict[tuple[int, int], int | None] = {}
+        self._rows_lock = threading.Lock()
+
+    def read(self) -> RunStats:
+        coordinator = self._coordinator
+        view = coordinator.view()
+        now, generation = view.now, view.generation
+        timeline, committed, state = view.timeline, view.commit, view.state
+        recent = [entry for entry in view.recent if now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
+        reported, losses = self._losses.newest()
+        order = timeline.at(state.sample_index)
+        shares = target_shares(order.config, order.size_estimates)
+        seconds = now - recent[0][0] if recent else 0.0
+        earlier = recent[0][1] if recent else committed
+        totals = _consumed(committed), _consumed(earlier)
+        engine = order.engine
+        tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
+        in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
+        farthest = max((rank.position for rank in generation.ranks), default=0)
+        return RunStats(
+            run=coordinator.name,
+            stream=coordinator.stream,
+            streams=list(coordinator.order.config.stream_names),
+            run_uid=coordinator.uid,
+            seed=order.config.seed,
+            generation=generation.number,
+            leads=view.leads,
+            server_epoch=view.lease.epoch,
+            world_size=generation.world_size,
+            batch_size=generation.batch_size,
+            sequence_length=order.config.sequence_length,
+            sample_index=committed.sample_index,
+            produced_index=max(generation.produced_index, committed.sample_index),
+            digest=committed.digest,
+            total_tokens=committed.total_tokens,
+            skipped_tokens=sum(source.skipped_tokens for source in state.sources),
+            tokens_per_s=tokens_per_s,
+            window_fill=min(1.0, generation.held_steps / generation.window_steps),
+            waiting_for=view.waiting_for,
+            ended=generation.end.reason if generation.end is not None else None,
+            error=f"{view.error.name}: {view.error}" if view.error is not None else None,
+            tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
+            revision=in_force,
+            next_revision=_planned(timeline, in_force, committed.total_tokens, tokens_per_s),
+            reported=reported,
+            sources=[
+                self._source(order, i, source, committed, earlier, totals, generation.over, shares[i], losses.get(i))
+                for i, source in enumerate(state.sources)
+            ],
+            ranks=[
+                RankStats(
+                    rank=rank.rank,
+                    connected=rank.connected,
+                    position=rank.position,
+                    lag=farthest - rank.position,
+                    last_heard_s=None if rank.last_heard is None else round(now - rank.last_heard, 3),
+                )
+                for rank in generation.ranks
+            ],
+            ledger=LedgerStats(
+                backend=coordinator.ledger.description,
+                available=view.ledger_error is None,
+                error=view.ledger_error,
+                last_commit_index=committed.sample_index,
+                last_commit_age_s=None
+                if view.committed_at is None
+                else max(0.0, round(coordinator.wall_clock() - view.committed_at, 3)),
+            ),
+        )
+
+    def sources(self, committed: Commit, state: State) -> list[SourceStats]:
+        """The sources' stats at a commit, of which ``state`` is the state; nothing of the time before it, no losses."""
+        order = self._coordinator.timeline.at(state.sample_index)
+        shares, consumed = target_shares(order.config, order.size_estimates), _consumed(committed)
+        return [
+            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i], None)
+            for i, source in enumerate(state.sources)
+        ]
+
+    def _source(
+        self,
+        order: Order,
+        source: int,
+        state: SourceState,
+        committed: Commit,
+        earlier: Commit,
+        totals: tuple[int, int],
+        over: bool,
+        share: float,
+        losses: tuple[float, float] | None,
+    ) -> SourceStats:
+        """``totals``: tokens consumed at ``committed`` and at ``earlier``. ``losses``: smoothed and last."""
+        config, epochs = order.config.sources[source], order.config.epochs[source]
+        spec = order.specs[source]
+        counters, total = committed.counters[spec], totals[0]
+        before, total_before = _NOTHING, 0
+        if earlier.total_tokens < committed.total_tokens:
+            before, total_before = earlier.counters.get(spec, _NOTHING), totals[1]
+        rows, done = self._rows_of_epoch(order, source, state)
+        remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
+        unlimited = math.isinf(epochs)
+        return SourceStats(
+            id=source,
+            spec=spec,
+            alias=config.name,
+            target_share=share,
+            actual_share=counters.tokens / total if total else 0.0,
+            window_share=(counters.tokens - before.tokens) / (total - total_before) if total > total_before else 0.0,
+            samples=counters.samples,
+            rows=counters.rows,
+            tokens=counters.tokens,
+            # One that ended by its tokens stands where its cursor does.
+            epoch=epochs
+            if state.exhausted and not unlimited and config.max_tokens is None
+            else state.cursor.epoch + done,
+            epochs=None if unlimited else epochs,
+            exhausted=state.exhausted,
+            dropped_tokens=state.dropped_tokens,
+            excluded_rows=order.excluded.count(spec),
+            **state.tally._asdict(),
+            fill_rate=1 - state.tally.padding_tokens / state.tokens if state.tokens else 1.0,
+            cut_rate=None
+            if order.config.packing == "concat" or not state.rows
+            else min(1.0, state.tally.cut_documents / state.rows),
+            skipped_samples=state.skipped_samples,
+            skipped_rows=state.skipped_rows,
+            skipped_tokens=state.skipped_tokens,
+            loss=losses[0] if losses else None,
+            last_loss=losses[1] if losses else None,
+            remaining_samples=remaining,
+        )
+
+    def _remaining(
+        self, sequence_length: int, epochs: float, state: SourceState, counters: Counters, rows: float | None
+    ) -> int | None:
+        if state.exhausted:
+            return 0
+        if rows is None or not counters.rows or math.isinf(epochs):
+            return None
+        per_row = counters.tokens / counters.rows
+        left = epochs * rows - counters.rows - state.skipped_rows
+        return max(0, round(left * per_row / sequence_length))
+
+    def _rows_of_epoch(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
+        """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        if order.config.batching is not None:
+            batches = order.stands_in(source, state.cursor)[1]
+            return batches or None, min(1.0, state.cursor.row / batches) if batches else 0.0
+        shards, config = order.shards[source], order.config.sources[source]
+        index = state.cursor.shard
+        if config.lanes > 1:
+            # They go on to the next epoch one by one, so it is counted in rows.
+            known = order.known_rows(source)
+            return known, state.rows / known - state.cursor.epoch if known else 0.0
+        if config.shuffle == "rows":
+            known = order.known_rows(source)
+            done = index * config.shuffle_window_rows + state.cursor.row
+            return known, min(1.0, done / known) if known else 0.0
+        total = sum(shard.size for shard in shards) or 1
+        before = sum(shards[shard].size for shard in order.files_before(source, state.cursor))
+        rows = self._row_count(order, source, index)
+        if not rows:
+            return None, before / total
+        part = min(1.0, state.cursor.row / rows)
+        return rows * total / (shards[index].size or 1), (before + part * shards[index].size) / total
+
+    def _row_count(self, order: Order, source: int, shard: int) -> int | None:
+        with self._rows_lock:
+            key = (source, shard)
+            if key not in self._rows:
+                self._rows[key] = None
+                scheme = scheme_of(order.config.sources[source].spec).reader(order.shards[source])
+                is_counted = scheme.stores_row_counts
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_STATS_BYTES:
+                    try:
+                        self._rows[key] = order.open(source).row_count(shard)
+                    except TokenloomError:
+                        # The producer meets the same fault and says it; stats go without.
+                        self._rows[key] = None
+            return self._rows[key]
+
+
+def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
+    """The revision after those in force."""
+    if in_force == len(timeline.revisions):
+        return None
+    coming = timeline.revisions[in_force]
+    left = timeline.tokens_at(coming.sample_index) - total_tokens
+    return PlannedRevision(
+        number=coming.number,
+        sample_index=coming.sample_index,
+        eta_s=round(left / tokens_per_s, 1) if tokens_per_s > 0 else None,
+    )

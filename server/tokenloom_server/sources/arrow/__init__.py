@@ -1,0 +1,1 @@
+"""Arrow IPC files in a folder that `save_to_disk` wrote."""

@@ -1,0 +1,173 @@
+"""Rows of Arrow files, mapped and not copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.ipc
+
+from tokenloom_server.errors import SourceError, TokenloomError
+from tokenloom_server.sources import columns, files
+from tokenloom_server.sources.arrow import headers as arrow_headers
+from tokenloom_server.sources.arrow.file import ArrowFile, open_arrow
+from tokenloom_server.sources.arrow.headers import Batches, Bytes, Mapped
+from tokenloom_server.sources.base import Rows
+from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.selection import Selection
+from tokenloom_server.sources.sharded import ShardedSource
+from tokenloom_server.storage.file import Range
+from tokenloom_server.storage.local import LocalFile
+
+_Out = TypeVar("_Out")
+
+
+class ArrowSource(ShardedSource):
+    """A source of Arrow IPC files, in stream format (as `datasets` writes them) or in file format.
+
+    A local file stays mapped as long as an iterator, or an array that came from it, is alive; of a remote one a record
+    batch is read at a time.
+    """
+
+    def __init__(self, request: ReadRequest) -> None:
+        """Walks the batch headers up to the first shard that has rows.
+
+        Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
+        when no shard has a row.
+        """
+        super().__init__(request)
+        self._batches: dict[int, Batches] = {}
+        self._refuse_empty_files("an Arrow file")
+        schema = self._open_arrow(0, again=True).schema
+        self._content = columns.check_schema(schema, self._spec, self._shards[0].path)
+        self._refuse_without_rows(self._has_rows)
+
+    def row_count(self, shard: int) -> int:
+        if shard not in self._batches:
+            self._check(shard, self._open_arrow(shard, again=True).schema)
+            self._scan(shard)
+        return int(self._batches[shard].ends[-1])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        rows = self.row_count(shard)
+        # Other streams are followed from their beginning.
+        by_itself = self._batches[shard].plain or self._open_arrow(shard).is_file_format
+        return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
+
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
+        opened = self._open_arrow(shard)
+        file, schema = opened.file, opened.schema
+        self._check(shard, schema)
+        first_batch, first_row = 0, 0
+        if row > 0:
+            ends = self._scan(shard).ends
+            if row > ends[-1]:
+                where = self._where(self._shards[shard])
+                raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
+            first_batch = int(np.searchsorted(ends, row, "right")) - 1
+            first_row = int(ends[first_batch])
+        known = self._batches.get(shard)
+        begin = 0
+        if first_batch and known is not None and known.plain:
+            begin = [*known.offsets, file.size][first_batch]
+        selection = Selection.of_schema(self._rules, self._spec.column, schema, self._where(self._shards[shard]))
+        fields = [schema.get_field_index(name) for name in selection.fields]
+        with file:
+            file.plan([Range(begin, file.size)])
+            batches = self._read_batches(shard, opened, fields, first_batch)
+            yield from self._read_from(shard, batches, selection, first_row, row)
+
+    def _read_from(
+        self, shard: int, batches: Iterator[Any], selection: Selection, first_row: int, row: int
+    ) -> Iterator[Rows]:
+        where = self._where(self._shards[shard])
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise self._damaged(shard, error, f"after row {first_row}: ") from None
+            if batch is None:
+                return
+            behind = max(row - first_row, 0)
+            if behind < len(batch):
+                yield from selection.rows(batch.slice(behind), first_row + behind, where)
+            first_row += len(batch)
+
+    def _read_batches(self, shard: int, opened: ArrowFile, fields: list[int], first: int) -> Iterator[Any]:
+        """These fields, and perhaps others, of each record batch from the ``first`` on."""
+        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+        stream = opened.stream
+        if opened.is_file_format:
+            # Arrow copies the fields that it is told to include of a file, though not those of a stream;
+            # that only pays where it spares decompressing the others.
+            whole = not self._is_compressed(shard)
+            reader = pa.ipc.open_file(stream, options=None if whole else options)
+            for i in range(first, reader.num_record_batches):
+                yield reader.get_batch(i)
+            return
+        batches = self._batches.get(shard)
+        stream.seek(0)
+        if first and batches is not None and batches.plain:
+            schema = pa.ipc.read_schema(stream)
+            for i in range(first, len(batches.offsets)):
+                stream.seek(batches.offsets[i])
+                yield pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
+            return
+        # Dictionaries come before the batches that need them: the stream has to be followed.
+        for i, batch in enumerate(pa.ipc.open_stream(stream, options=options)):
+            if i >= first:
+                yield batch
+
+    def _has_rows(self, shard: int) -> bool:
+        """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
+        opened = self._open_arrow(shard, again=True)
+        schema = opened.schema
+        self._check(shard, schema)
+        try:
+            column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
+            fields = [schema.get_field_index(column.names[0])]
+            return any(len(batch) for batch in self._read_batches(shard, opened, fields, 0))
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(shard, error) from None
+        finally:
+            opened.file.close()
+
+    def _check(self, shard: int, schema: Any) -> None:
+        path = self._shards[shard].path
+        columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
+
+    def _scan(self, shard: int) -> Batches:
+        if shard not in self._batches:
+            self._batches[shard] = self._headers(shard, arrow_headers.scan)
+        return self._batches[shard]
+
+    def _is_compressed(self, shard: int) -> bool:
+        return self._headers(shard, arrow_headers.is_compressed)
+
+    def _headers(self, shard: int, read: Callable[[Bytes], _Out]) -> _Out:
+        """What the headers of a file say. A mapping of its own: Arrow's has the kernel fetch all that is looked at."""
+        try:
+            with self._open(self._shards[shard]) as file:
+                if not isinstance(file, LocalFile):
+                    return read(file)
+                # Unmapped with its last view, which an error may hold a little longer.
+                return read(Mapped(memoryview(file.mapped())))
+        except (ValueError, OSError) as error:
+            raise self._damaged(shard, error) from None
+
+    def _open_arrow(self, shard: int, *, again: bool = False) -> ArrowFile:
+        """``again``: see ``_open``."""
+        file = self._open(self._shards[shard], again=again)
+        try:
+            return open_arrow(file)
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(shard, error) from None
+
+    def _damaged(self, shard: int, error: Exception, place: str = "") -> TokenloomError:
+        where = self._where(self._shards[shard])
+        return files.refused(where, error) or SourceError(
+            f"{where} is not a readable Arrow file ({place}{error}); it is truncated or damaged: write or copy it again"
+        )

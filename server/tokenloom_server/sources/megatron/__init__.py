@@ -1,0 +1,1 @@
+"""Indexed datasets of Megatron-LM."""

@@ -1,0 +1,223 @@
+"""The pages of a Parquet column: found by the footer, checked, decompressed, levels and values apart.
+
+Only what the usual writers write is understood; for everything else ``Unusual`` is raised, and Arrow's
+own reader is the one to say whether the file is damaged.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from tokenloom_server.sources.parquet import thrift
+from tokenloom_server.storage.file import File
+
+MAGIC = b"PAR1"
+
+#: Longer footers are left to Arrow: this module goes through them in Python.
+MAX_FOOTER_BYTES = 16 << 20
+
+#: Larger pages are left to Arrow, which decodes a part of them at a time.
+MAX_PAGE_BYTES = 16 << 20
+MAX_PAGE_VALUES = 1 << 21
+
+#: Bytes that a page's header has at most; statistics of long strings would be longer.
+HEADER_BYTES = 512
+
+#: Values of enumerations in parquet.thrift.
+INT32 = 1
+PHYSICAL_TYPES = {"INT32": INT32, "INT64": 2}
+PLAIN, RLE, RLE_DICTIONARY = 0, 3, 8
+DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 0, 2, 3
+_UNCOMPRESSED, _SNAPPY = 0, 1
+_CODECS = {_UNCOMPRESSED: "", _SNAPPY: "snappy", 2: "gzip", 4: "brotli", 6: "zstd"}
+
+#: Which field of a page's header has what its type needs.
+_DETAILS = {DATA_PAGE: 5, DICTIONARY_PAGE: 7, DATA_PAGE_V2: 8}
+
+
+class Unusual(Exception):
+    """What this module does not understand, damage included."""
+
+
+#: What pages, and footers, raise that are not what they should be.
+FAULTS = (
+    *(Unusual, pa.ArrowException, OSError, EOFError, zlib.error, RecursionError, MemoryError, OverflowError),
+    *(ValueError, KeyError, IndexError, TypeError),
+)
+
+
+class Chunk(NamedTuple):
+    """A column of a row group, as the footer describes it. ``levels``: values, nulls and empty lists."""
+
+    start: int
+    size: int
+    levels: int
+    physical_type: int
+    codec: int
+
+
+class Dictionary(NamedTuple):
+    length: int
+    values: memoryview
+
+
+class Page(NamedTuple):
+    """A data page: as many levels, run-length encoded, as its length says, and the values, encoded."""
+
+    length: int
+    encoding: int
+    repetition: memoryview
+    definition: memoryview
+    values: memoryview
+
+
+def chunks(file: File, leaf: int) -> Iterator[Chunk]:
+    """The ``leaf``-th column of one row group after the other."""
+    # Arrow knows all this, but it ends the process when it is asked about a column of a damaged footer.
+    size = file.size
+    tail = _pread(file, 8, size - 8)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != MAGIC or length > min(MAX_FOOTER_BYTES, size - 8):
+        raise Unusual("no footer, an encrypted one, or a very long one")
+    data = _pread(file, length, size - 8 - length)
+    at = _list_at(data, 0, 4)
+    groups, _, at = thrift.list_header(data, at)
+    for _ in range(groups):
+        columns, _, at = thrift.list_header(data, _list_at(data, at, 1))
+        if leaf >= columns:
+            raise Unusual("a row group without the column")
+        for _ in range(leaf):
+            at = thrift.skip(data, at, thrift.STRUCT)
+        fields, at = thrift.read_struct(data, at)
+        yield _chunk(fields)
+        for _ in range(leaf + 1, columns):
+            at = thrift.skip(data, at, thrift.STRUCT)
+        at = thrift.skip(data, at, thrift.STRUCT)  # the rest of the row group
+
+
+class Chunks:
+    """Those of one column of a file, gone through once however often the file is opened for one of its row groups."""
+
+    def __init__(self, leaf: int) -> None:
+        self._leaf = leaf
+        self._found: list[Chunk] = []
+        self._more: Iterator[Chunk] | None = None
+
+    def behind(self, file: File, group: int) -> Iterator[Chunk]:
+        """From that of a row group on. ``file`` is asked for the footer, once. Raises what ``chunks`` does."""
+        while True:
+            while len(self._found) <= group:
+                if self._more is None:
+                    self._more = chunks(file, self._leaf)
+                chunk = next(self._more, None)
+                if chunk is None:
+                    return
+                self._found.append(chunk)
+            yield self._found[group]
+            group += 1
+
+
+def _list_at(data: bytes | memoryview, at: int, wanted: int) -> int:
+    """Where the structure at ``at`` has the list that is its field ``wanted``."""
+    number = 0
+    while head := data[at]:
+        at += 1
+        number += head >> 4
+        if number == wanted and head & 15 == thrift.LIST:
+            return at
+        if head < 16 or number >= wanted:
+            break
+        if head & 15 > thrift.FALSE:
+            at = thrift.skip(data, at, head & 15)
+    raise Unusual(f"a footer without field {wanted}")
+
+
+def _chunk(fields: thrift.Fields) -> Chunk:
+    meta = fields.get(3)
+    if not isinstance(meta, dict) or 8 in fields:
+        raise Unusual("an encrypted column")
+    start, dictionary = meta[9], meta.get(11)
+    return Chunk(min(start, dictionary or start), meta[7], meta[5], meta[1], meta[4])
+
+
+def pages(file: File, chunk: Chunk) -> Iterator[Dictionary | Page]:
+    """The pages of a column that has both kinds of levels, read one at a time; checksums are verified."""
+    if chunk.codec not in _CODECS:
+        raise Unusual(f"the codec {chunk.codec}")
+    at, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
+    while left > 0:
+        header, length = thrift.read_struct(file.read_at(at, min(HEADER_BYTES, end - at)), 0)
+        kind, size, stored = header[1], header[2], header[3]
+        at += length
+        if kind not in _DETAILS or not 0 <= size <= MAX_PAGE_BYTES or not 0 <= stored <= end - at:
+            raise Unusual(f"a page of type {kind}: {size} bytes, {stored} in the file, where {end - at} are left")
+        details = header[_DETAILS[kind]]
+        count = details[1]
+        if kind != DICTIONARY_PAGE and not 0 <= count <= min(left, MAX_PAGE_VALUES):
+            raise Unusual(f"a page of {count} values, where {left} are left")
+        body = memoryview(_pread(file, stored, at))
+        at += stored
+        if 4 in header and zlib.crc32(body) != header[4] & 0xFFFFFFFF:
+            raise Unusual("a checksum that differs")
+        if kind == DICTIONARY_PAGE:
+            yield Dictionary(count, _decompressed(chunk.codec, body, size))
+            continue
+        left -= count
+        if count:
+            yield (_page if kind == DATA_PAGE else _page_v2)(details, chunk.codec, body, size)
+
+
+def _page(details: dict[int, Any], codec: int, body: memoryview, size: int) -> Page:
+    if details[3] != RLE or details[4] != RLE:
+        raise Unusual("levels in the encoding of before 2013")
+    data = _decompressed(codec, body, size)
+    repetition, at = _sized(data, 0)
+    definition, at = _sized(data, at)
+    return Page(details[1], details[2], repetition, definition, data[at:])
+
+
+def _page_v2(details: dict[int, Any], codec: int, body: memoryview, size: int) -> Page:
+    # Levels are never compressed, and their encoding needs no length.
+    middle, end = details[6], details[6] + details[5]
+    if not 0 <= middle <= end <= len(body):
+        raise Unusual("levels that are longer than their page")
+    compressed = details.get(7, True)
+    values = _decompressed(codec if compressed else _UNCOMPRESSED, body[end:], size - end)
+    return Page(details[1], details[4], body[:middle], body[middle:end], values)
+
+
+def _sized(data: memoryview, at: int) -> tuple[memoryview, int]:
+    """Bytes with their length before them, and the position behind."""
+    end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+    if end > len(data):
+        raise Unusual("levels that are longer than their page")
+    return data[at + 4 : end], end
+
+
+def _decompressed(codec: int, body: memoryview, size: int) -> memoryview:
+    if codec == _UNCOMPRESSED:
+        found: Any = body
+    elif not size:
+        found = b""  # whatever the codec makes of nothing
+    elif codec == _SNAPPY:
+        # Arrow does not tell how many bytes it has written, but Snappy's data begins with it.
+        length, _ = thrift.unsigned(body, 0)
+        found = pa.Codec(_CODECS[codec]).decompress(body, length) if length == size else b""
+    else:
+        stream = pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(body)), _CODECS[codec])
+        found = stream.read_buffer(size + 1)
+    data = memoryview(found).cast("B")
+    if len(data) != size:
+        raise Unusual(f"a page that does not have the {size} bytes that its header says")
+    return data
+
+
+def _pread(file: File, length: int, at: int) -> bytes | memoryview:
+    data = file.read_at(at, length)
+    if len(data) < length:
+        raise EOFError(f"the file ends at byte {at + len(data)}")
+    return data

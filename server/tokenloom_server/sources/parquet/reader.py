@@ -1,0 +1,220 @@
+"""Rows of Parquet files: counts from the footers, rows from the one row group where reading begins."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import columns, files
+from tokenloom_server.sources.base import Content, Rows
+from tokenloom_server.sources.parquet import lists as parquet_lists
+from tokenloom_server.sources.parquet import pages as parquet_pages
+from tokenloom_server.sources.parquet.lists import ListReader
+from tokenloom_server.sources.parquet.pages import Chunks, Unusual
+from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.selection import Selection
+from tokenloom_server.sources.sharded import ShardedSource
+from tokenloom_server.storage.arrow_input import for_arrow
+from tokenloom_server.storage.file import File, Range
+
+_log = logging.getLogger(__name__)
+
+#: Bytes that are decoded at once: less than a piece, since one that is a little larger would become two.
+BATCH_BYTES = 7 << 17
+
+#: Rows that are decoded at once, at most: a dictionary may hide how large they are.
+BATCH_ROWS = 1 << 13
+
+#: Bytes of the footers that are kept, and the footer that goes beyond.
+HELD_FOOTERS_BYTES = 1 << 22
+
+#: Bytes of a column chunk that are read from the file at once.
+BUFFER_BYTES = 1 << 20
+
+
+class ParquetSource(ShardedSource):
+    """A source of Parquet files."""
+
+    def __init__(self, request: ReadRequest) -> None:
+        """Opens footers up to the first that has rows.
+
+        Raises ``SourceError`` for an empty file, a missing column, a type that is not supported, and
+        when no shard has a row.
+        """
+        super().__init__(request)
+        self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        #: Of the files that were last opened at a row, the footers: who shuffles does so for each row group.
+        self._footers: dict[int, _Footer] = {}
+        self._refuse_empty_files("a Parquet file")
+        with self._open_parquet(0, again=True) as opened:
+            self._content = columns.check_schema(opened.parquet.schema_arrow, self._spec, self._shards[0].path)
+            self._check(0, opened.parquet)
+        self._refuse_without_rows(self.row_count)
+
+    def row_count(self, shard: int) -> int:
+        if shard not in self._group_ends:
+            with self._open_parquet(shard) as opened:
+                self._check(shard, opened.parquet)
+        return int(self._group_ends[shard][-1])
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        self.row_count(shard)
+        return self._group_ends[shard]
+
+    def _read(self, shard: int, row: int) -> Iterator[Rows]:
+        with self._open_parquet(shard) as (file, parquet):
+            self._check(shard, parquet)
+            ends = self._group_ends[shard]
+            if row > ends[-1]:
+                where = self._where(self._shards[shard])
+                raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
+            chunks = self._chunks(shard, parquet, keep=row > 0)
+            file.plan(self._ranges(file, chunks, int(np.searchsorted(ends, row, "right")) - 1))
+            yield from self._read_groups(parquet, self._lists(file, parquet, chunks), shard, row)
+
+    def _read_groups(self, file: Any, lists: ListReader | None, shard: int, row: int) -> Iterator[Rows]:
+        where = self._where(self._shards[shard])
+        selection = Selection.of_schema(self._rules, self._spec.column, file.schema_arrow, where)
+        ends = self._group_ends[shard].tolist()
+        size = _BatchSize()
+        # The first entry is 0, so that entry g is where row group g begins.
+        for group in range(bisect.bisect_right(ends, row) - 1, len(ends) - 1):
+            first_row, last_row = ends[group], ends[group + 1]
+            for batch in self._read_group(file, group, size, where, lists, selection):
+                if first_row + len(batch) <= last_row:
+                    behind = max(row - first_row, 0)
+                    if behind < len(batch):
+                        yield from selection.rows(batch.slice(behind), first_row + behind, where)
+                first_row += len(batch)
+            if first_row != last_row:
+                raise SourceError(
+                    f"{where}: row group {group} has {first_row - ends[group]} rows, but the footer says "
+                    f"{last_row - ends[group]}; the file is damaged: write or copy it again"
+                )
+
+    def _read_group(
+        self, file: Any, group: int, size: _BatchSize, where: str, lists: ListReader | None, selection: Selection
+    ) -> Iterator[Any]:
+        """What is read of one row group, in record batches of about ``BATCH_BYTES`` or of a page."""
+        done = 0
+        if lists is not None:
+            try:
+                for array in lists.read(group):
+                    done += len(array)
+                    yield pa.RecordBatch.from_arrays([array], [self._spec.column])
+                return
+            except Unusual as error:
+                _log.debug("%s: row group %d is left to Arrow from row %d on: %s", where, group, done, error)
+        try:
+            for batch in file.iter_batches(
+                size.rows(file.metadata.row_group(group)),
+                row_groups=[group],
+                columns=selection.paths,  # a struct's leaf may go by the same name, and comes along
+                use_threads=False,
+            ):
+                size.saw(batch)
+                if done < len(batch):
+                    yield batch.slice(done)
+                done -= min(done, len(batch))
+        except (pa.ArrowException, OSError) as error:
+            raise files.refused(where, error) or SourceError(
+                f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
+            ) from None
+
+    def _lists(self, file: File, parquet: Any, chunks: Chunks) -> ListReader | None:
+        """The fast reader, where the column is one of those that it is for."""
+        # A filter needs other columns beside it, row by row; and a field within a structure has other levels.
+        usual = self._content is Content.IDS and self._rules.plain and self._spec.column in parquet.schema_arrow.names
+        column = parquet_lists.list_column(parquet, self._spec.column) if usual else None
+        return ListReader(file, column, chunks) if column is not None else None
+
+    def _ranges(self, file: File, chunks: Chunks, group: int) -> Iterator[Range]:
+        """Where the column lies in a row group and in those behind it; ends where that does not show."""
+        try:
+            for chunk in chunks.behind(file, group):
+                yield Range(chunk.start, chunk.start + chunk.size)
+        except parquet_pages.FAULTS as error:
+            _log.debug("%s: nothing is read ahead: %s", file.name, error)
+
+    def _chunks(self, shard: int, parquet: Any, keep: bool) -> Chunks:
+        """Those of the column; ``keep``: the file's footer is likely to be needed again."""
+        known = self._footers.pop(shard, None)
+        if known is None:
+            names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+            leaves = [i for i, name in enumerate(names) if f"{name}.".startswith(f"{self._spec.column}.")]
+            known = _Footer(parquet.metadata, Chunks(leaves[0] if leaves else 0))
+        if keep:
+            self._footers[shard] = known
+            held = sum(each.metadata.serialized_size for each in self._footers.values())
+            while held > HELD_FOOTERS_BYTES and len(self._footers) > 1:
+                held -= self._footers.pop(next(iter(self._footers))).metadata.serialized_size
+        return known.chunks
+
+    def _check(self, shard: int, file: Any) -> None:
+        if shard in self._group_ends:
+            return
+        path = self._shards[shard].path
+        columns.check_same(columns.check_schema(file.schema_arrow, self._spec, path), self._content, self._spec, path)
+        counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        self._group_ends[shard] = np.cumsum([0, *counts], dtype=np.int64)
+
+    @contextlib.contextmanager
+    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[_Opened]:
+        with self._open(self._shards[shard], again=again) as file, self._parquet(shard, file) as parquet:
+            yield _Opened(file, parquet)
+
+    def _parquet(self, shard: int, file: File) -> Any:
+        known = self._footers.get(shard)
+        try:
+            # Without pre_buffer and with a buffer, pages are read as they are decoded: the column chunk
+            # of a large row group is never in memory as a whole.
+            return pq.ParquetFile(
+                for_arrow(file),
+                metadata=known.metadata if known is not None else None,
+                pre_buffer=False,
+                buffer_size=BUFFER_BYTES,
+                page_checksum_verification=True,
+            )
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            where = self._where(self._shards[shard])
+            raise files.refused(where, error) or SourceError(
+                f"{where} is not a readable Parquet file ({error}); it is truncated or damaged: write or copy it again"
+            ) from None
+
+
+class _Footer(NamedTuple):
+    metadata: Any
+    chunks: Chunks
+
+
+class _Opened(NamedTuple):
+    file: File
+    parquet: Any
+
+
+class _BatchSize:
+    """How many rows make ``BATCH_BYTES``: by the size of the row group at first, then by what was seen.
+
+    The footer has the size of each column too, but Arrow ends the process where a damaged one is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._bytes = 0
+
+    def rows(self, group: Any) -> int:
+        known = (self._rows, self._bytes) if self._rows else (int(group.num_rows), int(group.total_byte_size))
+        return max(1, min(BATCH_ROWS, known[0] * BATCH_BYTES // max(known[1], 1)))
+
+    def saw(self, batch: Any) -> None:
+        self._rows += len(batch)
+        self._bytes += batch.nbytes

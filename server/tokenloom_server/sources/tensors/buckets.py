@@ -1,0 +1,298 @@
+"""The index of a source's buckets: which of its rows lie in which bucket, in the order of its files.
+
+Built once from the column that decides, shard by shard in threads, and cached by the files' fingerprints. It takes four
+bytes a row (eight from 2^32 rows on), mapped from the cache where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.tensors.source import FeatureSource
+
+_log = logging.getLogger(__name__)
+
+#: Version of the cached form; a part of the file's name, so that another one is not even opened.
+FORMAT = 1
+#: Shards that are read at once while an index is built.
+THREADS = 8
+#: While that lasts, the log says how far it is, seconds apart.
+PROGRESS_S = 5.0
+
+_Int64s = npt.NDArray[np.int64]
+_Rows = npt.NDArray[np.unsignedinteger]
+
+#: The code of a row that lies in no bucket: it is longer than the last edge.
+_LEFT_OUT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketIndex:
+    """``keys`` [K]: the buckets' names, in ascending order of what they stand for; ``begins`` [K + 1]: where each one's
+    rows begin in ``rows``, which are numbers of the source's rows, bucket by bucket, ascending in each.
+    ``shard_ends`` [shards + 1]: with which of the source's rows each shard begins. ``left_out``: rows in no bucket."""
+
+    keys: tuple[str, ...]
+    begins: _Int64s
+    rows: _Rows
+    shard_ends: _Int64s
+    left_out: int
+
+    @property
+    def row_count(self) -> int:
+        """All rows of the source."""
+        return int(self.shard_ends[-1])
+
+    @property
+    def counts(self) -> _Int64s:
+        """[K]: the rows of each bucket."""
+        return np.diff(self.begins)
+
+    def batches(self, size: int) -> _Int64s:
+        """[K]: the full batches of each bucket."""
+        found: _Int64s = self.counts // size
+        return found
+
+    def take(self, bucket: int, places: _Int64s) -> tuple[_Int64s, _Int64s]:
+        """Rows of a bucket, by their places in it [n]: shard and row in shard, [n] each."""
+        rows = self.rows[int(self.begins[bucket]) + places].astype(np.int64)
+        shards = np.searchsorted(self.shard_ends, rows, "right") - 1
+        return shards, rows - self.shard_ends[shards]
+
+
+class Bucketing(NamedTuple):
+    """What names a row's bucket: a column's value, or with ``by_length`` the length of its list; by ``edges``."""
+
+    column: str
+    by_length: bool
+    edges: tuple[int, ...] = ()
+
+
+def bucket_index(source: FeatureSource, bucketing: Bucketing, index_dir: Path | None, name: str) -> BucketIndex:
+    """The index of a source, from the cache in ``index_dir`` (None: there is none) or made anew; ``name`` is for the
+    log. Raises ``SourceError`` naming the file for what cannot be read, or names no bucket."""
+    path = None if index_dir is None else index_dir / f"buckets-{FORMAT}-{_signature(source, bucketing)}.idx"
+    if path is not None and path.exists():
+        try:
+            return _load(path)
+        except (OSError, ValueError, KeyError) as error:
+            _log.warning("%s: the bucket index %s is unusable (%s) and is made anew", name, path, error)
+    built = _build(source, bucketing, name)
+    if path is None:
+        return built
+    try:
+        _save(built, path)
+        return _load(path)
+    except (OSError, ValueError) as error:
+        _log.warning("%s: the bucket index cannot be kept in %s (%s); it is made at each start", name, path, error)
+        return built
+
+
+def _signature(source: FeatureSource, bucketing: Bucketing) -> str:
+    text = canonical([list(bucketing), [[shard.size, shard.fingerprint] for shard in source.shards]])
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+class _Coded(NamedTuple):
+    """A shard's rows: their different keys, and of each row which of them (``_LEFT_OUT`` for none)."""
+
+    keys: list[int] | list[str]
+    codes: npt.NDArray[np.int32]
+
+
+def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketIndex:
+    count = len(source.shards)
+    progress = _Progress(name, count)
+
+    def coded(shard: int) -> _Coded:
+        found = _coded(source, shard, bucketing)
+        progress.done()
+        return found
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="buckets") as pool:
+        shards = list(pool.map(coded, range(count)))
+    kinds = {type(key) for shard in shards for key in shard.keys}
+    if len(kinds) > 1:
+        raise SourceError(f"{name}: column {bucketing.column!r} holds numbers in some files and text in others")
+    keys: list[Any] = sorted({key for shard in shards for key in shard.keys})
+    numbers = {key: number for number, key in enumerate(keys)}
+    codes = np.concatenate(
+        [np.array([*(numbers[key] for key in shard.keys), _LEFT_OUT], np.int32)[shard.codes] for shard in shards]
+    )
+    ends = np.cumsum([0, *(len(shard.codes) for shard in shards)], dtype=np.int64)
+    if not len(codes):
+        raise SourceError(f"{name} has no rows; give it files with content, or take it out of the mixture")
+    order = np.argsort(codes, kind="stable")
+    left_out = int(np.count_nonzero(codes == _LEFT_OUT))
+    begins = np.cumsum([0, *np.bincount(codes[codes >= 0], minlength=len(keys))], dtype=np.int64)
+    rows: _Rows = order[left_out:].astype(np.uint32 if len(codes) <= 2**32 else np.uint64)
+    return BucketIndex(keys=tuple(map(str, keys)), begins=begins, rows=rows, shard_ends=ends, left_out=left_out)
+
+
+class _Progress:
+    def __init__(self, name: str, count: int) -> None:
+        self._name = name
+        self._count = count
+        self._done = 0
+        self._told_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def done(self) -> None:
+        with self._lock:
+            self._done += 1
+            now = time.monotonic()
+            if now - self._told_at > PROGRESS_S:
+                self._told_at = now
+                _log.info("%s: bucket index: %d of %d files read", self._name, self._done, self._count)
+
+
+def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
+    where = source.where(shard)
+    keys: dict[Any, int] = {}
+    codes: list[npt.NDArray[np.int32]] = []
+    row = 0
+    for array in source.bucket_arrays(shard, bucketing.column):
+        _check_filled(array, row, bucketing, where)
+        found = _lengths(array, bucketing, where) if bucketing.by_length else _values(array, bucketing.column, where)
+        if isinstance(found, pa.Array):
+            # Of an item of a list, or a value of a dictionary.
+            _check_filled(found, row, bucketing, where)
+        row += len(array)
+        if bucketing.edges:
+            edges = np.array(bucketing.edges)
+            at = np.searchsorted(edges, found, "left")
+            # Keys stay those of the edges, the one behind the last stands for none.
+            own = np.append(np.array([keys.setdefault(int(edge), len(keys)) for edge in edges], np.int32), _LEFT_OUT)
+            codes.append(own[at])
+            continue
+        unique, inverse = _unique(found)
+        own = np.array([keys.setdefault(key, len(keys)) for key in unique], np.int32)
+        codes.append(own[inverse])
+    return _Coded(list(keys), np.concatenate(codes) if codes else np.empty(0, np.int32))
+
+
+def _check_filled(array: Any, row: int, bucketing: Bucketing, where: str) -> None:
+    """Raises ``SourceError`` for a null; ``row``: that of the array's first."""
+    if array.null_count:
+        first = row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise SourceError(
+            f"{where}: row {first} has a null in column {bucketing.column!r}, which names its bucket; fill it, or "
+            "take such rows out"
+        )
+
+
+def _unique(values: Any) -> tuple[list[Any], npt.NDArray[np.integer]]:
+    if isinstance(values, np.ndarray):
+        unique, inverse = np.unique(values, return_inverse=True)
+        return unique.tolist(), inverse
+    encoded = values.dictionary_encode()
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
+
+
+def _lengths(array: Any, bucketing: Bucketing, where: str) -> _Int64s:
+    while isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    kind = array.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise SourceError(
+            f"{where}: bucket_by is length({bucketing.column}), but that column is of type {kind}, not a list; name "
+            "the column itself to go by its value"
+        )
+    found: _Int64s = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
+def _values(array: Any, column: str, where: str) -> Any:
+    """Integers as int64, all else as text."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        array = array.dictionary_decode()
+        kind = array.type
+    if pa.types.is_integer(kind):
+        try:
+            found = array.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise SourceError(
+                f"{where}: column {column!r} names buckets, which are int64, but {error}; store it as text"
+            ) from None
+        # A null is one of a dictionary's values.
+        return found if found.null_count else found.to_numpy()
+    if pa.types.is_boolean(kind) or pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return array
+    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if nested and pa.types.is_integer(kind.value_type):
+        # Such as [height, width].
+        if pa.types.is_fixed_size_list(kind):
+            array = array.cast(pa.list_(kind.value_type))
+        return pc.binary_join(array.cast(pa.list_(pa.string())), "x")
+    raise SourceError(
+        f"{where}: bucket_by names column {column!r} of type {kind}; expected integers, text, booleans or lists of "
+        "integers, whose values name buckets"
+    )
+
+
+def _save(index: BucketIndex, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = np.ascontiguousarray(index.rows, index.rows.dtype.newbyteorder("<"))
+    header = canonical(
+        {
+            "keys": list(index.keys),
+            "begins": index.begins.tolist(),
+            "shard_ends": index.shard_ends.tolist(),
+            "left_out": index.left_out,
+            "dtype": rows.dtype.str,
+            "rows": len(rows),
+            "checksum": xxhash.xxh3_128_hexdigest(rows.data),
+        }
+    ).encode()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(header).to_bytes(8, "little"))
+            file.write(header.ljust(-(-len(header) // 8) * 8))
+            rows.tofile(file)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path) -> BucketIndex:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("its header is cut off")
+        header = json.loads(file.read(size))
+    begin, count = 8 + -(-size // 8) * 8, int(header["rows"])
+    dtype = np.dtype(header["dtype"])
+    if dtype.str not in ("<u4", "<u8") or path.stat().st_size != begin + count * dtype.itemsize:
+        raise ValueError("it is not of the size that its header says")
+    rows: _Rows = np.memmap(path, dtype, "r", begin, (count,)) if count else np.empty(0, dtype)
+    if xxhash.xxh3_128_hexdigest(rows.data) != header["checksum"]:
+        raise ValueError("its checksum is another one")
+    return BucketIndex(
+        keys=tuple(header["keys"]),
+        begins=np.array(header["begins"], np.int64),
+        rows=rows,
+        shard_ends=np.array(header["shard_ends"], np.int64),
+        left_out=int(header["left_out"]),
+    )

@@ -1,0 +1,294 @@
+"""Rows that are ready tensors: which columns travel, and the values of any rows of a source, in any order.
+
+A part is what is decoded at once: a record batch of an Arrow file, a row group of a Parquet file. Arrow files that are
+not compressed are mapped; of others the parts used last are kept, up to ``KEPT_BYTES``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import files
+from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.scheme import scheme_of
+from tokenloom_server.sources.tensors.column import RESERVED, STORED_AS, Column, described, item_bytes
+from tokenloom_server.sources.tensors.decoded import DecodedColumn, LocatedRows, Values, joined
+from tokenloom_server.sources.tensors.file import TensorFile
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.storage.local import LocalFile
+
+#: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
+KEPT_BYTES = 256 * 2**20
+#: And so many parts at most: one that is mapped takes no memory but for what describes it.
+KEPT_PARTS = 1024
+#: Files of a source that are open at once.
+OPEN_FILES = 64
+
+_Int64s = npt.NDArray[np.int64]
+
+
+class FeatureSource:
+    """The columns of a source's rows. For one thread at a time."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        base_dir: Path,
+        io_stats: IoStats,
+        *,
+        names: Sequence[str] | None,
+        dtypes: Mapping[str, str],
+    ) -> None:
+        """``names``: the columns that are wanted, None for all that can travel. Opens the first file.
+
+        Raises ``SourceError`` for a file that cannot be read, and for a column that is missing or cannot travel.
+        """
+        self._spec = spec
+        self._shards = shards
+        self._base_dir = base_dir
+        self._io_stats = io_stats
+        self._dtypes = dtypes
+        self._names = names
+        self._scheme = scheme_of(spec).reader(shards)
+        if not self._scheme.reads_any_row:
+            raise SourceError(
+                f"{self.where(0)} cannot be read row by row in any order, as batching does; expected parquet or arrow "
+                "files"
+            )
+        self._opened: OrderedDict[int, _NamedFile] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], tuple[int, list[DecodedColumn]]] = OrderedDict()
+        self._kept_bytes = 0
+        first = self._schema_of(0)
+        wanted = list(first.names) if names is None else list(names)
+        columns = []
+        #: Columns that do not travel, and why.
+        self.left_out: dict[str, str] = {}
+        for name in wanted:
+            try:
+                columns.append(self._column(first, name, 0))
+            except SourceError as error:
+                if names is not None or name in dtypes:
+                    raise
+                self.left_out[name] = str(error)
+        if not columns:
+            raise SourceError(
+                f"{self.where(0)} has no column that can travel: {'; '.join(self.left_out.values()) or 'it has none'}"
+            )
+        #: In the order in which they travel.
+        self.columns: tuple[Column, ...] = tuple(columns)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self._shards
+
+    def where(self, shard: int) -> str:
+        """How messages name a shard."""
+        return files.where(self._spec, self._shards[shard])
+
+    def part_ends(self, shard: int) -> _Int64s:
+        """[parts + 1]: where each part begins, and the shard's number of rows."""
+        return self._file(shard).ends
+
+    def bucket_arrays(self, shard: int, column: str) -> Iterator[Any]:
+        """One column of a shard, part by part, as Arrow arrays; nothing of it is kept, so threads may do this side by
+        side."""
+        file = self._open(shard)
+        try:
+            yield from self._column_of(file, shard, column)
+        finally:
+            file.close()
+
+    def _column_of(self, file: _NamedFile, shard: int, column: str) -> Iterator[Any]:
+        if column not in file.schema.names:
+            raise SourceError(
+                f"{self.where(shard)} has no column {column!r}, which bucket_by names; its columns are "
+                f"{', '.join(file.schema.names)}"
+            )
+        for part in range(len(file.ends) - 1):
+            yield self._checked(shard, part, column, file.read(part, [column])[0])
+
+    def sample_bytes(self) -> int:
+        """About how many bytes a row takes as it travels, by the sizes of columns in the files' own words; where they
+        do not say, by those of the files."""
+        sizes = rows = 0
+        for shard in range(min(len(self._shards), 16)):
+            file = self._file(shard)
+            sizes += file.decoded_bytes
+            rows += int(file.ends[-1])
+        fixed = sum(column.item_bytes * int(np.prod([int(dim or 0) for dim in column.dims])) for column in self.columns)
+        return max(1, fixed, sizes // max(1, rows))
+
+    def take(self, shards: _Int64s, rows: _Int64s) -> list[Values]:
+        """By column, the values of some rows (both [n]; fastest where consecutive ones lie in one part).
+
+        Raises ``SourceError`` naming file, row and column of what is null, ragged or damaged.
+        """
+        parts = np.empty(len(rows), np.int64)
+        firsts = np.empty(len(rows), np.int64)
+        for shard in np.unique(shards).tolist():
+            ends, own = self._file(shard).ends, shards == shard
+            found = np.searchsorted(ends, rows[own], "right") - 1
+            parts[own], firsts[own] = found, ends[found]
+        breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(parts) != 0)) + 1
+        edges = [0, *breaks.tolist(), len(rows)]
+        pieces: list[list[LocatedRows]] = [[] for _ in self.columns]
+        for begin, end in pairwise(edges):
+            shard, part = int(shards[begin]), int(parts[begin])
+            for own, decoded in zip(pieces, self._part(shard, part), strict=True):
+                own.append(LocatedRows(slice(begin, end), *decoded.locate(rows[begin:end] - firsts[begin])))
+        return [joined(own) for own in pieces]
+
+    def _part(self, shard: int, part: int) -> list[DecodedColumn]:
+        key = (shard, part)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][1]
+        file = self._file(shard)
+        arrays = file.read(part, [column.name for column in self.columns])
+        first = int(file.ends[part])
+        decoded: list[DecodedColumn] = []
+        for column, array in zip(self.columns, arrays, strict=True):
+            checked = self._checked(shard, part, column.name, array)
+            decoded.append(DecodedColumn(column, checked, first, f"{self.where(shard)}: column {column.name!r}"))
+        size = 0 if file.mapped else sum(array.nbytes for array in arrays)
+        self._kept[key] = (size, decoded)
+        self._kept_bytes += size
+        while len(self._kept) > 1 and (self._kept_bytes > KEPT_BYTES or len(self._kept) > KEPT_PARTS):
+            _, (gone, _) = self._kept.popitem(last=False)
+            self._kept_bytes -= gone
+        return decoded
+
+    def _checked(self, shard: int, part: int, name: str, array: Any) -> Any:
+        # Files can lie: a wild offset would be read out of bounds.
+        try:
+            array.validate(full=True)
+        except pa.ArrowException as error:
+            raise SourceError(
+                f"{self.where(shard)}: column {name!r} is damaged in part {part} ({error}): write or copy it again"
+            ) from None
+        return array
+
+    def _schema_of(self, shard: int) -> Any:
+        file = self._open(shard)
+        file.close()
+        return file.schema
+
+    def _file(self, shard: int) -> _NamedFile:
+        found = self._opened.get(shard)
+        if found is None:
+            found = self._open(shard)
+            try:
+                self._check(shard, found.schema)
+            except SourceError:
+                found.close()
+                raise
+            self._opened[shard] = found
+            if len(self._opened) > OPEN_FILES:
+                self._opened.popitem(last=False)[1].close()
+        self._opened.move_to_end(shard)
+        return found
+
+    def _open(self, shard: int) -> _NamedFile:
+        if not self._shards[shard].size:
+            raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._scheme.name} file")
+        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._io_stats)
+        try:
+            opened = self._scheme.open_tensors(file)
+        except BaseException as error:
+            file.close()
+            if not isinstance(error, pa.ArrowException | OSError | ValueError):
+                raise
+            raise SourceError(
+                f"{self.where(shard)} is not a readable {self._scheme.name} file ({error}); it is truncated or "
+                "damaged: write or copy it again"
+            ) from None
+        if isinstance(file, LocalFile):
+            file.close()  # Arrow opens it itself
+        return _NamedFile(opened, file, self.where(shard))
+
+    def _check(self, shard: int, schema: Any) -> None:
+        for column in self.columns:
+            here = self._column(schema, column.name, shard)
+            if here != column:
+                raise SourceError(
+                    f"{self.where(shard)}: column {column.name!r} has {here.dtype} of shape {_shape(here)}, but the "
+                    f"source's first file has {column.dtype} of shape {_shape(column)}; name them as two sources"
+                )
+
+    def _column(self, schema: Any, name: str, shard: int) -> Column:
+        """Raises ``SourceError`` for a column that is missing, or cannot travel."""
+        found = schema.get_all_field_indices(name)
+        if len(found) != 1:
+            raise SourceError(
+                f"{self.where(shard)} has {len(found) or 'no'} column{'s' if found else ''} named {name!r}; its "
+                f"columns are {', '.join(schema.names)}"
+            )
+        kind = schema.field(found[0]).type
+        if name in RESERVED:
+            raise SourceError(
+                f"{self.where(shard)}: column {name!r} has a name that every batch uses for something of its own "
+                f"({', '.join(sorted(RESERVED))}); rename it, or leave it out of batching.columns"
+            )
+        travels_as = described(kind)
+        if travels_as is None:
+            raise SourceError(
+                f"{self.where(shard)}: column {name!r} is of type {kind}, which does not travel; expected numbers, "
+                "booleans, text, binary, or lists of numbers, as regular as a tensor: leave it out of batching.columns"
+            )
+        dtype, dims = travels_as
+        own = self._dtypes.get(name)
+        if own is not None:
+            if dtype not in STORED_AS[own]:
+                raise SourceError(
+                    f"{self.where(shard)}: batching.dtypes says that column {name!r} is {own}, which is stored as "
+                    f"{STORED_AS[own][0]}, but it is of type {kind}"
+                )
+            dtype = own
+        return Column(name, dtype, item_bytes(dtype), dims)
+
+
+def _shape(column: Column) -> str:
+    return "[" + ", ".join("any" if dim is None else str(dim) for dim in column.dims) + "]"
+
+
+class _NamedFile:
+    """A ``TensorFile`` whose errors name it, and which can be closed."""
+
+    def __init__(self, file: TensorFile, opened: File, where: str) -> None:
+        self._file = file
+        self._opened = opened
+        self._where = where
+        self.schema, self.ends, self.mapped = file.schema, file.ends, file.mapped
+        self.decoded_bytes = file.decoded_bytes
+
+    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+        try:
+            arrays = self._file.read(part, names)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise SourceError(
+                f"{self._where} cannot be read in part {part} ({error}); it is damaged: write or copy it again"
+            ) from None
+        rows = int(self.ends[part + 1] - self.ends[part])
+        for name, array in zip(names, arrays, strict=True):
+            if len(array) != rows:
+                raise SourceError(
+                    f"{self._where}: part {part} has {len(array)} rows of column {name!r}, but says that it has "
+                    f"{rows}; it is damaged: write or copy it again"
+                )
+        return arrays
+
+    def close(self) -> None:
+        """What was read of it stays."""
+        self._opened.close()

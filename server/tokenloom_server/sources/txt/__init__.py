@@ -1,0 +1,1 @@
+"""Plain text, a row per line."""

@@ -1,0 +1,804 @@
+"""The contract of the ledger: everything here holds on SQLite, on a real Redis and in memory alike."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from support.ledger_data import SPECS, commit_at, opening_of, revision_of
+from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
+from support.redis_server import RedisServer
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import (
+    AttemptUsed,
+    Fenced,
+    LeaseHeld,
+    LedgerError,
+    LedgerRolledBack,
+    NotFound,
+    NotLeader,
+    OrderMismatch,
+)
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import Commit, Counters, Lease, StoredRevision, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.sqlite import SqliteLedger
+
+NAME, STREAM, UID = "wiki-and-code", "train", "uid-1"
+
+
+@pytest.fixture(params=["sqlite", "redis", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LedgerStore]:
+    made: LedgerStore
+    match request.param:
+        case "sqlite":
+            made = SqliteStore(tmp_path)
+        case "redis":
+            made = RedisStore(request.getfixturevalue("redis_server"))
+        case _:
+            made = MemoryStore()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ledger(store: LedgerStore) -> Ledger:
+    return store.open()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server process that holds the lease of the run in an opened generation."""
+
+    ledger: Ledger
+    epoch: int
+
+    def commit(self, index: int, generation: int = 1, *, order: str = "0", journal: bool = False) -> int:
+        return self.ledger.commit(UID, STREAM, self.epoch, generation, commit_at(index, order), journal)
+
+    def open(self, generation: int, start: int, attempt: str | None = None, opened_at: float | None = None) -> None:
+        opening = opening_of(generation, commit_at(start), attempt)
+        if opened_at is not None:
+            opening = replace(opening, opened_at=opened_at)
+        self.ledger.open(UID, STREAM, self.epoch, opening, commit_at(start))
+
+    def claim(self, rank: int, nonce: str, generation: int = 1) -> None:
+        self.ledger.claim_slot(UID, STREAM, self.epoch, generation, rank, nonce)
+
+    def revise(self, number: int, sample_index: int, reason: str = "more code") -> None:
+        self.ledger.revise(UID, STREAM, self.epoch, revision_of(number, sample_index, reason))
+
+    def drop(self, number: int) -> None:
+        self.ledger.drop_revisions(UID, STREAM, self.epoch, number)
+
+    @property
+    def revisions(self) -> list[StoredRevision]:
+        return list(self.ledger.revisions(UID, STREAM))
+
+    @property
+    def run(self) -> StoredRun:
+        found = self.ledger.read_run(NAME, STREAM)
+        assert found is not None
+        return found
+
+    @property
+    def committed(self) -> Commit:
+        assert self.run.committed is not None
+        return self.run.committed
+
+
+def lead(ledger: Ledger) -> Server:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    return Server(ledger, ledger.acquire(UID, STREAM, "one", 0.0))
+
+
+@pytest.fixture
+def server(ledger: Ledger) -> Server:
+    made = lead(ledger)
+    made.open(1, 0)
+    return made
+
+
+# Runs.
+
+
+def test_a_safe_store_passes_the_check(ledger: Ledger) -> None:
+    ledger.check()
+
+
+def test_a_new_run_has_no_generation_and_nothing_committed(ledger: Ledger) -> None:
+    assert ledger.read_run(NAME, STREAM) is None
+    created = ledger.create_run(NAME, STREAM, UID, '{"seed":7}')
+    assert created == StoredRun(
+        name=NAME,
+        stream=STREAM,
+        uid=UID,
+        record='{"seed":7}',
+        epoch=0,
+        opening=None,
+        committed=None,
+        committed_at=None,
+        pin=None,
+        lease=None,
+    )
+    assert ledger.read_run(NAME, STREAM) == created
+    assert (ledger.openings(UID, STREAM), ledger.snapshots(UID, STREAM)) == ([], [])
+    assert ledger.journal_size(UID, STREAM) == (0, 0)
+
+
+def test_creating_a_run_that_is_there_returns_the_one_that_is_there(store: LedgerStore) -> None:
+    first = store.open().create_run(NAME, STREAM, UID, '{"made_by":"first"}')
+    second = store.open()
+    assert second.create_run(NAME, STREAM, "uid-2", '{"made_by":"second"}') == first
+    assert second.create_run(NAME, STREAM, UID, '{"made_by":"first"}') == first
+    with pytest.raises(NotFound):
+        second.acquire("uid-2", STREAM, "a", 0.0)
+
+
+def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: LedgerStore) -> None:
+    ledgers = [store.open() for _ in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        runs = list(pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6)))
+    assert len({run.uid for run in runs}) == 1
+    assert ledgers[0].acquire(runs[0].uid, STREAM, "one", 0.0) == 1
+
+
+def test_a_uid_belongs_to_one_run(ledger: Ledger) -> None:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    with pytest.raises(LedgerError, match=f"(?s)'other'.*{UID}.*{NAME}"):
+        ledger.create_run("other", STREAM, UID, "{}")
+    assert ledger.read_run("other", STREAM) is None
+
+
+def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> None:
+    assert list(ledger.run_names()) == []
+    for name, stream, uid in [("b", "train", "u1"), ("a", "train", "u2"), ("a", "eval", "u2")]:
+        ledger.create_run(name, stream, uid, "{}")
+    assert list(ledger.run_names()) == [("a", "eval"), ("a", "train"), ("b", "train")]
+    ledger.acquire("u2", "train", "a", 0.0)
+    evaluation = ledger.read_run("a", "eval")
+    assert evaluation is not None
+    assert evaluation.epoch == 0
+
+
+def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: ledger.acquire("nobody", STREAM, "a", 0.0),
+        lambda: ledger.renew("nobody", STREAM, 1, "a", 1.0, None, 0, 0),
+        lambda: ledger.release("nobody", STREAM, 1),
+        lambda: ledger.adopt("nobody", STREAM, 1, "else"),
+        lambda: ledger.open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0)),
+        lambda: ledger.claim_slot("nobody", STREAM, 1, 1, 0, "n"),
+        lambda: ledger.commit("nobody", STREAM, 1, 1, commit_at(1), True),
+        lambda: ledger.openings("nobody", STREAM),
+        lambda: ledger.journal("nobody", STREAM, 1, 5),
+        lambda: ledger.journal_size("nobody", STREAM),
+        lambda: ledger.thin_journal("nobody", STREAM, 1),
+        lambda: ledger.pin("nobody", STREAM, 1, "{}"),
+        lambda: ledger.revise("nobody", STREAM, 1, revision_of(1, 0)),
+        lambda: ledger.revisions("nobody", STREAM),
+        lambda: ledger.drop_revisions("nobody", STREAM, 1, 1),
+        lambda: ledger.save_snapshot("nobody", STREAM, StoredSnapshot(id="s", sample_index=0, saved_at=0, text="")),
+        lambda: ledger.snapshots("nobody", STREAM),
+        lambda: ledger.snapshot("nobody", STREAM, "s"),
+    ]
+    for call in calls:
+        with pytest.raises((NotFound, LedgerRolledBack), match="nobody") as refusal:
+            call()
+        # Who names an epoch has got it from this ledger.
+        assert isinstance(refusal.value, NotFound) != ("no longer in the ledger" in str(refusal.value))
+
+
+# Server epochs.
+
+
+def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(store: LedgerStore) -> None:
+    old = lead(store.open())
+    old.open(1, 0)
+    old.commit(4)
+    old.revise(1, 8)
+    new = lead(store.open())
+    assert new.epoch == old.epoch + 1 == new.run.epoch
+    writes: list[Callable[[], object]] = [
+        lambda: old.commit(8),
+        lambda: old.commit(4),
+        lambda: old.open(2, 0),
+        lambda: old.claim(0, "n"),
+        lambda: old.ledger.pin(UID, STREAM, old.epoch, "{}"),
+        lambda: old.ledger.thin_journal(UID, STREAM, old.epoch),
+        lambda: old.revise(1, 8),
+        lambda: old.revise(2, 8),
+        lambda: old.drop(1),
+        lambda: old.ledger.adopt(UID, STREAM, old.epoch, "uid-2"),
+        lambda: old.ledger.renew(UID, STREAM, old.epoch, "one", 5.0, None, 1, 4),
+        lambda: old.ledger.release(UID, STREAM, old.epoch),
+    ]
+    for write in writes:
+        with pytest.raises(NotLeader, match=r"epoch 2, this server has 1.*Another server"):
+            write()
+    assert new.committed == commit_at(4)
+    assert new.revisions == [revision_of(1, 8)]
+    assert new.commit(8) == 8
+
+
+def test_an_epoch_that_was_never_given_is_refused(server: Server) -> None:
+    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
+        replace(server, epoch=server.epoch + 1).commit(1)
+    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
+        replace(server, epoch=server.epoch + 1).revise(1, 0)
+    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
+        replace(server, epoch=server.epoch + 1).drop(1)
+    assert server.revisions == []
+
+
+def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> None:
+    first = store.open()
+    first.create_run(NAME, STREAM, UID, "{}")
+    ledgers = [first, store.open(), store.open()]
+    with ThreadPoolExecutor(6) as pool:
+        epochs = list(pool.map(lambda k: ledgers[k % 3].acquire(UID, STREAM, "one", 0.0), range(12)))
+    assert sorted(epochs) == list(range(1, 13))
+
+
+# Leases.
+
+
+def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: LedgerStore) -> None:
+    one, two = store.open(), store.open()
+    one.create_run(NAME, STREAM, UID, "{}")
+    epoch = one.acquire(UID, STREAM, "one", 1000.0)
+    with pytest.raises(LeaseHeld, match=r"served by one since 20.* s more unless"):
+        two.acquire(UID, STREAM, "two", 1000.0)
+    assert one.acquire(UID, STREAM, "one", 1000.0) == epoch + 1  # the same server, started again
+    one.release(UID, STREAM, epoch + 1)
+    assert two.acquire(UID, STREAM, "two", 0.05) == epoch + 2
+    with pytest.raises(NotLeader):
+        one.renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0)
+    time.sleep(0.1)
+    two.renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
+    with pytest.raises(LeaseHeld):
+        one.acquire(UID, STREAM, "one", 1000.0)
+    run = one.read_run(NAME, STREAM)
+    assert run is not None
+    assert run.lease is not None
+    assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
+    assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
+    assert run.lease.lasts_s == 1000
+
+
+def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_lease(ledger: Ledger) -> None:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    epoch = ledger.acquire(UID, STREAM, "two", 1000.0)
+    before = ledger.read_run(NAME, STREAM)
+    with pytest.raises(NotLeader, match=f"two has the lease of run '{NAME}', at this server's own epoch {epoch}"):
+        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 0, 0)
+    assert ledger.read_run(NAME, STREAM) == before
+    with pytest.raises(LedgerRolledBack):  # what was lost is told first
+        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 1, 0)
+
+
+def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_hours() -> None:
+    lease = Lease(holder="one", acquired_at=7200.0, lapses_at=7215.0, lasts_s=15.0, heard_at=None)
+    assert [lease.left_s(now) for now in (7201.0, 7214.5, 7216.0, 7199.5, 100.0)] == [14.0, 0.5, 0.0, 15.5, 0.0]
+
+
+def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    sqlite_path = tmp_path / "ledger.db"
+    with contextlib.closing(SqliteLedger(sqlite_path)) as ledger:
+        ledger.create_run(NAME, STREAM, UID, "{}")
+        ledger.acquire(UID, STREAM, "one", 15.0)
+        with contextlib.closing(sqlite3.connect(sqlite_path)) as file, file:
+            file.execute("UPDATE leases SET lapses_at = lapses_at + 7200")
+        assert ledger.acquire(UID, STREAM, "two", 15.0) == 2
+    store = RedisStore(redis_server)
+    remote = store.open()
+    remote.create_run(NAME, STREAM, UID, "{}")
+    remote.acquire(UID, STREAM, "one", 15.0)
+    with redis_server.client() as client:
+        client.hset(f"tokenloom:{{{UID}}}:{STREAM}", "lease_lapses_at", str(time.time() + 7200))
+    assert remote.acquire(UID, STREAM, "two", 15.0) == 2
+    store.close()
+
+
+def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(ledger: Ledger) -> None:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    assert ledger.acquire(UID, STREAM, "one", 0.0, above=41) == 42
+    assert ledger.acquire(UID, STREAM, "one", 0.0, above=7) == 43
+
+
+def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(server: Server) -> None:
+    server.commit(8)
+    with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
+        server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12)
+    with pytest.raises(LedgerRolledBack):
+        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 9)
+    with pytest.raises(LedgerRolledBack):
+        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 2, 0)
+    with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
+        server.commit(16, 2)
+    assert server.committed == commit_at(8)
+    server.open(2, 0)
+    server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 8)  # an older generation's: no rollback
+
+
+# Opening a generation.
+
+
+def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_entry(ledger: Ledger) -> None:
+    server = lead(ledger)
+    server.open(1, 12)
+    opening = opening_of(1, commit_at(12))
+    assert server.run.opening == opening
+    assert server.committed == commit_at(12)
+    assert server.run.committed_at is not None
+    assert ledger.openings(UID, STREAM) == [opening]
+    assert (opening.skipped, opening.parent_run, opening.ramp) == (0, "", "")
+    entry = ledger.journal(UID, STREAM, 1, 12)
+    assert entry is not None
+    assert (entry.generation, entry.sample_index, entry.state) == (1, 12, commit_at(12).state)
+    assert ledger.journal_size(UID, STREAM) == (1, len(commit_at(12).state.encode()))
+
+
+def test_an_opening_tells_what_it_jumped_over_which_run_it_was_forked_from_and_its_ramp(ledger: Ledger) -> None:
+    server = lead(ledger)
+    opening = replace(opening_of(1, commit_at(12)), skipped=5, parent_run='{"name":"\u00fc"}', ramp='{"accumulate":2}')
+    for _ in range(2):
+        ledger.open(UID, STREAM, server.epoch, opening, commit_at(12))
+    assert server.run.opening == opening
+    assert list(ledger.openings(UID, STREAM)) == [opening]
+    for other in (replace(opening, skipped=4), replace(opening, parent_run=""), replace(opening, ramp="")):
+        with pytest.raises(AttemptUsed):
+            ledger.open(UID, STREAM, server.epoch, other, commit_at(12))
+
+
+def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server: Server) -> None:
+    server.commit(40)
+    start = commit_at(8, specs=SPECS[1:])
+    server.ledger.open(UID, STREAM, server.epoch, opening_of(2, start), start)
+    assert server.committed == start
+    assert set(server.committed.counters) == set(SPECS[1:])
+    assert [opening.generation for opening in server.ledger.openings(UID, STREAM)] == [1, 2]
+
+
+def test_an_attempt_opens_once_and_the_refusal_names_its_generation(server: Server) -> None:
+    server.open(2, 0, attempt="launch-2")
+    for generation in (2, 3):
+        with pytest.raises(AttemptUsed, match="'attempt-1' opened generation 1"):
+            server.open(generation, 0, attempt="attempt-1")
+    with pytest.raises(AttemptUsed, match="'launch-2' opened generation 2"):
+        server.open(3, 0, attempt="launch-2")
+    with pytest.raises(AttemptUsed):
+        server.open(2, 4, attempt="launch-2")  # another start: not a repetition
+    assert server.run.opening == opening_of(2, commit_at(0), "launch-2")
+
+
+def test_repeating_an_opening_after_an_unknown_outcome_changes_nothing(server: Server) -> None:
+    server.open(1, 0)
+    server.open(1, 0, opened_at=1800000000.0)
+    server.commit(8)
+    server.open(1, 0)
+    assert server.committed == commit_at(8)
+    assert server.ledger.openings(UID, STREAM) == [opening_of(1, commit_at(0))]
+
+
+def test_an_opening_is_no_repetition_for_the_next_server(store: LedgerStore) -> None:
+    lead(store.open()).open(1, 0)
+    with pytest.raises(AttemptUsed):
+        lead(store.open()).open(1, 0)
+
+
+@pytest.mark.parametrize("generation", [3, 2, 1])
+def test_a_generation_that_is_not_above_the_current_one_is_refused(server: Server, generation: int) -> None:
+    server.open(3, 4)
+    with pytest.raises(LedgerError, match=f"generation 3, the opening has {generation}; expected 4 or more"):
+        server.open(generation, 0, attempt="fresh")
+    assert server.committed == commit_at(4)
+
+
+def test_a_generation_may_leave_numbers_out(server: Server) -> None:
+    server.open(7, 4)
+    assert server.commit(5, 7) == 5
+
+
+def test_only_one_of_several_servers_opens_a_generation(store: LedgerStore) -> None:
+    server = lead(store.open())
+    ledgers = [store.open() for _ in range(4)]
+
+    def open_(k: int) -> bool:
+        try:
+            replace(server, ledger=ledgers[k]).open(1, 4 * k, attempt=f"launch-{k}")
+        except LedgerError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(pool.map(open_, range(4)))
+    assert sum(opened) == 1
+    assert server.committed == commit_at(4 * opened.index(True))
+
+
+# Slots.
+
+
+def test_a_slot_belongs_to_one_client_process_which_may_claim_it_again(server: Server) -> None:
+    server.claim(0, "first")
+    server.claim(0, "first")
+    server.claim(1, "other")
+    with pytest.raises(AttemptUsed, match=r"rank 0 of generation 1.*new attempt id"):
+        server.claim(0, "second")
+    with pytest.raises(Fenced):
+        server.claim(0, "first", generation=0)
+    with pytest.raises(LedgerRolledBack):
+        server.claim(0, "first", generation=2)
+
+
+def test_a_new_generation_forgets_the_slots_of_the_one_before(server: Server) -> None:
+    server.claim(0, "first")
+    server.open(2, 0)
+    server.claim(0, "second", generation=2)
+    with pytest.raises(Fenced, match=r"at generation 2, the call belongs to generation 1"):
+        server.claim(0, "first")
+
+
+# Commits.
+
+
+def test_a_commit_moves_the_committed_state_and_every_counter(server: Server) -> None:
+    assert server.commit(4) == 4
+    assert server.commit(40) == 40
+    assert server.committed == commit_at(40)
+
+
+def test_a_commit_takes_and_drops_specs_as_it_names_them(server: Server) -> None:
+    for specs in (SPECS[:1], SPECS, SPECS[2:], ()):
+        index = server.committed.sample_index + 1
+        server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(index, specs=specs), False)
+        assert server.committed == commit_at(index, specs=specs)
+
+
+def test_a_commit_at_or_below_the_committed_index_changes_nothing(server: Server) -> None:
+    server.commit(8)
+    assert server.commit(8) == 8
+    assert server.commit(4) == 8
+    assert server.commit(4, order="1") == 8
+    assert server.commit(0, journal=True) == 8
+    assert server.committed == commit_at(8)
+    assert server.ledger.journal_size(UID, STREAM)[0] == 1
+
+
+def test_two_digests_for_one_sample_index_stop_everything(server: Server) -> None:
+    server.commit(8)
+    with pytest.raises(OrderMismatch, match=rf"index 8 .*{commit_at(8).digest}.*{commit_at(8, 'f').digest}"):
+        server.commit(8, order="f")
+    assert server.committed == commit_at(8)
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_commit_of_another_generation_is_fenced(server: Server, generation: int) -> None:
+    server.open(2, 0)
+    with pytest.raises(Fenced, match=f"at generation 2, the call belongs to generation {generation}"):
+        server.commit(4, generation)
+    assert server.committed == commit_at(0)
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_nothing_is_committed_before_the_first_generation(ledger: Ledger, generation: int) -> None:
+    server = lead(ledger)
+    with pytest.raises(LedgerRolledBack if generation else Fenced, match=r"no generation of it yet|at generation 0"):
+        server.commit(4, generation)
+    with pytest.raises((Fenced, LedgerRolledBack)):
+        server.claim(0, "n", generation)
+
+
+def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server) -> None:
+    greatest = Counters(samples=MAX_COUNTER - 2, rows=MAX_COUNTER - 1, tokens=MAX_COUNTER)
+    commit = replace(
+        commit_at(1), sample_index=MAX_COUNTER - 1, total_tokens=MAX_COUNTER, counters={SPECS[0]: greatest}
+    )
+    assert server.ledger.commit(UID, STREAM, server.epoch, 1, commit, True) == MAX_COUNTER - 1
+    assert server.committed == commit
+    assert server.ledger.commit(UID, STREAM, server.epoch, 1, replace(commit, sample_index=MAX_COUNTER), True)
+    entry = server.ledger.journal(UID, STREAM, 1, MAX_COUNTER - 1)
+    assert entry is not None
+    assert entry.sample_index == MAX_COUNTER - 1
+    for wrong in (
+        replace(commit, sample_index=MAX_COUNTER + 1),
+        replace(commit, total_tokens=-1),
+        replace(commit, counters={SPECS[0]: replace(greatest, rows=MAX_COUNTER + 1)}),
+    ):
+        with pytest.raises(LedgerError, match="expected 0 to 9007199254740991"):
+            server.ledger.commit(UID, STREAM, server.epoch, 1, wrong, False)
+
+
+def test_three_thousand_sources_fit_in_one_commit(server: Server) -> None:
+    commit = commit_at(5, specs=[f"txt:part-{k}.txt:text" for k in range(3000)])
+    server.ledger.commit(UID, STREAM, server.epoch, 1, commit, False)
+    assert server.committed == commit
+
+
+def test_threads_that_commit_at_once_leave_the_newest_state(store: LedgerStore) -> None:
+    server = lead(store.open())
+    server.open(1, 0)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(server.commit, range(1, 65)))
+    assert all(answer >= index for index, answer in enumerate(answers, 1))
+    assert server.committed == commit_at(64)
+
+
+def test_only_openings_and_commits_write_counters(server: Server) -> None:
+    server.commit(8)
+    server.claim(0, "n")
+    server.ledger.pin(UID, STREAM, server.epoch, "{}")
+    server.ledger.thin_journal(UID, STREAM, server.epoch)
+    server.revise(1, 12)
+    server.drop(1)
+    server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    server.ledger.create_run(NAME, STREAM, "uid-9", "{}")
+    server.ledger.acquire(UID, STREAM, "one", 0.0)
+    assert server.committed == commit_at(8)
+
+
+def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None:
+    server = lead(store.open())
+    server.open(1, 0)
+    server.claim(0, "n")
+    server.commit(8, journal=True)
+    server.ledger.pin(UID, STREAM, server.epoch, '{"pin":1}')
+    server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    server.revise(1, 8)
+    server.revise(2, 8)
+    server.revise(3, 12)
+    server.drop(3)
+    before = server.run
+    store.crash()
+    after = replace(server, ledger=store.open())
+    assert after.run == before
+    assert after.revisions == [revision_of(1, 8), revision_of(2, 8)]
+    assert after.ledger.journal_size(UID, STREAM)[0] == 2
+    with pytest.raises(AttemptUsed):
+        after.claim(0, "m")
+    assert after.ledger.snapshot(UID, STREAM, "s") is not None
+    assert after.commit(9) == 9
+
+
+# Pins.
+
+
+def test_a_pin_is_set_replaced_removed_and_ended_by_an_opening(server: Server) -> None:
+    for pin in ('{"at":1}', '{"at":2}', None, '{"at":3}'):
+        server.ledger.pin(UID, STREAM, server.epoch, pin)
+        assert server.run.pin == pin
+    server.commit(4)
+    assert server.run.pin == '{"at":3}'
+    server.open(2, 0)
+    assert server.run.pin is None
+
+
+# The journal.
+
+
+def test_the_journal_answers_with_the_newest_entry_at_or_below_an_index(server: Server) -> None:
+    for index in range(1, 12):
+        server.commit(index, journal=index % 3 == 0)
+    server.open(2, 6)
+    server.commit(10, 2, journal=True)
+
+    def found(generation: int, at_most: int) -> int | None:
+        entry = server.ledger.journal(UID, STREAM, generation, at_most)
+        if entry is None:
+            return None
+        assert (entry.generation, entry.state) == (generation, commit_at(entry.sample_index).state)
+        return entry.sample_index
+
+    assert [found(1, index) for index in (0, 2, 3, 8, 9, 100, MAX_COUNTER)] == [0, 0, 3, 6, 9, 9, 9]
+    assert [found(2, index) for index in (5, 6, 9, 10, 11)] == [None, 6, 6, 10, 10]
+    assert found(3, 100) is None
+    assert server.ledger.journal_size(UID, STREAM)[0] == 6
+
+
+def test_thinning_removes_every_second_entry_and_never_the_first_of_a_generation(server: Server) -> None:
+    for index in range(1, 8):
+        server.commit(index, journal=True)
+    server.open(2, 3)
+    server.commit(5, 2, journal=True)
+
+    def entries() -> list[tuple[int, int]]:
+        found = {
+            (generation, entry.sample_index)
+            for generation in (1, 2)
+            for index in range(9)
+            if (entry := server.ledger.journal(UID, STREAM, generation, index)) is not None
+        }
+        size_bytes = sum(len(commit_at(index).state.encode()) for _, index in found)
+        assert server.ledger.journal_size(UID, STREAM) == (len(found), size_bytes)
+        return sorted(found)
+
+    assert entries() == [(1, index) for index in range(8)] + [(2, 3), (2, 5)]
+    for left in (
+        [(1, 0), (1, 2), (1, 4), (1, 6), (2, 3)],
+        [(1, 0), (1, 4), (2, 3)],
+        [(1, 0), (2, 3)],
+        [(1, 0), (2, 3)],
+    ):
+        server.ledger.thin_journal(UID, STREAM, server.epoch)
+        assert entries() == left
+
+
+# Revisions.
+
+
+def test_revisions_are_kept_oldest_first_and_may_share_a_sample_index(server: Server) -> None:
+    assert server.revisions == []
+    for number, index in ((1, 0), (2, 8), (3, 8), (4, 100)):
+        server.revise(number, index)
+    assert server.revisions == [revision_of(1, 0), revision_of(2, 8), revision_of(3, 8), revision_of(4, 100)]
+
+
+def test_repeating_a_revision_after_an_unknown_outcome_changes_nothing(server: Server) -> None:
+    for number, index in ((1, 4), (1, 4), (2, 8), (2, 8), (1, 4)):
+        server.revise(number, index)
+    assert server.revisions == [revision_of(1, 4), revision_of(2, 8)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4, MAX_COUNTER])
+def test_a_revision_that_is_not_the_next_one_is_refused(server: Server, number: int) -> None:
+    with pytest.raises(LedgerError, match="has no revision yet, the call's is 2; expected 1"):
+        server.revise(2, 8)
+    server.revise(1, 8)
+    server.revise(2, 8)
+    with pytest.raises(LedgerError, match=f"newest revision is 2, the call's is {number}; expected 3"):
+        server.revise(number, 8, reason="another")
+    assert server.revisions == [revision_of(1, 8), revision_of(2, 8)]
+
+
+def test_a_revision_before_the_newest_one_is_refused(server: Server) -> None:
+    server.revise(1, MAX_COUNTER)
+    with pytest.raises(
+        LedgerError, match=f"revision 1 begins at sample index {MAX_COUNTER}, the next one would at {MAX_COUNTER - 1}"
+    ):
+        server.revise(2, MAX_COUNTER - 1)
+    for number, index in ((2, MAX_COUNTER + 1), (2, -1), (MAX_COUNTER + 1, MAX_COUNTER)):
+        with pytest.raises(LedgerError, match="expected 0 to 9007199254740991"):
+            server.revise(number, index)
+    server.revise(2, MAX_COUNTER)
+    assert server.revisions == [revision_of(1, MAX_COUNTER), revision_of(2, MAX_COUNTER)]
+
+
+def test_dropping_a_revision_drops_those_behind_it(server: Server) -> None:
+    for number in range(1, 6):
+        server.revise(number, 10 * number)
+    server.drop(6)
+    server.drop(MAX_COUNTER)
+    assert len(server.revisions) == 5
+    for number in (4, 4, 5):
+        server.drop(number)
+        assert server.revisions == [revision_of(1, 10), revision_of(2, 20), revision_of(3, 30)]
+    server.revise(4, 30)
+    server.drop(2)
+    assert server.revisions == [revision_of(1, 10)]
+    server.drop(1)
+    server.drop(1)
+    assert server.revisions == []
+    server.revise(1, 0, reason="once more")
+    assert server.revisions == [revision_of(1, 0, "once more")]
+
+
+def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(store: LedgerStore) -> None:
+    server = lead(store.open())
+    server.revise(1, 4)  # before the first generation
+    server.open(1, 0)
+    server.revise(2, 8)
+    server.open(2, 0)
+    new = lead(store.open())
+    assert new.revisions == [revision_of(1, 4), revision_of(2, 8)]
+    new.revise(2, 8)
+    new.revise(3, 8)
+    assert len(new.revisions) == 3
+    new.ledger.create_run(NAME, "eval", UID, "{}")
+    assert list(new.ledger.revisions(UID, "eval")) == []
+
+
+def test_of_several_revisions_at_once_one_is_made(store: LedgerStore) -> None:
+    server = lead(store.open())
+    ledgers = [store.open() for _ in range(4)]
+
+    def revise(k: int) -> bool:
+        try:
+            replace(server, ledger=ledgers[k]).revise(1, 8, reason=f"reason {k}")
+        except LedgerError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(revise, range(4)))
+    assert sum(made) == 1
+    assert server.revisions == [revision_of(1, 8, f"reason {made.index(True)}")]
+
+
+# Snapshots.
+
+
+def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> None:
+    saved = [
+        StoredSnapshot(id=f"s{k}", sample_index=k, saved_at=1700000000.125 + k, text=f'{{"ü":{k}}}') for k in range(3)
+    ]
+    for snapshot in saved:
+        server.ledger.save_snapshot(UID, STREAM, snapshot)
+    server.ledger.save_snapshot(UID, STREAM, replace(saved[1], saved_at=1800000000.0))
+    with pytest.raises(LedgerError, match="s1 is in the ledger with another text"):
+        server.ledger.save_snapshot(UID, STREAM, replace(saved[1], text="{}"))
+    assert list(server.ledger.snapshots(UID, STREAM)) == saved[::-1]
+    assert server.ledger.snapshot(UID, STREAM, "s1") == saved[1]
+    assert server.ledger.snapshot(UID, STREAM, "s9") is None
+
+
+# Adopting a uid.
+
+
+def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: LedgerStore) -> None:
+    server = lead(store.open())
+    other = lead(store.open())  # the leader now; both know the uid of before
+    other.ledger.pin(UID, STREAM, other.epoch, "{}")
+    other.revise(1, 8)
+    other.ledger.adopt(UID, STREAM, other.epoch, "uid-from-elsewhere")
+    other.ledger.adopt(UID, STREAM, other.epoch, "uid-from-elsewhere")  # a repetition
+    assert (other.run.uid, other.run.epoch, other.run.pin) == ("uid-from-elsewhere", other.epoch, "{}")
+    for ledger in (server.ledger, other.ledger, store.open()):
+        with pytest.raises(NotLeader, match="took the uid uid-from-elsewhere"):
+            ledger.commit(UID, STREAM, other.epoch, 1, commit_at(1), False)
+        with pytest.raises(NotLeader):
+            ledger.openings(UID, STREAM)
+        with pytest.raises(NotLeader):
+            ledger.revisions(UID, STREAM)
+        with pytest.raises(NotLeader):
+            ledger.acquire(UID, STREAM, "one", 0.0)
+    with pytest.raises(NotLeader):
+        server.ledger.adopt(UID, STREAM, server.epoch, "uid-from-elsewhere")
+    start = commit_at(20)
+    other.ledger.revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8))
+    other.ledger.open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start)
+    assert other.ledger.commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True) == 24
+    fresh = store.open()
+    assert fresh.acquire("uid-from-elsewhere", STREAM, "a", 0.0) == other.epoch + 1
+    assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
+    assert list(fresh.revisions("uid-from-elsewhere", STREAM)) == [revision_of(1, 8), revision_of(2, 8)]
+    assert other.committed == commit_at(24)
+    assert fresh.create_run(NAME, STREAM, "uid-7", "{}").uid == "uid-from-elsewhere"
+
+
+def test_a_uid_may_be_adopted_again_and_back(ledger: Ledger) -> None:
+    server = lead(ledger)
+    for before, after in ((UID, "uid-2"), ("uid-2", "uid-3"), ("uid-3", "uid-3"), ("uid-3", UID), (UID, "uid-2")):
+        ledger.adopt(before, STREAM, server.epoch, after)
+        assert server.run.uid == after
+    with pytest.raises(NotLeader, match="took the uid uid-2"):
+        ledger.openings("uid-3", STREAM)
+
+
+def test_a_run_with_a_generation_keeps_its_uid(server: Server) -> None:
+    with pytest.raises(LedgerError, match=r"opened generation 1, so it cannot take the uid uid-2"):
+        server.ledger.adopt(UID, STREAM, server.epoch, "uid-2")
+    assert server.run.uid == UID
+    with pytest.raises(NotFound):
+        server.ledger.acquire("uid-2", STREAM, "a", 0.0)
+
+
+def test_a_uid_that_another_run_has_is_not_adopted(ledger: Ledger) -> None:
+    server = lead(ledger)
+    ledger.create_run("other", STREAM, "uid-other", "{}")
+    with pytest.raises(LedgerError, match=r"uid-other.*'other'"):
+        ledger.adopt(UID, STREAM, server.epoch, "uid-other")
+    ledger.adopt(UID, STREAM, server.epoch, "uid-2")
+    ledger.create_run("third", STREAM, "uid-third", "{}")
+    with pytest.raises(LedgerError, match="uid-2"):
+        ledger.adopt("uid-third", STREAM, ledger.acquire("uid-third", STREAM, "a", 0.0), "uid-2")
+    with pytest.raises(LedgerError, match="uid-2"):
+        ledger.create_run("fourth", STREAM, "uid-2", "{}")
+    assert server.run.uid == "uid-2"

@@ -1,0 +1,360 @@
+"""What only the Redis ledger can meet: unsafe settings, absent and unwilling servers; and its keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from support.ledger_data import commit_at, opening_of, revision_of
+from support.ports import free_port
+from support.redis_server import RedisServer
+from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
+from tokenloom_server.ledger import redis_client
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.ledger.records import StoredSnapshot
+from tokenloom_server.ledger.redis import RedisLedger
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Any]:
+    """A plain client, as a user's script would have."""
+    with redis.Redis.from_url(redis_url, decode_responses=True) as plain:
+        yield plain
+
+
+@pytest.fixture
+def ledger(redis_url: str) -> Iterator[Ledger]:
+    """With an opened run ``run``/``train``, uid ``uid``, epoch 1, generation 1."""
+    with closing(RedisLedger(redis_url)) as made:
+        made.create_run("run", "train", "uid", "{}")
+        made.acquire("uid", "train", "a", 0.0)
+        made.open("uid", "train", 1, opening_of(1, commit_at(0)), commit_at(0))
+        yield made
+
+
+@contextmanager
+def settings(client: Any, **values: str) -> Iterator[None]:
+    """CONFIG SET, taken back at the end."""
+    before = {name: client.config_get(name)[name] for name in (each.replace("_", "-") for each in values)}
+    try:
+        for name, value in values.items():
+            client.config_set(name.replace("_", "-"), value)
+        yield
+    finally:
+        for name, value in before.items():
+            client.config_set(name, value)
+
+
+def _commit(ledger: Ledger, index: int) -> int:
+    return ledger.commit("uid", "train", 1, 1, commit_at(index), False)
+
+
+def _run_is_at(ledger: Ledger, index: int) -> bool:
+    run = ledger.read_run("run", "train")
+    return run is not None and run.committed == commit_at(index)
+
+
+# Keys.
+
+
+def test_a_plain_client_reads_the_counters_and_the_committed_state(ledger: Ledger, client: Any) -> None:
+    _commit(ledger, 12)
+    uid = client.hget("tokenloom:runs", "run/train")
+    key = f"tokenloom:{{{uid}}}:train"
+    for kind in ("samples", "rows", "tokens"):
+        expected = {spec: str(getattr(counters, kind)) for spec, counters in commit_at(12).counters.items()}
+        assert client.hgetall(f"{key}:{kind}") == expected
+    fields = client.hgetall(key)
+    assert {
+        name: fields[name] for name in ("generation", "epoch", "sample_index", "total_tokens", "digest", "state")
+    } == {
+        "generation": "1",
+        "epoch": "1",
+        "sample_index": "12",
+        "total_tokens": str(12 * 512),
+        "digest": commit_at(12).digest,
+        "state": commit_at(12).state,
+    }
+
+
+def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client: Any) -> None:
+    ledger.commit("uid", "train", 1, 1, commit_at(3), True)
+    ledger.claim_slot("uid", "train", 1, 1, 0, "nonce")
+    ledger.pin("uid", "train", 1, "{}")
+    ledger.save_snapshot("uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    ledger.revise("uid", "train", 1, revision_of(1, 8))
+    keys = set(client.keys())
+    endings = ["samples", "rows", "tokens", "openings", "attempts", "slots", "journal", "states", "snapshots"]
+    endings.append("revisions")
+    assert keys == {"tokenloom:runs", "tokenloom:{uid}:train"} | {f"tokenloom:{{uid}}:train:{each}" for each in endings}
+    assert {client.ttl(key) for key in keys} == {-1}
+
+
+def test_an_opening_that_was_stored_before_it_could_tell_what_it_jumped_over_is_read(
+    ledger: Ledger, client: Any
+) -> None:
+    fields = json.loads(client.hget("tokenloom:{uid}:train:openings", "1"))
+    del fields["skipped"], fields["parent_run"], fields["ramp"]
+    client.hset("tokenloom:{uid}:train:openings", "1", json.dumps(fields))
+    assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(0))]
+    run = ledger.read_run("run", "train")
+    assert run is not None
+    assert run.opening == opening_of(1, commit_at(0))
+
+
+def test_a_write_survives_a_flush_of_the_scripts(ledger: Ledger, client: Any) -> None:
+    client.script_flush()
+    assert _commit(ledger, 3) == 3
+
+
+def test_no_script_is_longer_known_by_another_name(redis_url: str) -> None:
+    scripts = redis_client.load_scripts()
+    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts) == 14
+
+
+def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) -> None:
+    """A cluster of one node: it has all slots, and refuses whatever touches two of them at once."""
+    server = RedisServer(tmp_path, cluster_enabled="yes").start()
+    try:
+        plain: Any = redis.Redis(port=server.port)
+        with plain as client:
+            client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+            deadline = time.monotonic() + 10
+            while "cluster_state:ok" not in client.execute_command("CLUSTER", "INFO").decode():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        with closing(RedisLedger(server.url())) as ledger:
+            ledger.create_run("run", "train", "uid", "{}")
+            epoch = ledger.acquire("uid", "train", "a", 0.0)
+            ledger.adopt("uid", "train", epoch, "elsewhere")
+            ledger.revise("elsewhere", "train", epoch, revision_of(1, 8))
+            ledger.open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
+            assert ledger.commit("elsewhere", "train", epoch, 1, commit_at(4), True) == 4
+            assert ledger.journal_size("elsewhere", "train")[0] == 2
+            assert list(ledger.revisions("elsewhere", "train")) == [revision_of(1, 8)]
+            assert ledger.run_names() == [("run", "train")]
+            assert _run_is_at(ledger, 4)
+    finally:
+        server.stop()
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("unsafe", "found"),
+    [
+        ({"appendonly": "no"}, "appendonly no; expected yes"),
+        ({"appendfsync": "everysec"}, "appendfsync everysec; expected always"),
+        ({"appendfsync": "no"}, "appendfsync no; expected always"),
+        ({"no_appendfsync_on_rewrite": "yes"}, "no-appendfsync-on-rewrite yes; expected no"),
+        ({"maxmemory_policy": "volatile-lru"}, "maxmemory-policy volatile-lru; expected noeviction"),
+        ({"maxmemory_policy": "allkeys-lfu"}, "maxmemory-policy allkeys-lfu; expected noeviction"),
+    ],
+)
+def test_a_redis_that_can_lose_commits_is_refused_with_the_remedy(
+    redis_url: str, client: Any, unsafe: dict[str, str], found: str
+) -> None:
+    with closing(RedisLedger(redis_url)) as ledger:
+        ledger.check()
+        with settings(client, **unsafe), pytest.raises(LedgerUnsafe, match=found) as caught:
+            ledger.check()
+        assert "--appendonly yes --appendfsync always" in str(caught.value)
+        ledger.check()
+
+
+def test_where_config_is_forbidden_the_ledger_refuses_rather_than_guess(
+    redis_url: str, redis_server: RedisServer, client: Any
+) -> None:
+    client.execute_command("ACL", "SETUSER", "managed", "on", ">s3cret", "~*", "&*", "+@all", "-config")
+    url = f"redis://managed:s3cret@127.0.0.1:{redis_server.port}/0"
+    try:
+        with closing(RedisLedger(url)) as ledger:
+            with pytest.raises(LedgerUnsafe, match=r"does not show its setting appendfsync.*expected always"):
+                ledger.check()
+            with settings(client, appendonly="no"), pytest.raises(LedgerUnsafe, match="appendonly no; expected yes"):
+                ledger.check()
+            client.execute_command("ACL", "SETUSER", "managed", "+config|get")
+            ledger.check()
+    finally:
+        client.execute_command("ACL", "DELUSER", "managed")
+
+
+# Servers that are absent, or do not want.
+
+
+def test_descriptions_and_errors_show_no_password(redis_server: RedisServer, tmp_path: Path) -> None:
+    with closing(open_ledger(f"redis://me:s3cret@127.0.0.1:{redis_server.port}/2", tmp_path)) as ledger:
+        assert ledger.description == f"redis://127.0.0.1:{redis_server.port}/2"
+        with pytest.raises(LedgerUnavailable, match="refuses this user") as caught:
+            ledger.check()
+        assert "s3cret" not in str(caught.value)
+    for url, description in [
+        ("rediss://:s3cret@host/1", "rediss://host:6379/1"),
+        ("redis://host", "redis://host:6379/0"),
+        ("redis://[::1]:7000/3?socket_timeout=2", "redis://[::1]:7000/3"),
+        ("unix://me:s3cret@/run/redis.sock?db=4", "unix:///run/redis.sock?db=4"),
+    ]:
+        with closing(open_ledger(url, tmp_path)) as ledger:
+            assert ledger.description == description
+
+
+def test_a_unix_socket_and_another_database_work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("s")  # short: a socket's path may have 107 bytes
+    server = RedisServer(folder, unixsocket=str(folder / "r.sock")).start()
+    try:
+        with closing(open_ledger(f"unix://{folder}/r.sock?db=3", tmp_path)) as ledger:
+            ledger.check()
+            ledger.create_run("run", "train", "uid", "{}")
+        with redis.Redis(port=server.port, db=3) as client:
+            assert client.hexists("tokenloom:runs", "run/train")
+    finally:
+        server.stop()
+
+
+def test_an_unreachable_redis_is_named_with_what_to_do() -> None:
+    port = free_port()
+    with closing(RedisLedger(f"redis://127.0.0.1:{port}/0")) as ledger:
+        for call in (ledger.check, ledger.run_names, lambda: ledger.acquire("uid", "train", "a", 0.0)):
+            with pytest.raises(LedgerUnavailable, match=rf"127\.0\.0\.1:{port} cannot be reached.*whether it runs"):
+                call()
+
+
+def test_a_redis_that_stops_in_the_middle_is_unavailable_and_works_again_after_its_restart(
+    ledger: Ledger, redis_server: RedisServer
+) -> None:
+    assert _commit(ledger, 4) == 4
+    redis_server.kill()
+    with pytest.raises(LedgerUnavailable, match=f"127.0.0.1:{redis_server.port}"):
+        _commit(ledger, 5)
+    redis_server.start()
+    assert _run_is_at(ledger, 4)
+    assert _commit(ledger, 5) == 5
+
+
+def test_a_redis_that_does_not_answer_is_unavailable_within_a_bound(
+    ledger: Ledger, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_client, "SOCKET_TIMEOUT_S", 0.2)
+    with closing(RedisLedger(redis_server.url())) as impatient:
+        assert _commit(impatient, 1) == 1
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            with pytest.raises(LedgerUnavailable, match="Timeout"):
+                _commit(impatient, 2)
+            assert time.monotonic() - began < 10 * redis_client.SOCKET_TIMEOUT_S
+        finally:
+            os.kill(redis_server.pid, signal.SIGCONT)
+        # Whatever became of the timed-out ones, repeating is safe.
+        assert _commit(impatient, 2) == 2
+        assert _run_is_at(ledger, 2)
+
+
+def test_a_redis_out_of_memory_is_unavailable_and_writes_nothing(ledger: Ledger, client: Any) -> None:
+    _commit(ledger, 4)
+    calls: list[Callable[[], object]] = [
+        lambda: _commit(ledger, 5),
+        lambda: ledger.open("uid", "train", 1, opening_of(2, commit_at(0)), commit_at(0)),
+        lambda: ledger.acquire("uid", "train", "a", 0.0),
+    ]
+    with settings(client, maxmemory="1"):
+        for call in calls:
+            with pytest.raises(LedgerUnavailable, match="used memory"):
+                call()
+        assert _run_is_at(ledger, 4)
+    assert _commit(ledger, 5) == 5
+
+
+def test_a_replica_is_unavailable_for_writes(ledger: Ledger, client: Any) -> None:
+    _commit(ledger, 4)
+    client.execute_command("REPLICAOF", "127.0.0.1", free_port())
+    try:
+        with pytest.raises(LedgerUnavailable, match="read only"):
+            _commit(ledger, 5)
+    finally:
+        client.execute_command("REPLICAOF", "NO", "ONE")
+    assert _commit(ledger, 5) == 5
+
+
+def test_a_busy_redis_is_unavailable(redis_server: RedisServer, ledger: Ledger, client: Any) -> None:
+    with settings(client, lua_time_limit="1"), redis.Redis(port=redis_server.port) as other:
+
+        def spin_for_ever() -> None:
+            with pytest.raises(redis.ResponseError):
+                other.eval("while true do end", 0)
+
+        spin = threading.Thread(target=spin_for_ever)
+        spin.start()
+        try:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                try:
+                    ledger.run_names()
+                except LedgerUnavailable as error:
+                    assert "BUSY" in str(error)
+                    break
+            else:
+                pytest.fail("never busy")
+        finally:
+            client.script_kill()
+            spin.join(timeout=10)
+    assert _commit(ledger, 5) == 5
+
+
+def test_keys_of_another_type_are_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:
+    client.set("tokenloom:{other}:train", "text")
+    with pytest.raises(LedgerError, match="WRONGTYPE"):
+        ledger.acquire("other", "train", "a", 0.0)
+
+
+def test_a_name_that_leads_to_deleted_keys_is_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:
+    client.delete("tokenloom:{uid}:train")
+    with pytest.raises(LedgerError, match="keys were lost"):
+        ledger.create_run("run", "train", "uid-2", "{}")
+
+
+# Durability.
+
+
+def test_no_acknowledged_commit_is_lost_when_redis_is_killed(ledger: Ledger, redis_server: RedisServer) -> None:
+    for lines in (1, 60, 23):
+        acknowledged: list[int] = []
+
+        def commit_for_ever(start: int, acknowledged: list[int] = acknowledged) -> None:
+            index = start
+            while True:
+                try:
+                    index = ledger.commit("uid", "train", 1, 1, commit_at(index + 1), index % 7 == 0)
+                except LedgerUnavailable:
+                    return
+                acknowledged.append(index)
+
+        run = ledger.read_run("run", "train")
+        assert run is not None
+        assert run.committed is not None
+        writer = threading.Thread(target=commit_for_ever, args=(run.committed.sample_index,))
+        writer.start()
+        deadline = time.monotonic() + 10
+        while len(acknowledged) < lines and time.monotonic() < deadline:
+            time.sleep(0.001)
+        redis_server.kill()
+        writer.join(timeout=30)
+        assert not writer.is_alive()
+        redis_server.start()
+        run = ledger.read_run("run", "train")
+        assert run is not None
+        assert run.committed is not None
+        assert acknowledged[-1] <= run.committed.sample_index <= acknowledged[-1] + 1
+        assert run.committed == commit_at(run.committed.sample_index)
