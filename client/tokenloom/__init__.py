@@ -5,22 +5,11 @@ Importing this package starts nothing and contacts nobody.
 
 from __future__ import annotations
 
-from tokenloom.batch.layout import Batch
-from tokenloom.clock.lr_scheduler import TokenLRScheduler
-from tokenloom.clock.token_budget import TokenBudget
-from tokenloom.clock.token_progress import TokenProgress
-from tokenloom.connection.join import Source
-from tokenloom.connection.options import ConnectionOptions
-from tokenloom.datasets.evaluation import EvaluationDataset
-from tokenloom.datasets.local import LocalDataset
-from tokenloom.datasets.peek import PeekDataset
-from tokenloom.datasets.remote import RemoteDataset
-from tokenloom.errors import (
+from tokenloom_proto.errors import (
     AttemptUsed,
     BeyondHorizon,
     ConfigError,
     CounterOverflow,
-    EndOfData,
     Fenced,
     Forbidden,
     JoinRefused,
@@ -33,12 +22,10 @@ from tokenloom.errors import (
     NotFound,
     NotLeader,
     OrderMismatch,
-    ProtocolError,
     RankStalled,
     ResumePointNeeded,
     RunBusy,
     ServerStopping,
-    ServerUnavailable,
     SnapshotInvalid,
     SourceChanged,
     SourceError,
@@ -48,6 +35,18 @@ from tokenloom.errors import (
     TooManyPeeks,
     Unauthenticated,
 )
+
+from tokenloom.batch.layout import Batch
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.clock.token_budget import TokenBudget
+from tokenloom.clock.token_progress import TokenProgress
+from tokenloom.connection.join import Source
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.datasets.evaluation import EvaluationDataset
+from tokenloom.datasets.local import LocalDataset
+from tokenloom.datasets.peek import PeekDataset
+from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.errors import EndOfData, ProtocolError, ServerUnavailable
 from tokenloom.losses.source_loss import MeanLosses, SourceLoss
 from tokenloom.losses.token_losses import token_losses
 

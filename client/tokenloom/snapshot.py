@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.seal import CHECKSUM, canonical, seal, unseal
-
-from tokenloom.errors import SnapshotInvalid
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"

@@ -19,7 +19,8 @@ from conftest import Rpc
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
-from tokenloom.errors import ProtocolError, TokenloomError
+from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import TokenloomError
 from tokenloom_server.tools.checkpoint.content import _sources
 from tokenloom_server.tools.checkpoint.difference import place as stands_at
 

@@ -144,7 +144,7 @@ def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus
         source_loss.add(torch.full((4,), 1.5), batch)
         source_loss.log()
         deadline = time.monotonic() + 30
-        stub = DataLoaderStub(dataset._server.connect())
+        stub = DataLoaderStub(dataset._request.server.connect())
         reported = None
         while reported is None:
             assert time.monotonic() < deadline

@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol, TypeAlias
 
+from tokenloom_proto.errors import Fenced
+
 from tokenloom.batch.layout import Batch
 from tokenloom.batch.memory import ArrayPool
 from tokenloom.connection.batch_schedule import StepSchedule
 from tokenloom.connection.waits import Waited, Waits
-from tokenloom.errors import Fenced, ServerUnavailable
+from tokenloom.errors import ServerUnavailable
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")

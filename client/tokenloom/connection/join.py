@@ -31,6 +31,7 @@ from tokenloom.connection.channel import (
     times_out,
 )
 from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
@@ -45,8 +46,7 @@ WARN_EVERY_S = 10.0
 class Request:
     """What a dataset asks for."""
 
-    address: Address
-    credentials: Credentials
+    server: RunServer
     stream: str
     topology: Topology
     options: ConnectionOptions
@@ -66,6 +66,16 @@ class Request:
     columns: frozenset[str] = frozenset()
     device: torch.device | None = None
     """Where batches are made; None: in ordinary memory, by numpy."""
+
+    @property
+    def address(self) -> Address:
+        """Where the run is served."""
+        return self.server.address
+
+    @property
+    def credentials(self) -> Credentials:
+        """What to show there."""
+        return self.server.credentials
 
     @property
     def counted(self) -> bool:

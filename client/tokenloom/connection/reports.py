@@ -18,10 +18,10 @@ from itertools import cycle
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.errors import TokenloomError
 
 from tokenloom.connection.channel import failure, open_channel, retryable
 from tokenloom.connection.join import Opening, Request
-from tokenloom.errors import TokenloomError
 
 log = logging.getLogger("tokenloom")
 
@@ -31,7 +31,7 @@ QUEUED = 64
 CALL_S, PAUSE_S = 5.0, 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Report:
     """Losses over the steps since the last report, over all ranks; ``sources``: by id the mean loss and its tokens."""
 

@@ -20,10 +20,10 @@ class RunServer:
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self.address = address
         self.credentials = credentials
-        self._users = 1
+        self._users = 0
 
     def share(self) -> Self:
-        """For one dataset more, which is to ``release`` it, too."""
+        """For a dataset, which is to ``release`` it."""
         self._users += 1
         return self
 

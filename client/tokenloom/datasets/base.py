@@ -80,16 +80,7 @@ class BatchDataset(IterableDataset[Batch]):
         """Where the trainer stands."""
         raise NotImplementedError
 
-    def report(
-        self,
-        losses: Mapping[int, tuple[float, int]],
-        *,
-        sample_index: int,
-        total_tokens: int,
-        step: int,
-        loss: float | None = None,
-        learning_rate: float | None = None,
-    ) -> None:
+    def report(self, losses: Mapping[int, tuple[float, int]], **numbers: Any) -> None:
         """Refused with ``ValueError``: only who trains reports losses."""
         raise ValueError(
             f"{type(self).__name__} takes no part in the training, and the server shows the losses of that: "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 
-from tokenloom.batch.layout import Batch
+from tokenloom.batch.device import resolve
+from tokenloom.batch.layout import Batch, check_columns
 from tokenloom.connection import queries
 from tokenloom.connection.address import Address
 from tokenloom.connection.join import Request
@@ -30,14 +31,13 @@ RunUrl: TypeAlias = str | os.PathLike[str] | RunServer
 TRAIN = "train"
 
 
-def find_server(
+def _find_server(
     url: RunUrl, options: ConnectionOptions, stream: str, slot_of: Callable[[str], Topology]
 ) -> tuple[RunServer, Topology]:
     """The server of a run, which is started where ``url`` is a mixture file, and this process's slot, by the name that
     its ranks have in common for the run."""
     if isinstance(url, RunServer):
-        slot = slot_of(url.address.run)
-        return url.share(), slot
+        return url, slot_of(url.address.run)
     mixture = mixture_path(url)
     if mixture is None:
         address = Address.parse(os.fspath(url))
@@ -51,12 +51,28 @@ def find_server(
 class ConnectedDataset(BatchDataset):
     """What every dataset has whose batches come over a connection of its own."""
 
-    def __init__(self, request: Request, server: RunServer) -> None:
+    def __init__(
+        self,
+        url: RunUrl,
+        slot_of: Callable[[str], Topology],
+        connection: ConnectionOptions | None,
+        *,
+        stream: str = TRAIN,
+        columns: Iterable[str],
+        device: str | torch.device | None,
+        **asked: Any,
+    ) -> None:
+        """``slot_of`` gives this process's slot by the run's name; it may wait for other ranks, so all else is checked
+        before. ``asked`` are further fields of ``Request``."""
         super().__init__()
+        options = connection or ConnectionOptions()
+        asked["columns"] = check_columns(columns)
+        asked["device"] = resolve(device) if device is not None else None
+        server, topology = _find_server(url, options, stream, slot_of)
         #: What a Join asks for, where no state was loaded.
-        self._request = request
-        self._server = server
-        self._server_closer: weakref.finalize[[], ConnectedDataset] | None = weakref.finalize(self, server.release)
+        self._request = Request(server=server, topology=topology, stream=stream, options=options, **asked)
+        closer = weakref.finalize(self, server.share().release)
+        self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
         # tell that a worker's copy has the batches, and with them the state.
         self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -157,7 +173,7 @@ class ConnectedDataset(BatchDataset):
         self._facts = connection.opening.facts
         self._closer = weakref.finalize(self, _close, connection, os.getpid())
         self._connection_pid = os.getpid()
-        self._server.watch(connection.buffer.fail)
+        self._request.server.watch(connection.buffer.fail)
 
     def _check_process(self) -> None:
         """Raises ``RuntimeError`` where another process than this one has joined."""

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenloom.batch.device import resolve
-from tokenloom.batch.layout import Batch, check_columns
+from tokenloom.batch.layout import Batch
 from tokenloom.connection import topology
-from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
 from tokenloom.datasets import data_loader
-from tokenloom.datasets.connected import TRAIN, BatchIterator, ConnectedDataset, RunUrl, find_server
+from tokenloom.datasets.connected import TRAIN, BatchIterator, ConnectedDataset, RunUrl
 from tokenloom.job_server.mixture_file import mixture_path
 from tokenloom.snapshot import Point
 
@@ -62,9 +60,6 @@ class EvaluationDataset(ConnectedDataset):
         check_count("batch_size", batch_size)
         if samples is not None:
             check_count("samples", samples)
-        options = connection or ConnectionOptions()
-        names = check_columns(columns)
-        resolved = resolve(device) if device is not None else None
         # Who evaluates takes no slot, so there is no id to share, and nobody to wait for; but for a server that
         # rank 0 starts.
         starts_server = not isinstance(url, RunServer) and mixture_path(url) is not None
@@ -75,21 +70,18 @@ class EvaluationDataset(ConnectedDataset):
             world_size=world_size,
             attempt=None if starts_server else stream,
             process_group=process_group,
-            timeout_s=options.connect_timeout_s,
+            timeout_s=(connection or ConnectionOptions()).connect_timeout_s,
         )
-        server, slot = find_server(url, options, stream, slot_of)
-        request = Request(
-            address=server.address,
-            credentials=server.credentials,
+        super().__init__(
+            url,
+            slot_of,
+            connection,
             stream=stream,
-            topology=slot,
-            options=options,
             batch_size=batch_size,
             samples=samples or 0,
-            columns=names,
-            device=resolved,
+            columns=columns,
+            device=device,
         )
-        super().__init__(request, server)
         #: Known once the server said how many samples there are.
         self._steps: int | None = None
 

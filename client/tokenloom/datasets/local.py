@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from tokenloom.connection.batch_schedule import Schedule
 from tokenloom.connection.options import ConnectionOptions
-from tokenloom.connection.server import RunServer
-from tokenloom.connection.topology import Topology, resolve
+from tokenloom.connection.topology import resolve
 from tokenloom.datasets.connected import TRAIN
 from tokenloom.datasets.training import TrainingDataset
 from tokenloom.job_server.in_process import InProcessServer
@@ -46,27 +44,22 @@ class LocalDataset(TrainingDataset):
         mixture = mixture_path(path)
         if mixture is None:
             raise ValueError(f"a LocalDataset needs no server: give the path of a mixture file (.yaml), not {path!r}")
-        options = connection or ConnectionOptions()
-        options.refuse_credentials(mixture)
+        (connection or ConnectionOptions()).refuse_credentials(mixture)
+        slot = resolve(str(mixture), stream=TRAIN, timeout_s=ConnectionOptions().connect_timeout_s)
+        if slot.world_size > 1:
+            raise ValueError(
+                f"a LocalDataset is for one process alone, and this is rank {slot.rank} of {slot.world_size}: use "
+                "RemoteDataset with the same mixture file, for which rank 0 starts a server for all ranks"
+            )
         super().__init__(
-            lambda: _serve_here(mixture, options),
-            options,
+            InProcessServer(mixture),
+            lambda _: slot,
+            connection,
             batch_size=batch_size,
             resume=resume,
             fork_from=fork_from,
-            takeover=False,
             accumulate=accumulate,
             columns=columns,
             device=device,
             at_end=at_end,
         )
-
-
-def _serve_here(mixture: Path, options: ConnectionOptions) -> tuple[RunServer, Topology]:
-    slot = resolve(str(mixture), stream=TRAIN, timeout_s=options.connect_timeout_s)
-    if slot.world_size > 1:
-        raise ValueError(
-            f"a LocalDataset is for one process alone, and this is rank {slot.rank} of {slot.world_size}: use "
-            "RemoteDataset with the same mixture file, for which rank 0 starts a server for all ranks"
-        )
-    return InProcessServer(mixture), slot

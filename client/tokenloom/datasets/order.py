@@ -6,17 +6,18 @@ import logging
 import multiprocessing.context
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import Request
-from tokenloom.connection.server import RunServer
+from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.stream import Connection
+from tokenloom.connection.topology import Topology
 from tokenloom.datasets import data_loader
 from tokenloom.datasets.base import ResumableDataset
-from tokenloom.datasets.connected import BatchIterator, ConnectedDataset
+from tokenloom.datasets.connected import BatchIterator, ConnectedDataset, RunUrl
 from tokenloom.errors import EndOfData, ProtocolError
 from tokenloom.snapshot import History, Loaded, Older, Point
 
@@ -28,16 +29,19 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
 
     def __init__(
         self,
-        request: Request,
-        server: RunServer,
+        url: RunUrl,
+        slot_of: Callable[[str], Topology],
+        connection: ConnectionOptions | None,
         *,
-        fork: Loaded | Older | None = None,
+        fork_from: Mapping[str, Any] | None = None,
         at_end: Literal["stop", "raise"] = "stop",
+        **asked: Any,
     ) -> None:
-        """``fork``: the state of another run that this one begins at, where none is loaded."""
-        super().__init__(request, server)
-        self._start = Loaded.start(request.address.run, request.stream)
-        self._fork = fork
+        """``fork_from``: the state of another run that this one begins at, where none is loaded; the rest as for
+        ``ConnectedDataset``."""
+        self._fork = Loaded.read(fork_from) if fork_from is not None else None
+        super().__init__(url, slot_of, connection, **asked)
+        self._start = Loaded.start(self.run, self.stream)
         self._at_end = at_end
 
     def __iter__(self) -> Iterator[Batch]:
@@ -119,16 +123,13 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
                 f"a {type(self).__name__} cannot be copied once it has joined the run: both would take the same "
                 "batches; make a new one"
             )
-        reason = (
-            "it is closed"
-            if self._closed
-            else "its other ranks would be left where they are"
-            if self.world_size > 1
-            else "the server is in this one"
-            if self._server.in_job
-            else ""
-        )
-        if reason:
+        reasons = {
+            "it is closed": self._closed,
+            "its other ranks would be left where they are": self.world_size > 1,
+            "the server is in this one": self._request.server.in_job,
+        }
+        if any(reasons.values()):
+            reason = next(reason for reason, holds in reasons.items() if holds)
             raise RuntimeError(
                 f"this {type(self).__name__} joined the run and cannot be handed to another process, since {reason}: "
                 "hand it over before the first iter(), use num_workers=0 (batches are fetched in the background all "

@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 
-from tokenloom.batch.device import resolve
-from tokenloom.batch.layout import check_columns
-from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.topology import ALONE
-from tokenloom.datasets.connected import TRAIN, RunUrl, find_server
+from tokenloom.datasets.connected import RunUrl
 from tokenloom.datasets.order import OrderDataset
 
 
@@ -41,23 +38,16 @@ class PeekDataset(OrderDataset):
             check_count("batch_size", batch_size)
         if at == "":
             raise ValueError('at must be a sample index, a state, "latest", "fresh" or the id of a snapshot; got ""')
-        options = connection or ConnectionOptions()
-        names = check_columns(columns)
-        resolved = resolve(device) if device is not None else None
-        server, topology = find_server(url, options, TRAIN, lambda _: ALONE)
-        request = Request(
-            address=server.address,
-            credentials=server.credentials,
-            stream=TRAIN,
-            topology=topology,
-            options=options,
+        super().__init__(
+            url,
+            lambda _: ALONE,
+            connection,
             batch_size=batch_size or 0,
             resume=str(at) if isinstance(at, int | str) else "",
             peek=True,
-            columns=names,
-            device=resolved,
+            columns=columns,
+            device=device,
         )
-        super().__init__(request, server)
         if isinstance(at, Mapping):
             self.load_state_dict(at)
 

@@ -12,7 +12,7 @@ import torch
 from tokenloom.connection.batch_schedule import Schedule
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import resolve
-from tokenloom.datasets.connected import TRAIN, find_server
+from tokenloom.datasets.connected import TRAIN
 from tokenloom.datasets.training import TrainingDataset
 
 if TYPE_CHECKING:  # a build of torch may lack it
@@ -82,7 +82,6 @@ class RemoteDataset(TrainingDataset):
         attempt: str | None = None,
         connection: ConnectionOptions | None = None,
     ) -> None:
-        options = connection or ConnectionOptions()
         slot_of = partial(
             resolve,
             stream=TRAIN,
@@ -90,11 +89,12 @@ class RemoteDataset(TrainingDataset):
             world_size=world_size,
             attempt=attempt,
             process_group=process_group,
-            timeout_s=options.connect_timeout_s,
+            timeout_s=(connection or ConnectionOptions()).connect_timeout_s,
         )
         super().__init__(
-            partial(find_server, url, options, TRAIN, slot_of),
-            options,
+            url,
+            slot_of,
+            connection,
             batch_size=batch_size,
             resume=resume,
             fork_from=fork_from,

@@ -9,19 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from tokenloom.batch.device import resolve
-from tokenloom.batch.layout import check_columns
 from tokenloom.connection import batch_schedule
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.reports import Report
-from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology
-from tokenloom.datasets.connected import TRAIN
+from tokenloom.datasets.connected import RunUrl
 from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.datasets.order import OrderDataset
 from tokenloom.datasets.peek import PeekDataset
-from tokenloom.snapshot import Loaded
 
 
 class TrainingDataset(OrderDataset):
@@ -29,21 +25,20 @@ class TrainingDataset(OrderDataset):
 
     def __init__(
         self,
-        find_server: Callable[[], tuple[RunServer, Topology]],
-        options: ConnectionOptions,
+        url: RunUrl,
+        slot_of: Callable[[str], Topology],
+        connection: ConnectionOptions | None,
         *,
         batch_size: int | batch_schedule.Schedule | None,
         resume: str | None,
         fork_from: Mapping[str, Any] | None,
-        takeover: bool,
         accumulate: int,
-        columns: Iterable[str],
-        device: str | torch.device | None,
         at_end: Literal["stop", "raise"],
+        **asked: Any,
     ) -> None:
-        """``find_server`` is called once all else was checked, since it may wait for other ranks."""
+        """``asked``: further fields of ``Request``."""
         check_count("accumulate", accumulate)
-        prefetched = options.prefetch_steps
+        prefetched = connection.prefetch_steps if connection else None
         if prefetched is not None and prefetched < accumulate:
             raise ValueError(
                 f"prefetch_steps is {prefetched}; expected at least accumulate, {accumulate}: all steps of an "
@@ -55,26 +50,10 @@ class TrainingDataset(OrderDataset):
             raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
         if fork_from is not None and resume:
             raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
-        batch_sizes = batch_schedule.check(batch_size)
-        names = check_columns(columns)
-        fork = Loaded.read(fork_from) if fork_from is not None else None
-        resolved = resolve(device) if device is not None else None
-        server, topology = find_server()
-        request = Request(
-            address=server.address,
-            credentials=server.credentials,
-            stream=TRAIN,
-            topology=topology,
-            options=options,
-            batch_size=batch_size if isinstance(batch_size, int) else 0,
-            batch_sizes=batch_sizes,
-            accumulate=accumulate,
-            resume=resume or "",
-            takeover=takeover,
-            columns=names,
-            device=resolved,
-        )
-        super().__init__(request, server, fork=fork, at_end=at_end)
+        asked["batch_sizes"] = batch_schedule.check(batch_size)
+        asked["batch_size"] = batch_size if isinstance(batch_size, int) else 0
+        asked |= {"resume": resume or "", "accumulate": accumulate}
+        super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **asked)
 
     @property
     def accumulate(self) -> int:
@@ -94,7 +73,7 @@ class TrainingDataset(OrderDataset):
         where the job has started that: see ``EvaluationDataset``. What is not given is as it is here. Close both."""
         asked = self._request
         return EvaluationDataset(
-            self._server,
+            asked.server,
             batch_size or asked.batch_size,
             stream=stream,
             samples=samples,
@@ -111,14 +90,14 @@ class TrainingDataset(OrderDataset):
         """A look at this run's order, by the same server: see ``PeekDataset``. Close both."""
         asked = self._request
         return PeekDataset(
-            self._server,
+            asked.server,
             asked.batch_size or None,
             at=at,
             columns=asked.columns if columns is None else columns,
             connection=asked.options,
         )
 
-    def report(
+    def report(  # type: ignore[override]
         self,
         losses: Mapping[int, tuple[float, int]],
         *,
@@ -133,17 +112,9 @@ class TrainingDataset(OrderDataset):
         For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
         sent in the background, and what cannot be sent is logged and dropped.
         """
-        report = Report(
-            sample_index=sample_index,
-            total_tokens=total_tokens,
-            step=step,
-            sources=dict(losses),
-            loss=loss,
-            learning_rate=learning_rate,
-        )
         _ = self.facts  # joined
         assert self._connection is not None
-        self._connection.report(report)
+        self._connection.report(Report(sample_index, total_tokens, step, dict(losses), loss, learning_rate))
 
     def _request_of_copy(self) -> Request:
         # An attempt of its own, which fences this one.

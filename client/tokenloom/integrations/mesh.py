@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from tokenloom_proto.errors import JoinRefused, named
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
@@ -32,7 +33,6 @@ from tokenloom.connection.join import RunFacts, Source
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.datasets.base import ResumableDataset
 from tokenloom.datasets.remote import RemoteDataset
-from tokenloom.errors import JoinRefused, named
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
 #: What a message is.

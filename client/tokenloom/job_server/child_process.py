@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE
+from tokenloom_proto.errors import TokenloomError, named
 
-from tokenloom.errors import ServerUnavailable, TokenloomError, named
+from tokenloom.errors import ServerUnavailable
 from tokenloom.job_server.mixture_file import require_server
 
 log = logging.getLogger("tokenloom")

@@ -7,8 +7,6 @@ needs none of that installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,6 @@ from tokenloom_proto.credentials import Credentials
 
 from tokenloom.connection.address import Address
 from tokenloom.connection.server import RunServer
-from tokenloom.errors import named
 from tokenloom.job_server.mixture_file import require_server
 
 if TYPE_CHECKING:
@@ -34,18 +31,16 @@ class InProcessServer(RunServer):
         require_server(mixture)
         from tokenloom_server.api.local import LocalServer
 
-        with _as_clients():
-            self._server = LocalServer(mixture)
+        self._server = LocalServer(mixture)
         super().__init__(Address((str(mixture),), self._server.run, connect=self.connect), Credentials())
         self._channel: grpc.Channel | None = None
         self._pid: int | None = None
 
     def connect(self) -> grpc.Channel:
-        """To the run, which is brought up where it was not. Raises what sources, tokeniser and mixture are at fault
-        for, as the server says it."""
+        """To the run, which is brought up where it was not. Raises what is wrong with sources, tokeniser and
+        mixture."""
         if self._channel is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
-            with _as_clients():
-                self._channel = self._server.start()
+            self._channel = self._server.start()
             self._pid = os.getpid()
         return self._channel
 
@@ -54,14 +49,3 @@ class InProcessServer(RunServer):
         if self._pid == os.getpid():
             self._server.close()
         self._channel = self._pid = None
-
-
-@contextmanager
-def _as_clients() -> Iterator[None]:
-    """The server's errors as those of the client that have the same names."""
-    from tokenloom_server.errors import TokenloomError
-
-    try:
-        yield
-    except TokenloomError as error:
-        raise named(error.name, str(error)) from None
