@@ -8,18 +8,15 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
-from support.catalog import CATALOG, spec_of
+from support.catalog import spec_of
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
-from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
-from tokenloom_server.order.record import Order
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.tools.export import export
 from tokenloom_server.tools.peek import range as sample_range
@@ -79,20 +76,6 @@ def test_what_is_exported_is_read_back_and_is_what_trainers_get(
     endings = {"megatron": ["range.bin", "range.idx"], "parquet": ["range.parquet"]}[form]
     assert [file["name"] for file in said["files"]] == endings
     assert {path.name for path in out.parent.iterdir()} == {*endings, "range.json"}
-
-
-def test_a_run_of_what_was_exported_has_the_same_samples(
-    server: ServerProcess, sequence: list[Sample], tmp_path: Path
-) -> None:
-    export(sample_range_of(server, BEGIN, END), tmp_path / "range", "megatron", nothing)
-    document: dict[str, Any] = {
-        "run": "again", "vocab_size": 320, "end_of_text_id": 0, "add_eot": False, "sequence_length": LENGTH,
-        "mixture": {"policy": "sequential", "children": [{"source": "megatron:range"}]},
-    }  # fmt: skip
-    order = Order.create(config.parse(document, where="test", catalog=CATALOG), tmp_path, None)
-    blocks = order.packers()(0, order.initial().sources[0]).blocks()
-    found = [tuple(np.frombuffer(ids, order.dtype).tolist()) for block in blocks for ids in block.ids]
-    assert found == [sample.ids for sample in sequence[BEGIN:END]]
 
 
 def test_documents_of_a_sample_are_sequences_and_starts(
