@@ -90,4 +90,3 @@ def authorization_of(metadata: Iterable[Any]) -> str | None:
     """The call's ``authorization``, where it has exactly one."""
     values = [value for key, value in metadata if key == "authorization"]
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None
-

@@ -9,7 +9,7 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.api.service import ServedRun
+from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused
 from tokenloom_server.order.pipeline import BatchPlan

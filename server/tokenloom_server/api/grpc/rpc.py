@@ -32,7 +32,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """What a call of a method needs. Where it needs more than ``scope`` for what its request says, the method checks."""
+    """What a call of a method needs. Where a request asks for more than ``scope`` allows, the method checks it."""
 
     scope: Scope
     trains: bool = False

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, AuthInterceptor
-from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES, rpcs_of
+from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
+from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
 
@@ -81,14 +81,13 @@ class GrpcServer:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader
+        from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
 
         self._server.add_generic_rpc_handlers((DataLoader(runs, self._access).handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name
-        own = {f"/{name}/{method}": rpc for method, rpc in rpcs_of(DataLoader).items()}
-        self._interceptor.rpcs = {**OTHER_RPCS, **own}
+        self._interceptor.rpcs = rpcs()
         reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
         for service in (name, ""):

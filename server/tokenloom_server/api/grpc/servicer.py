@@ -10,9 +10,10 @@ from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import join, stream
-from tokenloom_server.api.grpc.auth_interceptor import authorization_of
-from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, handlers_of, readable, rpc
-from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, authorization_of
+from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Rpc, handlers_of, rpc, rpcs_of
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError, JoinRefused, NotFound
 from tokenloom_server.run.losses import Report
@@ -61,22 +62,21 @@ class DataLoader:
     ) -> wire.SnapshotResponse:
         if request.save:
             self._require_control(context)
-        self._served(request.run, request.stream)
+        served = self._served(request.run, request.stream)
         index = None if request.sample_index == -1 else request.sample_index
         if index is not None and index < 0:
             raise ConfigError(f"sample_index is {index}; expected one from 0 on, or -1 for the committed one")
-        text, snapshot_id = self._runs.snapshot(request.run, index, request.save)
+        text, snapshot_id = served.snapshots.take(index, save=request.save)
         return wire.SnapshotResponse(snapshot_json=text, id=snapshot_id or "")
 
     @rpc(Scope.CONTROL, wire.RestoreRequest, max_bytes=MAX_REQUEST_BYTES)
     def Restore(self, request: wire.RestoreRequest, context: grpc.ServicerContext) -> wire.RestoreResponse:  # noqa: N802
-        self._served(request.run, request.stream)
+        served = self._served(request.run, request.stream)
         kind = request.WhichOneof("point")
         for field in ("skip_samples", "skip_tokens"):
             if getattr(request, field) < 0:
                 raise ConfigError(f"{field} is {getattr(request, field)}; expected a number from 0 on")
-        point = self._runs.restore(
-            request.run,
+        point = served.start_points.restore(
             snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
             sample_index=request.sample_index if kind == "sample_index" else None,
             text=request.snapshot_json if kind == "snapshot_json" else None,
@@ -146,3 +146,9 @@ def _evaluates(request: wire.JoinRequest | wire.StreamOpen) -> bool:
             f"stream {request.stream!r} is not trained on, so there is nothing to peek at: leave peek out"
         )
     return True
+
+
+def rpcs() -> dict[str, Rpc]:
+    """Every RPC of the server by its path, those of gRPC's own services, too."""
+    own = {f"/{SERVICE.full_name}/{name}": rpc for name, rpc in rpcs_of(DataLoader).items()}
+    return {**OTHER_RPCS, **own}

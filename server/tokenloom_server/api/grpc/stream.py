@@ -14,7 +14,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.join import evaluation_call
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice
 from tokenloom_server.api.grpc.rpc import readable
-from tokenloom_server.api.service import ServedRun
+from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, TokenloomError
 from tokenloom_server.replay.evaluation import Slice
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -159,9 +159,7 @@ def _responses(
             elif isinstance(item, Slice):
                 yield encode_slice(item, committed, epoch, document_starts=document_starts)
             elif isinstance(item, EndOfData):
-                end = wire.EndOfData(
-                    end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples
-                )
+                end = wire.EndOfData(end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples)
                 yield wire.StreamResponse(end_of_data=end, committed_through=committed, server_epoch=epoch)
             elif isinstance(item, Waiting):
                 heartbeat = wire.Heartbeat(waiting_for=item.waiting_for)
