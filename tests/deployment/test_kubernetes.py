@@ -14,7 +14,7 @@ import pytest
 import yaml
 from support.catalog import CATALOG
 from support.redis_server import RedisServer
-from support.server_process import server_forks
+from support.server_process import MAIN, server_forks
 from tokenloom import RemoteDataset
 from tokenloom_server.config import mixture_file as config
 
@@ -215,7 +215,7 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     ready, log = tmp_path / "ready.json", tmp_path / "log"
     roots = environment(server)["TOKENLOOM_DATA_ROOTS"]["value"].replace("/config", str(folder))
     process = server_forks().fork(
-        "tokenloom_server.__main__:main",
+        MAIN,
         [*map(here, server["args"]), f"--ready-file={ready}"],
         output=log,
         folder=tmp_path,
