@@ -28,6 +28,7 @@ from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
+from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.replay.receipts import Receipts, revision_info
 from tokenloom_server.replay.trace import Traces
@@ -81,11 +82,12 @@ class ServedRun:
         self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
         self.losses = Losses(coordinator)
         self.stats = StatsReader(coordinator, self.losses)
-        self.peeks = Peeks(coordinator, self.history)
+        self.past = Past(coordinator, self.history)
+        self.peeks = Peeks(coordinator, self.history, self.past)
         self.evaluations = Evaluations(coordinator, streams)
         self.planner = Planner()
-        self.accounts = Receipts(coordinator, self.history, self.peeks, self.stats)
-        self.traces = Traces(coordinator, self.history, self.peeks, self.evaluations)
+        self.accounts = Receipts(coordinator, self.history, self.past, self.stats)
+        self.traces = Traces(coordinator, self.history, self.past, self.evaluations)
 
 
 class Runs:
@@ -327,7 +329,7 @@ class Runs:
                 f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
                 f"{MAX_SKIPPED_TOKENS} at most"
             )
-        pin = served.peeks.pin(text, skip)
+        pin = served.past.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run, note)
         coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin)
@@ -372,7 +374,7 @@ class Runs:
                 "another name in its mixture file"
             )
         own = served.forking.fork(text)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.peeks.pin(own, 0))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(own, 0))
         point = served.history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
