@@ -13,14 +13,15 @@ import yaml
 from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reporting
 from tokenloom_server import errors
-from tokenloom_server.api.auth import RPCS, Scope
-from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, OPEN_THREADS, PEEK_THREADS, REFUSAL_THREADS
-from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
-from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.grpc import servicer
+from tokenloom_server.api.grpc.auth_interceptor import OPEN_THREADS, PEEK_THREADS, READ_THREADS, REFUSAL_THREADS
+from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
+from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.resources.plan import MAX_PLANS
 from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
-from tokenloom_server.api.service import MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_SKIPPED_TOKENS, Runs
+from tokenloom_server.api.service import MAX_RUNS, Runs
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.node import NodeConfig
@@ -33,6 +34,8 @@ from tokenloom_server.prepare import shards
 from tokenloom_server.replay import peek as peeking
 from tokenloom_server.replay import trace as tracing
 from tokenloom_server.replay.peek import MAX_PEEKS
+from tokenloom_server.replay.saved_snapshots import MAX_SAVED_SNAPSHOTS
+from tokenloom_server.replay.start_points import MAX_SKIPPED_TOKENS
 from tokenloom_server.reports import trace as traced
 from tokenloom_server.run import losses
 from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
@@ -234,14 +237,14 @@ def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
     table = section("access", "What each RPC asks for")
     rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|control)\b", table, re.MULTILINE))
     words = {Scope.OPEN: "none", Scope.READ: "reading", Scope.CONTROL: "control"}
-    for method, scope in RPCS.items():
+    for method, rpc in servicer.rpcs().items():
         name = method.rpartition("/")[2]
-        assert [token for names, token in rows.items() if f"`{name}`" in names] == [words[scope]], method
+        assert [token for names, token in rows.items() if f"`{name}`" in names] == [words[rpc.scope]], method
 
 
 def test_every_bound_is_on_the_page_of_limits() -> None:
     bounds = section("limits", "Bounds")
-    aside = REFUSAL_THREADS + OPEN_THREADS + FIGURE_THREADS + PEEK_THREADS
+    aside = REFUSAL_THREADS + OPEN_THREADS + READ_THREADS + PEEK_THREADS
     for bound in (
         aside,
         PEEK_THREADS,

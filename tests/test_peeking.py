@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, mixture, write_corpus
-from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
 from tokenloom_server.ledger.sqlite import SqliteLedger

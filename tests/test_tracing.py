@@ -13,7 +13,8 @@ import pytest
 import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
-from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
 from tokenloom_server.errors import (
