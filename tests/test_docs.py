@@ -31,9 +31,10 @@ from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
 from tokenloom_server.prepare import shards
+from tokenloom_server.replay import past
 from tokenloom_server.replay import peek as peeking
 from tokenloom_server.replay import trace as tracing
-from tokenloom_server.replay.peek import MAX_PEEKS
+from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.saved_snapshots import MAX_SAVED_SNAPSHOTS
 from tokenloom_server.replay.start_points import MAX_SKIPPED_TOKENS
 from tokenloom_server.reports import trace as traced
@@ -193,11 +194,11 @@ def test_the_bounds_of_reported_losses_are_in_the_docs() -> None:
 
 def test_the_bounds_of_peeks_are_on_their_page() -> None:
     text = section("inspecting", "Peek: the samples at an index")
-    for bound in (f"{peeking.AHEAD_SAMPLES:,} samples", f"{peeking.MAX_PEEKS} per run", f"{peeking.REST_S:g} s"):
+    for bound in (f"{past.AHEAD_SAMPLES:,} samples", f"{past.MAX_PEEKS} per run", f"{peeking.REST_S:g} s"):
         assert bound in text
     assert f"{peeking.MAX_STEP_BYTES // 2**20} MiB" in text
     peek = get_command(command_line).commands["peek"]  # type: ignore[attr-defined]
-    assert f"{peeking.AHEAD_SAMPLES:,} samples" in peek.help
+    assert f"{past.AHEAD_SAMPLES:,} samples" in peek.help
 
 
 def test_the_bounds_of_traces_are_on_their_page() -> None:
@@ -207,8 +208,8 @@ def test_the_bounds_of_traces_are_on_their_page() -> None:
         f"{tracing.MAX_TEXT_TOKENS:,} with text",
         f"{tracing.MAX_DOCUMENTS:,} documents",
         f"{tracing.MAX_FORWARD_S:g} s",
-        f"the {peeking.MAX_PEEKS} peeks",
-        f"{peeking.AHEAD_SAMPLES:,} samples",
+        f"the {past.MAX_PEEKS} peeks",
+        f"{past.AHEAD_SAMPLES:,} samples",
     ):
         assert bound in text
     assert all(f"`{status}`" in text for status in get_args(traced.Status))

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenloom import BeyondHorizon, JoinRefused, NotFound, RemoteDataset, SnapshotInvalid, TooManyPeeks
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.replay.peek import AHEAD_SAMPLES, MAX_PEEKS
+from tokenloom_server.replay.past import AHEAD_SAMPLES, MAX_PEEKS
 
 
 def peek(url: str, batch_size: int = 1, **options: Any) -> RemoteDataset:

@@ -100,7 +100,7 @@ def shown(peek: Peek, count: int) -> list[bytes]:
 def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 5)
+    monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 5)
     assert joined(served, "5").sample_index == 5
     with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
         joined(served, "11")
@@ -137,14 +137,14 @@ def test_a_peek_that_rests_lets_its_pipeline_go_and_goes_on_all_the_same(
             assert shown(peek, 10) == ids[at : at + 10]
             if at + 10 <= len(ids):
                 assert peek.next(0.01, never) == Waiting("")
-                assert peek._way is None
+                assert peek._replay.rests
         assert isinstance(peek._end, EndOfData)
 
 
 def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 8)  # one sample
+    monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 8)  # one sample
     endless = {"policy": "weighted", "children": [{"source": CODE, "epochs": float("inf")}]}
     far = 20_000
     with (
@@ -163,7 +163,7 @@ def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
 
 
 def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 8)
+    monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 8)
     with served.peeks.open(served.coordinator.uid, 60, 1) as peek:
         peek.progress(60, 1)
         heard = set()
@@ -192,10 +192,10 @@ def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
 
 
 def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.peek._KNOWN_STATES", 3)
+    monkeypatch.setattr("tokenloom_server.replay.past.KNOWN_STATES", 3)
     for at in (1, 2, 3, 1, 4):
         joined(served, str(at))
-    assert sorted(served.peeks._known) == [(0, 1), (0, 3), (0, 4)]
+    assert sorted(served.past._known) == [(0, 1), (0, 3), (0, 4)]
 
 
 def test_all_who_look_hear_that_the_server_stops(served: ServedRun) -> None:

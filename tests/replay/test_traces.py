@@ -28,8 +28,10 @@ from tokenloom_server.errors import (
     TooManyPeeks,
 )
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.replay.peek import MAX_PEEKS, Peek
-from tokenloom_server.replay.trace import _segments
+from tokenloom_server.order.replay import Replay
+from tokenloom_server.replay.documents import by_source, explain
+from tokenloom_server.replay.past import MAX_PEEKS
+from tokenloom_server.replay.peek import Peek
 from tokenloom_server.reports.trace import TracedSample
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join_call import JoinCall
@@ -287,7 +289,7 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Pat
 def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 3)
+    monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 3)
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
     with serving(folder, tmp_path, mixture(window_steps=4)) as served:
         first = Rank0(served, "a")
@@ -343,7 +345,7 @@ def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> No
 def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 40)
+    monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 40)
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 1000)
     with serving(folder, tmp_path, mixture()) as served:
         rank = Rank0(served, "a").train(61)
@@ -369,15 +371,15 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
     with serving(folder, ledger, flat([PROSE])) as served:
         Rank0(served, "a").train(4)
         order = served.coordinator.order
-        group, _ = served.traces._samples(served.coordinator.timeline, order.initial(), 4)
+        group = Replay(order, order.initial()).samples(1, 4)
         path = folder / PATHS[PROSE][0]
         written = path.stat()
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))
         # A change that shows by the time of writing is refused when the file is opened again.
         os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-        (segment,) = _segments(group)
+        (samples,) = by_source(group)
         with pytest.raises(OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"):
-            served.traces._explained(order, group, segment, False)
+            explain(order, group, samples, None, False)
 
 
 # Revisions
@@ -475,7 +477,7 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
             seen.append(_taken(peek, 1))
         monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
         assert isinstance(resting.next(0.01, lambda: False), Waiting)
-        assert resting._way is None
+        assert resting._replay.rests
         index = served.revising.revise(change(drop=[PROSE])).sample_index
         assert 6 < index < 60
         near.progress(6, 100)
@@ -508,7 +510,7 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         rank = Rank0(served, "a").train(8)
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.peeks.pin(text, 60))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
         index = served.revising.revise(change(drop=[PROSE])).sample_index
         assert index < 60
         behind = Rank0(served, "b")

@@ -45,7 +45,7 @@ from typer.testing import CliRunner
 SHARE = 0.4
 SEED = 7
 SOURCES = (CODE, DOCS, PROSE, WIKI)
-DOCS_PAGE = Path(__file__).resolve().parent.parent / "docs" / "evaluation.md"
+DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
 
 
 class Sample(NamedTuple):
@@ -462,7 +462,7 @@ def test_streams_are_told_of(folder: Path) -> None:
 
 def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several turns, so that a trace begins at more than one state.
-    monkeypatch.setattr("tokenloom_server.replay.evaluation._TURN_TOKENS", 8 * 16)
+    monkeypatch.setattr("tokenloom_server.replay.stream_samples.TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
             runs.trace_sample("test", 0, stream="validation")
