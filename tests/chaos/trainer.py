@@ -21,12 +21,14 @@ from typing import Any
 
 import numpy as np
 from support.forks import Fork, Forks
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, RemoteDataset
 
 from chaos.records import record_type
 
 #: What a rank's process returns when it ended with an error of the dataset's.
 FAILED = 3
+#: How long a rank waits for its servers before it gives up.
+RANK_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class RankPlan:
     pace_s: float
     #: Steps between two states that are written down.
     checkpoint_every: int
-    options: dict[str, Any]
+    takeover: bool
 
     @property
     def name(self) -> str:
@@ -107,8 +109,12 @@ def train(plan: RankPlan) -> None:
         world_size=plan.world_size,
         attempt=plan.attempt,
         resume=plan.resume or None,
-        prefetch_steps=plan.prefetch_steps,
-        **plan.options,
+        takeover=plan.takeover,
+        connection=ConnectionOptions(
+            prefetch_steps=plan.prefetch_steps,
+            connect_timeout_s=RANK_PATIENCE_S,
+            reconnect_timeout_s=RANK_PATIENCE_S,
+        ),
     )
     if plan.state:
         dataset.load_state_dict(json.loads(plan.state))
