@@ -38,7 +38,7 @@ def test_the_command_foretells_the_whole_run(
     picture = tmp_path / "shares.png"
     done = tokenloom("plan", mixture, "--tokens", "1K", "--picture", picture)
     assert done.status == 0, done.output
-    for part in ("code", "prose", "docs", "arrow:wiki", "runs out at", "planned up to 1,000 tokens", "shares over"):
+    for part in ("code", "prose", "docs", "arrow:wiki", "runs out at", "planned up to 1,008 tokens", "shares over"):
         assert part in done.output, part
     assert picture.read_bytes().startswith(b"\x89PNG")
 
