@@ -478,7 +478,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
             {"batch_sizes": RAMP},
             "batch size is 2 and also a schedule, 2, 5 from 240 total tokens on, .*: give one of them",
         ),
-        ({"batch_size": ((8, 2),)}, "schedule begins at 8 total tokens; expected 0"),
+        ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
         (
             {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
             r"a step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
