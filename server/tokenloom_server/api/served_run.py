@@ -9,6 +9,7 @@ from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.mixture import Mixture
+from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.replay.receipts import Receipts
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
@@ -44,13 +45,14 @@ class ServedRun:
         self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
         self.losses = Losses(coordinator)
         self.stats = StatsReader(coordinator, self.losses)
-        self.peeks = Peeks(coordinator, self.history)
+        self.past = Past(coordinator, self.history)
+        self.peeks = Peeks(coordinator, self.history, self.past)
         self.evaluations = Evaluations(coordinator, streams)
         self.snapshots = SavedSnapshots(coordinator, self.history)
-        self.start_points = StartPoints(coordinator, self.history, self.snapshots, self.peeks, self.forking)
+        self.start_points = StartPoints(coordinator, self.history, self.snapshots, self.past, self.forking)
         self.mixture = Mixture(coordinator, self.revising)
-        self.receipts = Receipts(coordinator, self.history, self.peeks, self.stats)
-        self.traces = Traces(coordinator, self.history, self.peeks, self.evaluations)
+        self.receipts = Receipts(coordinator, self.history, self.past, self.stats)
+        self.traces = Traces(coordinator, self.history, self.past, self.evaluations)
         self._planner = Planner()
 
     def plan(self, until_tokens: int | None) -> RunPlan:

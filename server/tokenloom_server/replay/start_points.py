@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from tokenloom_server.errors import ConfigError, LimitExceeded
-from tokenloom_server.replay.peek import Peeks
+from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.reports.stats import ResumePoint
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -26,13 +26,13 @@ class StartPoints:
         coordinator: RunCoordinator,
         history: History,
         snapshots: SavedSnapshots,
-        peeks: Peeks,
+        past: Past,
         forking: Forking,
     ) -> None:
         self._coordinator = coordinator
         self._history = history
         self._snapshots = snapshots
-        self._peeks = peeks
+        self._past = past
         self._forking = forking
 
     def restore(
@@ -70,7 +70,7 @@ class StartPoints:
         begin = point.sample_index
         skip = skip_samples or self._samples_of(begin, skip_tokens)
         self._refuse_long_skip(begin, skip)
-        pin = self._peeks.pin(text, skip)
+        pin = self._past.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
         run.ledger.pin(run.uid, run.stream, run.lease.epoch, pin)
@@ -92,7 +92,7 @@ class StartPoints:
                 "it another name in its mixture file"
             )
         own = self._forking.fork(text)
-        run.ledger.pin(run.uid, run.stream, run.lease.epoch, self._peeks.pin(own, 0))
+        run.ledger.pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0))
         point = self._history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         index = point.sample_index
