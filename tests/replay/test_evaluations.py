@@ -22,7 +22,8 @@ import tokenloom
 import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
-from tokenloom import RemoteDataset
+from support.trainer import with_connection
+from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.service import Runs
@@ -84,8 +85,8 @@ def serving(folder: Path, document: Mapping[str, Any], ledger: str = "ledger.db"
         opened.close()
 
 
-def evaluating(url: str, batch_size: int, *, stream: str = "validation", **options: Any) -> RemoteDataset:
-    return RemoteDataset(url, batch_size, stream=stream, connect_timeout_s=20.0, batch_timeout_s=20.0, **options)
+def evaluating(url: str, batch_size: int, *, stream: str = "validation", **options: Any) -> EvaluationDataset:
+    return EvaluationDataset(url, batch_size, stream=stream, **with_connection({"batch_timeout_s": 20.0} | options))
 
 
 def samples_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, Sample]]:
@@ -126,7 +127,7 @@ def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any
 
 def trained(url: str, steps: int | None = None, attempt: str = "a", **options: Any) -> list[tuple[int, str]]:
     """One rank trains from where the run stands: where each step ended, and the digest there."""
-    with RemoteDataset(url, 2, rank=0, world_size=1, attempt=attempt, **options) as dataset:
+    with RemoteDataset(url, 2, rank=0, world_size=1, attempt=attempt, **with_connection(options)) as dataset:
         return [(dataset.sample_index, dataset.digest) for _ in islice(dataset, steps)]
 
 
@@ -233,21 +234,18 @@ def test_evaluating_leaves_no_trace_in_training(folder: Path) -> None:
 def test_a_dataset_begins_anew_each_time_and_has_no_state(folder: Path) -> None:
     with serving(folder, held_out()) as (url, _), evaluating(url, 2, rank=0, world_size=1, samples=9) as dataset:
         assert len(dataset) == 5
-        start = dataset.state_dict()
         first = list(islice(dataset, 3))
         assert (dataset.sample_index, dataset.generation) == (6, 0)
         assert dataset.total_tokens == 6 * 8
         again = list(dataset)
         assert [list(samples_of(batch)) for batch in again[:3]] == [list(samples_of(batch)) for batch in first]
         assert len(again) == 5
-        assert dataset.state_dict() == start
-        dataset.load_state_dict(start)
-        assert len(list(dataset)) == 5
+        assert not hasattr(dataset, "state_dict")
         assert [source.alias for source in dataset.sources] == ["code", "docs", PROSE, WIKI]
         with RemoteDataset(url, 2, rank=0, world_size=1, attempt="a") as training:
             next(iter(training))
-            with pytest.raises(ValueError, match="the state of a dataset that is trained on"):
-                dataset.load_state_dict(training.state_dict())
+            with training.evaluation(samples=9) as same:
+                assert [list(samples_of(batch)) for batch in same] == [list(samples_of(batch)) for batch in again]
             with pytest.raises(TypeError, match=r"no len\(\)"):
                 len(training)
             assert training
@@ -277,16 +275,15 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(folder: Path) ->
     with serving(folder, held_out(1e-9)) as (url, _), none:
         evaluated(url)
     for options, says in (
-        ({"resume": "latest"}, "leave out resume='latest'"),
-        ({"peek": True}, "leave out peek=True"),
+        ({"stream": "train"}, "stream='train' is trained on: use RemoteDataset"),
+        ({"batch_size": None}, "batch_size is missing"),
+        ({"batch_size": [(0, 2)]}, "batch_size must be an integer of at least 1"),
         ({"samples": 0}, "samples must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=says):
-            RemoteDataset(url, 2, stream="validation", **options)  # type: ignore[arg-type]
+            EvaluationDataset(**{"url": url, "batch_size": 2} | options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size is missing"):
-        RemoteDataset(url, stream="validation")
-    with pytest.raises(ValueError, match="samples=4 is for a stream to evaluate on"):
-        RemoteDataset(url, 2, samples=4)
+        RemoteDataset(url, [(0, 2)], rank=0, world_size=1, attempt="a").evaluation()
 
 
 def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(folder: Path) -> None:
@@ -297,7 +294,7 @@ def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_ar
             source_loss.add(batch["source_ids"].double() + 2, batch)
             for source, labels in zip(batch["source_ids"].tolist(), batch["labels"][:, 1:], strict=True):
                 expected[source] += int((labels != -100).sum()) if source >= 0 else 0
-        with pytest.raises(ValueError, match="stream='validation' takes no part in the training"):
+        with pytest.raises(ValueError, match="EvaluationDataset takes no part in the training"):
             source_loss.log()
         source_loss.add(batch["source_ids"].double() + 2, batch)
         found = source_loss.reduce()
@@ -438,7 +435,7 @@ def test_a_run_within_the_process_evaluates_on_the_same(folder: Path) -> None:
     with serving(folder, held_out()) as (url, _):
         whole = evaluated(url)
     path = folder / "mixture.yaml"
-    with RemoteDataset(path, 2, local=True) as training, evaluating(str(path), 2, local=True) as validation:
+    with LocalDataset(path, 2) as training, training.evaluation() as validation:
         next(iter(training))
         for _ in range(2):
             found = dict(each for batch in validation for each in samples_of(batch))
