@@ -74,8 +74,8 @@ class Lease:
     heard_at: float | None
 
     def left_s(self, now: float) -> float:
-        """How long it still lasts, seconds; 0 where the clock has gone back so far that it would last longer than it was
-        granted for: that is no reason to wait for hours."""
+        """How long it still lasts, seconds; 0 where the clock has gone back so far that it would last longer than
+        granted: that is no reason to wait for hours."""
         left = self.lapses_at - now
         return left if 0 < left <= self.lasts_s + CLOCK_SLACK_S else 0.0
 

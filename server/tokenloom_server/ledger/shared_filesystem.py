@@ -26,8 +26,8 @@ _SHARED = frozenset(
         *("gfs2", "ocfs2", "vboxsf", "vmhgfs", "prl_fs", "drvfs"),
     }
 )
-#: The root of a container that no administrator set up; all other programs that serve FUSE (sshfs, s3fs, gcsfuse, rclone,
-#: …) may keep their files anywhere.
+#: The root of a container that no administrator set up; all other programs that serve FUSE (sshfs, s3fs, gcsfuse,
+#: rclone, …) may keep their files anywhere.
 _LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 
