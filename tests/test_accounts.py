@@ -18,8 +18,8 @@ from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.generation import Delivery
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.join_call import JoinCall
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -39,7 +39,7 @@ def read_for(folder: Path, epochs: float) -> Order:
 
 
 def figure_of(state: State, epochs: float) -> SourceStats:
-    """As ``Figures`` has it, by rows."""
+    """As ``StatsReader`` has it, by rows."""
     source = state.sources[0]
     at = sum(SHARD_ROWS[: source.cursor.shard]) + source.cursor.row
     epoch = epochs if source.exhausted else source.cursor.epoch + at / sum(SHARD_ROWS)

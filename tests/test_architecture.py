@@ -20,6 +20,7 @@ from support.architecture import (
     Rule,
     circles,
     code_in_data,
+    coordinated,
     crossings,
     dead,
     edges,
@@ -165,6 +166,19 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (code_in_data, "examples/train.py", "np.load('a', allow_pickle=True)", "allow_pickle"),
     (code_in_data, "examples/train.py", "dist.broadcast_object_list([])", "pickles"),
     (code_in_data, "examples/train.py", "subprocess.run('a', shell=True)", "starts a shell"),
+    *(
+        (coordinated, SERVER_FILE + "cli/serve.py", text, says)
+        for text, says in (
+            ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is the coordinator's own"),
+            (
+                "def f(served):\n    served.coordinator.one_lock.acquire()",
+                "coordinator.one_lock is",
+            ),
+            ("class A:\n    def f(self):\n        self._coordinator.epoch = 3", "epoch of _coordinator is written"),
+            ("def f(coordinator):\n    coordinator.count += 1", "count of coordinator is written"),
+            ("def f(task):\n    task.active.generation.committed = 3", "committed of active is written"),
+        )
+    ),
     (dead, SERVER_FILE + "tokenizer.py", "", "tokenizer.py: nothing imports it"),
     (dead, SERVER_FILE + "sources/txt.py", "", "txt.py: nothing imports it"),
     (dead, "client/tokenloom/scheduler.py", "", "scheduler.py: nothing imports it"),

@@ -35,7 +35,7 @@ from tokenloom_server.replay import trace as tracing
 from tokenloom_server.replay.peek import MAX_PEEKS
 from tokenloom_server.reports import trace as traced
 from tokenloom_server.run import losses
-from tokenloom_server.run.join import MAX_STEP_BYTES, MAX_WORLD_SIZE
+from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.tools import export, viewer
 from typer.main import get_command

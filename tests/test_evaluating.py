@@ -39,8 +39,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
-from tokenloom_server.run.coordinator import Waiting
-from tokenloom_server.run.generation import EndOfData
+from tokenloom_server.run.delivery import EndOfData, Waiting
 from typer.testing import CliRunner
 
 SHARE = 0.4

@@ -45,9 +45,13 @@ from tokenloom_server.ledger.base import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
 from tokenloom_server.replay.peek import PeekCall
-from tokenloom_server.run.coordinator import Session, Timeouts, Waiting
-from tokenloom_server.run.generation import Delivery, EndOfData
-from tokenloom_server.run.join import JoinCall, Joined
+from tokenloom_server.run.commits import commit_of, resume_state_of
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join import Joined
+from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.timeouts import Timeouts
+from tokenloom_server.run.views import Session
 
 RUN = "test"
 PATIENCE_S = 20.0
@@ -119,15 +123,14 @@ class Rank:
             self.end = found
             return False
         self.keep(found)
-        if coordinator.committed is not None:
-            self.committed_seen = max(self.committed_seen, coordinator.committed.sample_index)
+        self.committed_seen = max(self.committed_seen, coordinator.committed_through)
         return True
 
     def keep(self, found: Delivery) -> None:
         group = found.group
         rank, batch = self.call.rank, group.plan.batch_size
         if found.with_base:
-            self.base = Base(group.begin, self.served.coordinator.resume_state(group).encode())
+            self.base = Base(group.begin, resume_state_of(self.served.coordinator.timeline, group).encode())
         assert self.base.sample_index == group.begin
         for step in range(found.first, found.last):
             mark, begin = group.marks[step], group.step_begin(step)
@@ -276,7 +279,7 @@ def made(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Place]]:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every few steps, as they are with real sample sizes."""
-    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
 
 
 def test_a_group_has_the_more_messages_the_more_its_state_costs(
@@ -287,10 +290,10 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
         coordinator = place.serve().coordinator
         message = coordinator.message_steps(2)
         assert coordinator.group_steps(2, 2) == message
-        monkeypatch.setattr("tokenloom_server.run.coordinator.SOURCES_PER_MESSAGE", 2)
+        monkeypatch.setattr("tokenloom_server.run.sizing.SOURCES_PER_MESSAGE", 2)
         assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.specs) // 2) * message
         # Many ranks: less than one message for each, but a step at least.
-        monkeypatch.setattr("tokenloom_server.run.coordinator.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.sample_bytes)
+        monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.sample_bytes)
         assert [coordinator.group_steps(64, 2), coordinator.group_steps(10_000, 2)] == [3, 1]
     finally:
         place.stop()
@@ -424,7 +427,7 @@ def test_an_attempt_id_opens_once(place: Place) -> None:
         with pytest.raises(AttemptUsed, match="one"):
             again.join_handler.join(call_of(rank, attempt="one"))
     assert place.stored().opening is not None
-    assert served.coordinator.active is not None
+    assert served.coordinator.view().generation.number
 
 
 @pytest.mark.parametrize(
@@ -952,7 +955,7 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place) -> Non
         rank.connect(served)
     with pytest.raises(Fenced):
         coordinator.ledger.commit(
-            coordinator.uid, "train", coordinator.epoch, 1, replace(before.committed, sample_index=99), False
+            coordinator.uid, "train", coordinator.lease.epoch, 1, replace(before.committed, sample_index=99), False
         )
     assert place.stored() == before
     coordinator.detach(rank.session)
@@ -1087,16 +1090,16 @@ def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> 
     coordinator.ledger.commit(
         coordinator.uid,
         "train",
-        coordinator.epoch,
+        coordinator.lease.epoch,
         1,
-        other(coordinator.commit_of(state, coordinator.order.encode(state))),
+        other(commit_of(coordinator.timeline, state, coordinator.order.encode(state))),
         False,
     )
     with pytest.raises(OrderMismatch):
         for _ in range(20):
             trainer.take(1)
             trainer.settle()
-    assert isinstance(coordinator.error, OrderMismatch)
+    assert isinstance(coordinator.view().error, OrderMismatch)
     committed = place.stored().committed
     assert committed is not None
     assert (committed.sample_index, committed.digest) == (4, "f" * 32)
@@ -1110,8 +1113,8 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(place: 
     text = json.loads(served.history.snapshot(12)[0])
     point = served.history.parse(seal(text))
     state = served.history.forward(point)
-    commit = coordinator.commit_of(state, coordinator.order.encode(point.base or coordinator.order.initial()))
-    coordinator.ledger.commit(coordinator.uid, "train", coordinator.epoch, 1, other(commit), False)
+    commit = commit_of(coordinator.timeline, state, coordinator.order.encode(point.base or coordinator.order.initial()))
+    coordinator.ledger.commit(coordinator.uid, "train", coordinator.lease.epoch, 1, other(commit), False)
     again = place.restart()
     rank.received = rank.consumed = 12
     rank.connect(again)
@@ -1156,8 +1159,10 @@ def test_a_loss_is_told_until_the_ledger_has_caught_up_perhaps_by_another_server
         opening=replace(stored.opening, generation=generation) if generation else None,
         committed=replace(stored.committed, sample_index=index) if generation else None,
     )
-    coordinator.lead(coordinator.epoch, found, coordinator.timeline, coordinator.clock(), coordinator.clock() + 15)
-    assert isinstance(coordinator.error, LedgerRolledBack) == told
+    coordinator.lead(
+        coordinator.lease.epoch, found, coordinator.timeline, coordinator.clock(), coordinator.clock() + 15
+    )
+    assert isinstance(coordinator.view().error, LedgerRolledBack) == told
 
 
 def test_ranks_that_hear_of_a_busy_run_ask_for_longer_than_rank_0(place: Place) -> None:
@@ -1219,7 +1224,7 @@ def test_a_server_that_is_restarted_at_every_step_of_a_ramp_goes_on_with_the_siz
     assert trainer.taken() == part(samples, 0, 174)
     opening = place.stored().opening
     assert opening is not None
-    assert (opening.batch_size, served.coordinator.ramp(opening).accumulate) == (2, 3)
+    assert (opening.batch_size, steps_of(opening).accumulate) == (2, 3)
 
 
 @pytest.mark.parametrize(("last_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
@@ -1376,7 +1381,7 @@ def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: P
         file.execute("UPDATE leases SET holder = 'another'")
     served.leadership.step()
     assert not served.coordinator.leads()
-    assert "another has the lease of run 'test', at this server's own epoch" in served.coordinator.stands_by_for
+    assert "another has the lease of run 'test', at this server's own epoch" in served.coordinator.lease.stands_by_for
 
 
 def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(place: Place) -> None:
@@ -1433,22 +1438,22 @@ def test_an_opening_that_never_reached_the_ledger_leaves_the_launch_before_as_it
         patiently(lambda rank=rank: rank.connect(served))  # type: ignore[misc]
     trainer.take(5)
     trainer.settle()
-    assert served.coordinator.active is not None and served.coordinator.active.generation.number == 1
+    assert served.coordinator.view().generation.number == 1
     assert counters_of(place) == recount(served, trainer.taken())
 
 
 def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_one_before(place: Place) -> None:
     served, ledger = away(place)
-    Trainer(served).take(2)
-    assert served.coordinator.active is not None
-    served.coordinator.fail(served.coordinator.active, RankStalled("of the generation before"))
+    trainer = Trainer(served)
+    trainer.take(2)
+    served.coordinator.fail(trainer.ranks[0].session.active, RankStalled("of the generation before"))
     ledger.lose_answer = True
     call = call_of(0, 1, attempt="lost", resume="latest", process="notebook")
     with pytest.raises(LedgerUnavailable):
         served.join_handler.join(call)
-    assert patiently(lambda: Rank(served, call)).take(3) == 3
-    assert served.coordinator.active is not None
-    assert served.coordinator.active.process == "notebook"
+    rank = patiently(lambda: Rank(served, call))
+    assert rank.take(3) == 3
+    assert rank.session.active.process == "notebook"
 
 
 def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, tmp_path: Path) -> None:
@@ -1535,7 +1540,7 @@ def test_what_still_produces_when_the_interpreter_ends_is_no_fault(
     ends.set()
     for worker in served.coordinator._workers:
         worker.join(PATIENCE_S)
-    assert served.coordinator.error is None
+    assert served.coordinator.view().error is None
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -1565,7 +1570,7 @@ def test_each_source_says_where_it_resumes(place: Place, caplog: pytest.LogCaptu
 
 def test_a_wait_names_the_rank_that_holds_the_others_back(place: Place) -> None:
     served = place.serve()
-    assert served.coordinator.waiting_for() == "a trainer"
+    assert served.coordinator.view().waiting_for == "a trainer"
     first = Rank(served, call_of(0))
     first.take(6)
     found = served.coordinator.next_for(first.session, 0.1, never)
@@ -1610,8 +1615,7 @@ def test_every_good_step_before_a_bad_row_is_delivered_and_committed_then_the_er
         steps = tokens // 16 // world_size
         assert len(trainer.take(steps)) == steps * world_size
         trainer.settle()
-        assert served.coordinator.committed is not None
-        assert served.coordinator.committed.sample_index == steps * world_size
+        assert served.coordinator.committed_through == steps * world_size
         for rank in trainer.ranks:
             with pytest.raises(SourceError, match=r"rows\.jsonl.*line 401"):
                 rank.take(1)
@@ -1628,9 +1632,8 @@ def test_a_new_attempt_that_takes_over_a_streaming_run_is_committed_like_the_fir
         new = Trainer(served, resume="fresh")
         new.take(4)
         new.settle()
-        assert served.coordinator.committed is not None
-        assert served.coordinator.committed.sample_index == 16
-        assert served.coordinator.dead_worker() is None
+        assert served.coordinator.committed_through == 16
+        assert served.coordinator.not_ready() is None
 
 
 def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place) -> None:
@@ -1686,7 +1689,7 @@ def samples_of(served: ServedRun, count: int) -> list[tuple[int, bytes]]:
 @pytest.fixture
 def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """State boundaries every two steps, so that revisions hold soon."""
-    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 2)
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 2)
 
 
 @pytest.mark.parametrize("batch_size", [2, ((0, 2), (160, 3), (256, 1))])
@@ -1707,7 +1710,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.settle()
 
     ledger.meanwhile = meanwhile
-    index = served.coordinator.first_revisable() + behind
+    index = served.coordinator.view().first_revisable + behind
     revision = served.revising.revise(heavier(sample_index=index))
     assert revision.sample_index == index
     trainer.take(20)
@@ -1747,5 +1750,5 @@ def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., 
     assert (
         not coordinator.timeline.revisions
         and not ledger.revisions(coordinator.uid, coordinator.stream)
-        and coordinator.revising_at is None
+        and coordinator._revising_at is None
     )

@@ -17,9 +17,8 @@ from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderM
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.replay.peek import Peek, PeekCall
-from tokenloom_server.run.coordinator import Waiting
-from tokenloom_server.run.generation import Delivery, EndOfData
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join_call import JoinCall
 
 PATIENCE_S = 20.0
 

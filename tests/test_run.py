@@ -12,7 +12,8 @@ from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
 from tokenloom_server.order.pipeline import BatchPlan, StepGroup
-from tokenloom_server.run.generation import Delivery, EndOfData, Generation
+from tokenloom_server.run.delivery import Delivery, EndOfData
+from tokenloom_server.run.generation import Generation
 
 
 @dataclass
@@ -407,7 +408,7 @@ def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_com
     generation.progress(1, sessions[1], generation.index_of(9), 16, 0.0)
     assert [cast("FakeGroup", group).released for group in generation.groups] == [True, True, False, False]
     # The marks are still there, for the commit.
-    assert generation.digest_behind(5) == digest_hex(generation.groups[1].marks[0].digest)
+    assert generation.digest_after(5) == digest_hex(generation.groups[1].marks[0].digest)
     # What was let go cannot be sent again: nobody may go on in it.
     with pytest.raises(JoinRefused, match=f"goes on at sample {generation.index_of(7)}, but all ranks acknowledged"):
         generation.attach(0, "nonce-0", generation.index_of(7), 0, 0.0)
@@ -441,7 +442,7 @@ def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_
     # A snapshot at sample 48 names the boundary at which the group of its last step begins.
     generation.set_committed(8)
     assert [group.begin for group in generation.groups] == [24, 48, 72]
-    assert generation.digest_behind(8) == digest_hex(point(48).digest)
+    assert generation.digest_after(8) == digest_hex(point(48).digest)
     with pytest.raises(BeyondHorizon, match="step 3 of generation 3 is not held; steps 8 on are"):
         generation.group_of(3)
 
@@ -451,7 +452,7 @@ def test_digests_are_those_behind_each_step(steps: int) -> None:
     generation = generation_of()
     attached(generation)
     produced(generation)
-    assert generation.digest_behind(steps) == digest_hex(point(6 * steps).digest)
+    assert generation.digest_after(steps) == digest_hex(point(6 * steps).digest)
 
 
 # --- restarts of the server ------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from tokenloom_server.order import foreign_checkpoint
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.figures import Figures
 from tokenloom_server.run.fork import _refuse_other_documents
+from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.tools.checkpoint.content import _sources
 from tokenloom_server.tools.checkpoint.difference import place
 
@@ -238,13 +238,13 @@ def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path
     order = order_of(folder, shuffled())
     coordinator: Any = None
     losses: Any = None
-    figures = Figures(coordinator, losses)
+    stats = StatsReader(coordinator, losses)
     every = states(Timeline(order))
     for source, epochs in enumerate(order.config.epochs):
         read = []
         for state in every:
             own = state.sources[source]
-            _, done = figures._extent(order, source, own)
+            _, done = stats._rows_of_epoch(order, source, own)
             read.append(own.cursor.epoch + done)
         assert read[0] == 0
         # A file's bytes stand for its rows, so between two files it may go back by a little.

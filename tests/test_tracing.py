@@ -30,9 +30,8 @@ from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.replay.peek import MAX_PEEKS, Peek
 from tokenloom_server.replay.trace import _segments
 from tokenloom_server.reports.trace import TracedSample
-from tokenloom_server.run.coordinator import Waiting
-from tokenloom_server.run.generation import Delivery, EndOfData
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join_call import JoinCall
 
 PATIENCE_S = 20.0
 END = 256
@@ -288,7 +287,7 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom_server.replay.peek.AHEAD_SAMPLES", 3)
-    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
     with serving(folder, tmp_path, mixture(window_steps=4)) as served:
         first = Rank0(served, "a")
         for to in range(4, 72, 4):
@@ -296,7 +295,7 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
         Rank0(served, "b", resume="fresh").train(4)
         coordinator = served.coordinator
         for _ in range(3):
-            coordinator.ledger.thin_journal(coordinator.uid, coordinator.stream, coordinator.epoch)
+            coordinator.ledger.thin_journal(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
         for index in range(64):
             assert served.traces.sample(index, 1, False).digest == first_digest(first, index)
         with pytest.raises(BeyondHorizon):
@@ -344,7 +343,7 @@ def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom_server.replay.peek._TURN_TOKENS", 40)
-    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 1000)
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 1000)
     with serving(folder, tmp_path, mixture()) as served:
         rank = Rank0(served, "a").train(61)
         times = iter(range(10_000))
@@ -385,7 +384,7 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
 
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a revision may hold soon."""
-    monkeypatch.setattr("tokenloom_server.run.coordinator.MESSAGE_STEPS", 4)
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
 
 
 def change(**fields: Any) -> MixtureChange:
@@ -508,7 +507,7 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         rank = Rank0(served, "a").train(8)
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, served.peeks.pin(text, 60))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.peeks.pin(text, 60))
         index = served.revising.revise(change(drop=[PROSE])).sample_index
         assert index < 60
         behind = Rank0(served, "b")

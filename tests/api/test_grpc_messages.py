@@ -11,11 +11,10 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import _varint, encode_delivery
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
-from tokenloom_server.run.coordinator import RunCoordinator, Timeouts
-from tokenloom_server.run.generation import Delivery
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.delivery import Delivery
 
 
 @pytest.mark.parametrize("labels", ["same", "shifted"])
@@ -37,15 +36,11 @@ def test_the_bytes_are_the_message_field_by_field(
         catalog=CATALOG,
     )
     order = Order.create(found, tmp_path, None)
-    ledger = SqliteLedger(tmp_path / "ledger.db")
-    coordinator = RunCoordinator(order, ledger, "uid", Timeouts())
-    coordinator.epoch = 3
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_steps=5))
     pipeline.fill(group, 5)
 
-    text = encode_delivery(coordinator, 1, Delivery(group, 1, 4, with_base), 6, document_starts=document_starts)
-    ledger.close()
+    text = encode_delivery(Timeline(order), 1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts)
 
     counts, starts = group.document_starts(1, 1, 4) if document_starts else ([], np.empty(0, np.uint32))
     expected = wire.StreamResponse(

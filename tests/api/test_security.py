@@ -46,7 +46,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.order import snapshot
 from tokenloom_server.run import join
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.join_call import JoinCall
 
 RUN = "wiki-and-code"
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.base import StoredRevision
-from tokenloom_server.run.coordinator import Session
-from tokenloom_server.run.generation import EndOfData
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.views import Session
 
 from tests.simulation.corpus import Reference, reference
 from tests.simulation.scheduler import Violation
@@ -90,7 +90,7 @@ class Checker:
         index = run.committed.sample_index
         if (run.generation, index) == (self._generation, self._index):
             return
-        epoch = server.coordinator.epoch if server.coordinator is not None else None
+        epoch = server.coordinator.lease.epoch if server.coordinator is not None else None
         if epoch != run.epoch:
             self.fail(f"{server.name} has epoch {epoch}, the ledger {run.epoch}, but its {call} moved the ledger")
         if run.generation != self._generation:
@@ -210,7 +210,7 @@ class Checker:
         run = self._world.store.runs.get((RUN, STREAM))
         if run is None or self._world.lost:
             return
-        number = session.generation.number
+        number = session.active.generation.number
         if number != run.generation:
             self.fail(f"{what} for {rank.name}, generation {number}, but {run.generation} was open already")
         if run.openings[-1].attempt != rank.launch.attempt:
@@ -222,7 +222,7 @@ class Checker:
 
     def look_at_memory(self, server: Server) -> None:
         """G5: ids are held of a window and a group at most."""
-        active = server.coordinator.active if server.coordinator is not None else None
+        active = server.coordinator._active if server.coordinator is not None else None
         if active is None:
             return
         generation = active.generation

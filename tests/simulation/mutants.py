@@ -9,9 +9,12 @@ from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger.base import Commit, StoredRun
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.coordinator import ActiveGeneration, RunCoordinator
+from tokenloom_server.run.active_generation import ActiveGeneration
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.slots import Slot
+from tokenloom_server.run.views import RunView
 
 from tests.support.memory_ledger import MemoryLedger, Run, Store
 
@@ -43,15 +46,15 @@ def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
 def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
     """The server serves every generation as if it were the present one."""
 
-    def live_of(
+    def any_generation(
         self: RunCoordinator, uid: str, generation: int, attempt: str, committed_through: int
     ) -> ActiveGeneration:
-        if self.active is None:
+        if self._active is None:
             raise NotFound("join first")
-        return self.active
+        return self._active
 
-    patch.setattr(RunCoordinator, "_active_of", live_of)
-    patch.setattr(RunCoordinator, "_live_for", lambda self, session: live_of(self, "", 0, "", 0))
+    patch.setattr(RunCoordinator, "_active_for", any_generation)
+    patch.setattr(RunCoordinator, "_current", lambda self, session: any_generation(self, "", 0, "", 0))
     return MemoryLedger
 
 
@@ -86,13 +89,13 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(RunCoordinator, "await_ledger", lambda self, what, error: None)
+    patch.setattr(RunCoordinator, "_await_ledger", lambda self, possibly, error: None)
     return MemoryLedger
 
 
 def lease_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A server that could not renew its lease goes on sending."""
-    patch.setattr(RunCoordinator, "leads", lambda self: self.epoch_held)
+    patch.setattr(LeaseState, "leads", lambda self, now: self.held)
     return MemoryLedger
 
 
@@ -114,10 +117,7 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
 def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A revision may hold from a sample on that was produced already."""
 
-    def first_revisable(self: RunCoordinator) -> int:
-        return self.committed.sample_index + 1 if self.committed is not None else 0
-
-    patch.setattr(RunCoordinator, "first_revisable", first_revisable)
+    patch.setattr(RunView, "first_revisable", property(lambda self: self.commit.sample_index + 1))
     return MemoryLedger
 
 

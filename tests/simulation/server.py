@@ -14,13 +14,18 @@ from tokenloom_server.api.service import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.committer import Committer
-from tokenloom_server.run.coordinator import ActiveGeneration, RunCoordinator, Session, Waiting
-from tokenloom_server.run.generation import Delivery, EndOfData
-from tokenloom_server.run.join import RANK_0_WAIT_S, JoinCall, Joined
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join import RANK_0_WAIT_S, Joined
+from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.producer import Producer
+from tokenloom_server.run.resume_choice import ResumeChoice
 from tokenloom_server.run.streams import Streams
+from tokenloom_server.run.views import Session
+from tokenloom_server.run.wakes import Wakes
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable
@@ -78,12 +83,36 @@ class Wake(threading.Condition):
         self._woken()
 
 
+class SimulatedWakes(Wakes):
+    """Those of a server's coordinator: each wakes an event of the world."""
+
+    def __init__(self, lock: threading.Lock, server: Server) -> None:
+        super().__init__(lock)
+        self.lock = lock
+        self.producer = Wake(lock, server.wake_producer)
+        self.committer = Wake(lock, server.wake_committer)
+        self.changed = Wake(lock, server.wake_joins)
+        self.lease = Wake(lock, server.wake_lease)
+        self._server = server
+        #: Whether the present generation's streams are woken: from the end of the call on that began it.
+        self.hooked = True
+
+    def set_ranks(self, world_size: int) -> None:
+        super().set_ranks(world_size)
+        self.hooked = not world_size
+
+    def hook(self) -> None:
+        """Makes the ranks' conditions wake their streams."""
+        self.hooked = True
+        self.ranks = [Wake(self.lock, partial(self._server.wake_rank, rank)) for rank in range(len(self.ranks))]
+
+
 def _no_other_run(name: str) -> NoReturn:
     raise NotFound(f"there is no run {name!r} on this server")
 
 
-class SmallHost(RunCoordinator):
-    """A host whose messages and groups have few steps, so that a small world has many of each."""
+class SmallCoordinator(RunCoordinator):
+    """One whose messages and groups have few steps, so that a small world has many of each."""
 
     steps_of_message = steps_of_group = 1
 
@@ -102,7 +131,7 @@ class _Waiting:
         self.call = call
         self.number = number
         #: What it asks for, once it waits for rank 0.
-        self.asked: tuple[str, str] | None = None
+        self.choice: ResumeChoice | None = None
 
 
 class _Stream:
@@ -142,10 +171,13 @@ class Server(Process):
         self._producer_due = self._committer_due = False
         self._keeping_lease = False
         self._lease_at = 0.0
-        self._hooked: ActiveGeneration | None = None
 
     def held_up(self) -> bool:
-        return self.paused or (self.coordinator is not None and self.coordinator.lock.locked())
+        return self.paused or (self.coordinator is not None and self.wakes.lock.locked())
+
+    def is_changing(self) -> bool:
+        """Whether an opening, a revision or a fork is under way: no part of a world enters twice."""
+        return self.coordinator is not None and self.coordinator.is_changing()
 
     def clock(self) -> float:
         return self._world.now * self._rate + self._ahead_s
@@ -169,22 +201,22 @@ class Server(Process):
             world.note(self.name, "cannot start", error.name, str(error))
             world.kill_server(self)
             return
-        coordinator = SmallHost(order, ledger, stored.uid, world.plan.timeouts, self.clock, self.wall_clock)
+        coordinator = SmallCoordinator(
+            order, ledger, stored.uid, world.plan.timeouts, self.clock, self.wall_clock, self._make_wakes
+        )
         coordinator.steps_of_message, coordinator.steps_of_group = world.plan.message_steps, world.plan.group_steps
-        # Where another thread would wait, a world does something else: no part of it enters twice.
-        self.one_change = coordinator.one_change = threading.Lock()  # type: ignore[assignment]
         self.coordinator = coordinator
         self.leadership = Leadership(coordinator, self.holder)
         self.served = ServedRun(coordinator, self.leadership, Streams(order, order.config, {}), _no_other_run)
         self.producer, self.committer = Producer(coordinator), Committer(coordinator)
-        coordinator.producer_wakes = Wake(coordinator.lock, self._wake_producer)
-        coordinator.committer_wakes = Wake(coordinator.lock, self._wake_committer)
-        coordinator.changed = Wake(coordinator.lock, self._wake_joins)
-        coordinator.lease_wakes = Wake(coordinator.lock, self._wake_lease)
         self.reachable = True
         self._keep_lease()
 
-    def _wake_lease(self) -> None:
+    def _make_wakes(self, lock: threading.Lock) -> Wakes:
+        self.wakes = SimulatedWakes(lock, self)
+        return self.wakes
+
+    def wake_lease(self) -> None:
         self._world.soon(WOKEN_S, self, self._keep_lease)
 
     def _keep_lease(self) -> None:
@@ -193,13 +225,12 @@ class Server(Process):
         if self.coordinator.stopping or self._keeping_lease:
             return
         self._keeping_lease = True
-        led = self.coordinator.epoch_held
+        led = self.coordinator.lease.held
         pause_s = self.leadership.step()
         self._keeping_lease = False
-        if self.coordinator.epoch_held != led:
-            self._world.note(
-                self.name, "leads" if self.coordinator.epoch_held else "leads no longer", self.coordinator.epoch
-            )
+        lease = self.coordinator.lease
+        if lease.held != led:
+            self._world.note(self.name, "leads" if lease.held else "leads no longer", lease.epoch)
         self._hook()
         self._lease_at = self._world.now + pause_s
         self._world.at_time(self._lease_at, self, self._lease_is_due)
@@ -238,7 +269,7 @@ class Server(Process):
 
     # Threads
 
-    def _wake_producer(self) -> None:
+    def wake_producer(self) -> None:
         if not self._producer_due:
             self._producer_due = True
             self._world.soon(WOKEN_S, self, self._produce)
@@ -253,9 +284,9 @@ class Server(Process):
         self._world.checker.look_at_memory(self)
         self._hook()
         if worked:
-            self._wake_producer()
+            self.wake_producer()
 
-    def _wake_committer(self) -> None:
+    def wake_committer(self) -> None:
         if not self._committer_due:
             self._committer_due = True
             self._world.soon(WOKEN_S, self, self._commit)
@@ -264,19 +295,18 @@ class Server(Process):
         self._committer_due = False
         if self._committing or self.coordinator is None:
             return
-        with self.coordinator.lock:
-            rest_s = self.committer.rest_s()
+        rest_s = self.committer.rest_s()
         if rest_s is None:
             return
         if rest_s > 0:
-            self._world.at(rest_s, self, self._wake_committer)
+            self._world.at(rest_s, self, self.wake_committer)
             return
         self._committing = True
         worked = self.committer.step()
         self._committing = False
         self._hook()
         if worked or not self.coordinator.stopping:
-            self._wake_committer()
+            self.wake_committer()
 
     # Joins
 
@@ -296,14 +326,14 @@ class Server(Process):
         if waiting not in self._joining or self.coordinator is None:
             return
         world, join_handler, call = self._world, self.served.join_handler, waiting.call
-        if call.rank == 0 and self.one_change.locked():
+        if call.rank == 0 and self.is_changing():
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:
             joined = join_handler.try_join(call)
             if joined is None:
-                waiting.asked = join_handler._ask_of(call)
-                self._wake_joins()  # it was decided meanwhile, perhaps
+                waiting.choice = join_handler.choice_of(call)
+                self.wake_joins()  # it was decided meanwhile, perhaps
                 return
             self._answer(waiting, self._accepted(joined))
         except TokenloomError as error:
@@ -312,7 +342,7 @@ class Server(Process):
             self._hook()
 
     def _give_up(self, waiting: _Waiting) -> None:
-        if waiting in self._joining and waiting.asked is not None:
+        if waiting in self._joining and waiting.choice is not None:
             self._answer(waiting, self.served.join_handler.no_rank_0(waiting.call))
 
     def _answer(self, waiting: _Waiting, answer: Accepted | TokenloomError) -> None:
@@ -322,7 +352,7 @@ class Server(Process):
         if waiting.number >= 0:
             self._world.at(self._world.latency(), waiting.rank, waiting.rank.answered, waiting.number, answer)
 
-    def _wake_joins(self) -> None:
+    def wake_joins(self) -> None:
         if self._joining and not self._joins_due:
             self._joins_due = True
             self._world.soon(WOKEN_S, self, self._look_at_joins)
@@ -332,16 +362,12 @@ class Server(Process):
         self._joins_due = False
         assert self.coordinator is not None
         for waiting in list(self._joining):
-            with self.coordinator.lock:
-                decided = (
-                    self.coordinator.stopping
-                    or not self.coordinator.leads()
-                    or (
-                        waiting.asked is not None
-                        and self.served.join_handler._decided(waiting.call.attempt, waiting.asked)
-                    )
-                )
-            if decided:
+            coordinator, choice = self.coordinator, waiting.choice
+            if (
+                coordinator.stopping
+                or not coordinator.leads()
+                or (choice is not None and coordinator.is_decided(waiting.call.attempt, choice))
+            ):
                 self._try_join(waiting)
 
     def _accepted(self, joined: Joined) -> Accepted:
@@ -350,7 +376,7 @@ class Server(Process):
         template = self.coordinator.order.template(joined.uid, STREAM, opening.generation)
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, digest_hex(start.digest), base)
-        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.coordinator.epoch)
+        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.coordinator.lease.epoch)
 
     # Streams
 
@@ -422,7 +448,7 @@ class Server(Process):
         if state.over or self.coordinator is None or state.closed_at is None:
             return
         late = self._world.now - state.closed_at > FINISH_S
-        generation = state.session.generation if state.session is not None else None
+        generation = state.session.active.generation if state.session is not None else None
         if late or generation is None or generation.all_committed() or self.coordinator.stopping:
             if state.session is not None:
                 self.coordinator.leave(state.session)
@@ -443,16 +469,16 @@ class Server(Process):
         coordinator, stream, session, world = self.coordinator, state.stream, state.session, self._world
         try:
             found = coordinator.next_for(session, 0.0, lambda: False)
-            committed = coordinator.committed.sample_index if coordinator.committed is not None else 0
+            committed = coordinator.committed_through
             if isinstance(found, Delivery):
                 message = self._batches(coordinator, session.rank, found)
                 world.checker.sent(self, stream.rank, session, committed)
-                stream.down(stream.rank.receive, message, committed, coordinator.epoch)
+                stream.down(stream.rank.receive, message, committed, coordinator.lease.epoch)
             elif isinstance(found, EndOfData):
                 world.checker.sent(self, stream.rank, session, committed)
-                stream.down(stream.rank.receive, found, committed, coordinator.epoch)
+                stream.down(stream.rank.receive, found, committed, coordinator.lease.epoch)
             elif isinstance(found, Waiting) and world.now >= state.heartbeat_at:
-                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, coordinator.epoch)
+                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, coordinator.lease.epoch)
                 state.heartbeat_at = world.now + HEARTBEAT_S
                 world.at_time(state.heartbeat_at, self, self._pump_soon, state, WOKEN_S)
         except TokenloomError as error:
@@ -478,7 +504,7 @@ class Server(Process):
             )
             for step in range(first, last)
         ]
-        base = Base(group.begin, coordinator.resume_state(group).encode()) if with_base else None
+        base = Base(group.begin, resume_state_of(coordinator.timeline, group).encode()) if with_base else None
         return Batches(group.step_begin(first), steps, base)
 
     def _end(self, state: _Stream, error: TokenloomError | None) -> None:
@@ -493,17 +519,13 @@ class Server(Process):
 
     def _hook(self) -> None:
         """Makes the slots' conditions of a new generation wake their streams."""
-        active = self.coordinator.active if self.coordinator is not None else None
-        if self.coordinator is not None and active is not None and active is not self._hooked:
-            self._hooked = active
-            active.slots[:] = [
-                Wake(self.coordinator.lock, partial(self._wake_rank, rank)) for rank in range(len(active.slots))
-            ]
+        if self.coordinator is not None and not self.wakes.hooked:
+            self.wakes.hook()
             for state in self.streams.values():
                 self._pump_soon(state, WOKEN_S)  # those of the generation before
-            self._wake_producer()
+            self.wake_producer()
 
-    def _wake_rank(self, rank: int) -> None:
+    def wake_rank(self, rank: int) -> None:
         for state in self.streams.values():
             if state.stream.rank.number == rank:
                 self._pump_soon(state, WOKEN_S)

@@ -20,7 +20,7 @@ from tokenloom_server.errors import (
     TokenloomError,
 )
 from tokenloom_server.ledger.base import StoredSnapshot
-from tokenloom_server.run.coordinator import Timeouts
+from tokenloom_server.run.timeouts import Timeouts
 
 from tests.simulation.checker import Checker
 from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference
@@ -421,10 +421,11 @@ class World(Scheduler):
     def _make_snapshot(self, server: Server, save: bool) -> str | None:
         """The server's own state at some index is the trainer's; saved, it can be resumed from."""
         coordinator, launch = server.coordinator, self.launches[-1]
-        if coordinator is None or coordinator.active is None or coordinator.committed is None:
+        view = coordinator.view() if coordinator is not None else None
+        if coordinator is None or view is None or not view.generation.number:
             return None
-        low = coordinator.active.generation.ramp.start_index
-        index = self.rng.randint(low, max(low, coordinator.committed.sample_index))
+        low = view.generation.start_index
+        index = self.rng.randint(low, max(low, view.commit.sample_index))
         try:
             text, at = server.served.history.snapshot(index)
             self.checker.look_at_text(text, at)
@@ -453,7 +454,7 @@ class World(Scheduler):
             return
         try:
             server.served.history.forward(server.served.history.parse(text))
-            coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, text)
+            coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, text)
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:
@@ -467,11 +468,11 @@ class World(Scheduler):
     def _ask_for_revision(self, server: Server) -> None:
         """An operator changes the mixture, as the REST API has it done."""
         coordinator = server.coordinator
-        if coordinator is None or server.one_change.locked():
+        if coordinator is None or server.is_changing():
             return
         asked = {"reason": f"at {self.now:.3f}", **self._change(coordinator.timeline.at(2**40).config)}
         if self.rng.random() < 0.4:
-            asked["sample_index"] = coordinator.first_revisable() + self.rng.choice([0, 1, 7, 30])
+            asked["sample_index"] = coordinator.view().first_revisable + self.rng.choice([0, 1, 7, 30])
         try:
             revision = server.served.revising.revise(MixtureChange.model_validate(asked))
         except (ConfigError, LedgerError) as error:
@@ -507,7 +508,7 @@ class World(Scheduler):
 
     def _ask_for_drop(self, server: Server) -> None:
         coordinator = server.coordinator
-        if coordinator is None or server.one_change.locked() or not coordinator.timeline.revisions:
+        if coordinator is None or server.is_changing() or not coordinator.timeline.revisions:
             return
         number = self.rng.randint(1, len(coordinator.timeline.revisions))
         self.checker.asked_to_drop(coordinator.timeline.revisions[number - 1 :])

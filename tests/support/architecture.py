@@ -62,8 +62,9 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
     f"{SERVER}.run.slots": frozenset(),
+    f"{SERVER}.run.delivery": frozenset({"order.pipeline"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_schedule", "order.pipeline", "run.slots"},
+        {"core", "errors", "order.batch_schedule", "order.pipeline", "run.delivery", "run.slots"},
     ),
 }
 
@@ -110,6 +111,8 @@ PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
         *("core", "mixing", "packing", "order.batch_schedule", "order.pipeline", "run.generation", "run.slots"),
+        *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.resume_choice", "run.sizing"),
+        *("run.views",),
         *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
         *("tokenizer.engine", "tokenizer.masked", "tokenizer.text"),
     )
@@ -118,6 +121,13 @@ IMPURE = (
     *("asyncio", "concurrent", "datetime", "multiprocessing", "queue", "select", "selectors", "signal", "socket"),
     *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),
 )
+
+#: A live run's lock and all that it guards belong to one object, whose class lies in these modules. Others hold it, and
+#: its present generation, under these names; they send commands and read views.
+COORDINATOR = tuple(
+    f"{SERVER}.run.{name}" for name in ("coordinator", "stream_commands", "run_state", "active_generation")
+)
+COORDINATED = frozenset({"coordinator", "_coordinator", "active"})
 
 #: What may be imported of others, beside the standard library: the base dependencies for a trainer, and those of
 #: the server extra (starlette is FastAPI's own foundation, awkward what gigatoken takes its text in). The demo
@@ -428,8 +438,22 @@ def _changes(module: Module, constants: set[str]) -> Iterator[str]:
                 yield f"{module.at(target.lineno)}: the constant {target.id} is changed"
 
 
+def coordinated(tree: Tree) -> Iterator[str]:
+    """Nobody but a run's coordinator takes its lock, reads what it keeps to itself, or writes its fields."""
+    for module in tree.of(SERVER):
+        if module.name in COORDINATOR:
+            continue
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.Attribute) and (names := COORDINATED & {*_dotted(node.value).split(".")}):
+                owner = min(names)
+                if node.attr.startswith("_") or node.attr == "lock" or node.attr.endswith("_lock"):
+                    yield f"{module.at(node.lineno)}: {owner}.{node.attr} is the coordinator's own; send it a command"
+                elif not isinstance(node.ctx, ast.Load):
+                    yield f"{module.at(node.lineno)}: {node.attr} of {owner} is written; send the coordinator a command"
+
+
 Rule = Callable[[Tree], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     *(unplaced, upward, circles, crossings, undeclared, torch_in_server, edges, impure, code_in_data, dead),
-    import_time_work,
+    *(import_time_work, coordinated),
 )

@@ -87,7 +87,7 @@ class Server:
     def _bring_up(self, options: ServeOptions) -> None:
         rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access, options.tls)
         from tokenloom_server.api.service import Runs
-        from tokenloom_server.run.coordinator import Timeouts
+        from tokenloom_server.run.timeouts import Timeouts
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         ledger.check()

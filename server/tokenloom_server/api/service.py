@@ -34,8 +34,7 @@ from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
 from tokenloom_server.reports.trace import TracedSample, TracedStep
 from tokenloom_server.run.committer import Committer
-from tokenloom_server.run.coordinator import RunCoordinator, Timeouts
-from tokenloom_server.run.figures import Figures
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import Forking
 from tokenloom_server.run.history import History
 from tokenloom_server.run.join import JoinHandler
@@ -43,7 +42,9 @@ from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.producer import Producer
 from tokenloom_server.run.revise import Revising
+from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.streams import Streams
+from tokenloom_server.run.timeouts import Timeouts
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +79,11 @@ class ServedRun:
         self.forking = Forking(coordinator, self.history, other)
         self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
         self.losses = Losses(coordinator)
-        self.figures = Figures(coordinator, self.losses)
+        self.stats = StatsReader(coordinator, self.losses)
         self.peeks = Peeks(coordinator, self.history)
         self.evaluations = Evaluations(coordinator, streams)
         self.planner = Planner()
-        self.accounts = Receipts(coordinator, self.history, self.peeks, self.figures)
+        self.accounts = Receipts(coordinator, self.history, self.peeks, self.stats)
         self.traces = Traces(coordinator, self.history, self.peeks, self.evaluations)
 
 
@@ -228,23 +229,21 @@ class Runs:
         return sorted(self._runs)
 
     def stats(self, run: str) -> RunStats:
-        return self.get(run).figures.read()
+        return self.get(run).stats.read()
 
     def losses(self, run: str) -> RunLosses:
         return self.get(run).losses.read()
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         served = self.get(run)
-        with served.coordinator.lock:
-            timeline, state = served.coordinator.timeline, served.coordinator.committed_state
-        return served.planner.plan(timeline, state, until_tokens)
+        view = served.coordinator.view()
+        return served.planner.plan(view.timeline, view.state, until_tokens)
 
     def plan_from_start(self, run: str, until_tokens: int | None) -> RunPlan:
         """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at
         how far the run is, all ranks are told the same, and those of a later launch, too."""
         served = self.get(run)
-        with served.coordinator.lock:
-            timeline = served.coordinator.timeline
+        timeline = served.coordinator.timeline
         return served.planner.plan(timeline, timeline.initial(), until_tokens or MAX_COUNTER)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
@@ -330,7 +329,7 @@ class Runs:
         pin = served.peeks.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run, note)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, pin)
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin)
         start = point.sample_index + skip
         _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
         digest = point.digest or served.history.pinned(pin).point.digest
@@ -372,7 +371,7 @@ class Runs:
                 "another name in its mixture file"
             )
         own = served.forking.fork(text)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.epoch, served.peeks.pin(own, 0))
+        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.peeks.pin(own, 0))
         point = served.history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
@@ -384,10 +383,8 @@ class Runs:
         )
 
     def mixture(self, run: str) -> MixtureInfo:
-        coordinator = self.get(run).coordinator
-        with coordinator.lock:
-            timeline, least = coordinator.timeline, coordinator.first_revisable()
-            index = coordinator.committed.sample_index if coordinator.committed is not None else 0
+        view = self.get(run).coordinator.view()
+        timeline, index = view.timeline, view.commit.sample_index
         config = timeline.at(index).config
         return MixtureInfo(
             run=run,
@@ -411,18 +408,13 @@ class Runs:
                 if segment.phase is not None
             ],
             revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-            first_revisable=least,
+            first_revisable=view.first_revisable,
         )
 
     def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
         served = self.get(run)
         revision = served.revising.revise(change)
-        coordinator = served.coordinator
-        return revision_info(
-            coordinator.timeline,
-            revision,
-            coordinator.committed.sample_index if coordinator.committed is not None else 0,
-        )
+        return revision_info(served.coordinator.timeline, revision, served.coordinator.committed_through)
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         served = self.get(run)
@@ -431,13 +423,7 @@ class Runs:
 
     def not_ready(self) -> str | None:
         for run, served in self._runs.items():
-            if not served.coordinator.leads():
-                return f"run {run}: stands by: {served.coordinator.stands_by_for}"
-            dead = served.coordinator.dead_worker()
-            if dead is not None:
-                return f"run {run}: its thread {dead} has ended; restart the server, and report its log"
-            # An error that stopped a run does not count: the attempt that cures it has to reach this server, and so
-            # have the other runs' ranks. Stats, metrics and log tell of it.
-            if served.coordinator.ledger_error is not None:
-                return f"run {run}: the ledger is away: {served.coordinator.ledger_error}"
+            reason = served.coordinator.not_ready()
+            if reason is not None:
+                return f"run {run}: {reason}"
         return None if self._runs else "no run is served yet"

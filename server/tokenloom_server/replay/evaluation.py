@@ -33,8 +33,8 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
 from tokenloom_server.order.record import Order
-from tokenloom_server.run.coordinator import RunCoordinator, Waiting
-from tokenloom_server.run.generation import EndOfData
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.delivery import EndOfData, Waiting
 from tokenloom_server.run.streams import Streams
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
     JoinRefused,
-    LedgerError,
     NotFound,
     OrderMismatch,
     ServerStopping,
@@ -33,8 +32,8 @@ from tokenloom_server.errors import (
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.coordinator import RunCoordinator, Waiting
-from tokenloom_server.run.generation import Delivery, EndOfData
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.history import LATEST, History, Known
 
 #: Peeks of a run at once. Each has a pipeline: a block of every source, and a message.
@@ -241,12 +240,7 @@ class Peeks:
 
     def _point(self, call: PeekCall) -> ResumePoint:
         history, coordinator = self._history, self._coordinator
-        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
-        if stored is None:
-            raise LedgerError(
-                f"run {coordinator.name!r} is gone from {coordinator.ledger.description}; restart the server"
-            )
-        point = history.asked_for(stored, call.state, call.resume or LATEST)
+        point = history.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
         assert point is not None
         if point.notes and point.base is not None and not history.began_from(point):
             raise JoinRefused(

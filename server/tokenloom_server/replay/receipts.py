@@ -34,8 +34,9 @@ from tokenloom_server.reports.receipt import (
 )
 from tokenloom_server.reports.stats import SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.figures import Figures
 from tokenloom_server.run.history import History
+from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.sources.manifest import commits_of
 
 #: What the samples were made by.
@@ -52,19 +53,18 @@ class Unique(NamedTuple):
 class Receipts:
     """What one run has to show for its data. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, figures: Figures) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, stats: StatsReader) -> None:
         self._coordinator = coordinator
         self._history = history
         self._peeks = peeks
-        self._figures = figures
+        self._stats = stats
 
     def receipt(self, sample_index: int | None) -> Receipt:
         """At a sample index, None for the committed one. Raises ``BeyondHorizon`` for what is not committed, or lies
         before what this run's ledger has, and what going forward raises."""
         coordinator = self._coordinator
-        with coordinator.lock:
-            timeline, at_hand = coordinator.timeline, coordinator.committed_state
-            committed = coordinator.committed or coordinator.commit_of(timeline.initial(), "")
+        view = coordinator.view()
+        timeline, at_hand, committed = view.timeline, view.state, view.commit
         lineage = lineage_of(self._history.openings())
         oldest = lineage[0].start_index if lineage else 0
         index = committed.sample_index if sample_index is None else sample_index
@@ -107,22 +107,17 @@ class Receipts:
         """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
         coordinator = self._coordinator
         openings = self._history.openings()
-        with coordinator.lock:
-            timeline, state = coordinator.timeline, coordinator.committed_state
-            committed = coordinator.committed or coordinator.commit_of(timeline.initial(), "")
-            generation = coordinator.active.generation if coordinator.active is not None else None
-            # The end is known as soon as it is produced; here it counts once it is reached.
-            over = generation is not None and generation.committed == generation.produced
-            ended = generation.end.reason if generation is not None and generation.end is not None and over else None
+        view = coordinator.view()
+        timeline, state, committed, end = view.timeline, view.state, view.commit, view.generation.end
+        # The end is known as soon as it is produced; here it counts once it is reached.
+        ended = end.reason if end is not None and view.generation.over else None
         index = committed.sample_index
         if state.sample_index != index:
             # The server was restarted, and has the boundary before it.
             state = self._peeks.state_at(index)
         order = timeline.at(index)
-        figures = self._figures.sources(committed, state)
-        sources = [
-            _source(timeline, index, figure, source) for figure, source in zip(figures, state.sources, strict=True)
-        ]
+        stats = self._stats.sources(committed, state)
+        sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]
         same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
         lineage = lineage_of(openings)
         return RunReport(
@@ -148,7 +143,7 @@ class Receipts:
             manifest_digest=order.manifest.digest,
             mixture=as_file(order.config),
             sources=sources,
-            generations=_generations(coordinator, openings, lineage, index),
+            generations=_generations(openings, lineage, index),
             parent_run=asdict(replace(timeline.origin, state="")) if timeline.origin is not None else None,
             skipped=skipped_before(lineage, index),
             revisions=[
@@ -261,13 +256,11 @@ def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) 
     )
 
 
-def _generations(
-    coordinator: RunCoordinator, openings: Sequence[Opening], lineage: Sequence[Opening], end: int
-) -> list[GenerationReport]:
+def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: int) -> list[GenerationReport]:
     kept = {before.generation: (before.start_index, _branched_at(behind)) for before, behind in pairwise(lineage)}
     if lineage:
         kept[lineage[-1].generation] = (lineage[-1].start_index, end)
-    ramps = {opening.generation: coordinator.ramp(opening) for opening in openings}
+    ramps = {opening.generation: steps_of(opening) for opening in openings}
     return [
         GenerationReport(
             generation=opening.generation,

@@ -36,6 +36,7 @@ from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.reports.trace import Status, TracedDocument, TracedRank, TracedSample, TracedStep
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History, covering
+from tokenloom_server.run.sizing import steps_of
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 #: Going forward to a sample takes so long at most, seconds; asked again, it goes on where it was.
@@ -114,7 +115,7 @@ class Traces:
         Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
         """
         openings, opening = self._generation(generation)
-        plan = self._coordinator.ramp(opening).at_step(step)
+        plan = steps_of(opening).at_step(step)
         world, size = plan.world_size, plan.batch_size
         if rank is not None and rank >= world:
             raise ConfigError(f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}")
@@ -161,11 +162,10 @@ class Traces:
     def _check_produced(self, what: str, index: int, opening: Opening) -> None:
         """That the present generation came so far."""
         coordinator = self._coordinator
-        with coordinator.lock:
-            active, committed = coordinator.active, coordinator.committed
-            at = committed.sample_index if committed is not None else 0
-            if active is not None and active.generation.number == opening.generation:
-                at = max(at, active.generation.index_of(active.generation.produced))
+        view = coordinator.view()
+        at = view.commit.sample_index
+        if view.generation.number == opening.generation:
+            at = max(at, view.generation.produced_index)
         if index >= at:
             raise BeyondHorizon(
                 f"{what} of run {coordinator.name!r} was not delivered: it begins at sample {index}, and generation "
@@ -178,7 +178,7 @@ class Traces:
         status = self._status(sample.sample, opening, openings)
         if opening is None:
             return sample.model_copy(update={"status": status})
-        plan = self._coordinator.ramp(opening).at_index(sample.sample)
+        plan = steps_of(opening).at_index(sample.sample)
         steps, at = divmod(sample.sample - plan.start_index, plan.step_samples)
         piece, place = divmod(at, plan.batch_size)
         rotation = slice_rotation(self._coordinator.order.config.seed, sample.sample - at, plan.world_size)
@@ -202,8 +202,7 @@ class Traces:
             each = by_number.get(each.parent)
         if each is not opening:
             return "rewound"
-        committed = self._coordinator.committed
-        return "committed" if committed is not None and index < committed.sample_index else "produced"
+        return "committed" if index < self._coordinator.committed_through else "produced"
 
     # --- making samples again ------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ class Forking:
                 f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with coordinator.one_change:
-            epoch = coordinator.epoch
+        with coordinator.one_change():
+            epoch = coordinator.lease.epoch
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None
             origin = coordinator.timeline.origin
@@ -56,7 +56,7 @@ class Forking:
                         f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, found)
-                coordinator.revise(epoch, coordinator.timeline.with_origin(origin))
+                coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
             template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 

@@ -12,29 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.run.delivery import Delivery, EndOfData
 from tokenloom_server.run.slots import Slot, Slots
-
-
-class Delivery(NamedTuple):
-    """Steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
-
-    group: StepGroup
-    first: int
-    last: int
-    with_base: bool
-
-
-class EndOfData(NamedTuple):
-    end_index: int
-    reason: str
-    dropped_samples: int
-
 
 #: Ranks that a message names, at most.
 _NAMED = 8
@@ -87,6 +71,11 @@ class Generation:
         """The step at which production (again) begins for the committed step to be known."""
         return self.ramp.group_begin(self.committed - 1) if self.committed else 0
 
+    @property
+    def over(self) -> bool:
+        """Whether the data ended and all of them are committed."""
+        return self.end is not None and self.committed == self.produced
+
     # --- positions ---------------------------------------------------------------------------------
 
     def index_of(self, step: int) -> int:
@@ -118,7 +107,7 @@ class Generation:
             return self.groups[at]
         raise BeyondHorizon(f"step {step} of generation {self.number} is not held; steps {self.committed} on are")
 
-    def digest_behind(self, steps: int) -> str:
+    def digest_after(self, steps: int) -> str:
         """The rolling digest behind the first ``steps`` steps of those that are held."""
         if steps == self.ramp.group_begin(steps):
             for group in self.groups:
@@ -311,7 +300,7 @@ class Generation:
                 f"sample {self.index_of(self.produced)}: the data, the tokeniser or the software changed; nothing was "
                 "delivered"
             )
-        found = self.digest_behind(self.committed)
+        found = self.digest_after(self.committed)
         if found != expected:
             raise OrderMismatch(
                 f"sample {self.index_of(self.committed)} was committed with digest {expected}, but producing it again "
@@ -357,7 +346,7 @@ class Generation:
         return self.groups[0].first_step if self.groups else self.produced
 
     def _check_claim(self, rank: int, step: int, digest: str) -> None:
-        found = self.digest_behind(step)
+        found = self.digest_after(step)
         if found != digest:
             raise OrderMismatch(
                 f"rank {rank} has digest {digest} at sample {self.index_of(step)}, but this server's order has {found} "

@@ -13,12 +13,12 @@ from tokenloom_server.core.state import MAX_COUNTER, Cursor, Imported, State, di
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.base import Opening, StoredRun
 from tokenloom_server.order import foreign_checkpoint, snapshot
-from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.sizing import steps_of
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
@@ -210,7 +210,7 @@ class History:
         """
         coordinator, openings = self._coordinator, self.openings()
         opening = covering(openings, index, generation)
-        timeline = self.course_of(openings, generation)
+        timeline = self.timeline_of(openings, generation)
         origin = timeline.origin
         if origin is not None and index < origin.sample_index:
             raise BeyondHorizon(
@@ -228,14 +228,15 @@ class History:
                     "not of its order"
                 )
             return Known(timeline.initial(), 0, 0, timeline)
-        state, committed = self._journalled(opening, index, timeline), coordinator.committed
+        state = self._journalled(opening, index, timeline)
         if generation not in (None, openings[-1].generation):
             assert generation is not None
             return Known(state, opening.generation, self._farthest(generation, timeline), timeline)
-        if opening is openings[-1] and committed is not None and state.sample_index < committed.sample_index <= index:
-            # Behind the newest journal entry there may be a good deal more, and its boundary is at hand.
-            state = timeline.decode(committed.state)
-        return Known(state, opening.generation, committed.sample_index if committed is not None else 0, timeline)
+        commit = coordinator.view().commit
+        if opening is openings[-1] and state.sample_index < commit.sample_index <= index:
+            # After the newest journal entry there may be a good deal more, and its boundary is at hand.
+            state = timeline.decode(commit.state)
+        return Known(state, opening.generation, commit.sample_index, timeline)
 
     def began_from(self, point: ResumePoint) -> bool:
         """Whether the run's present line began from the older data loader's checkpoint that a point was made of."""
@@ -246,7 +247,7 @@ class History:
         """Where the present line began, if from an older data loader's checkpoint."""
         return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
 
-    def course_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
+    def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The course that a generation had when it ended; that of the run for the present one, or None."""
         coordinator = self._coordinator
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
@@ -327,71 +328,47 @@ class History:
         not. Raises ``BeyondHorizon`` naming the limits.
         """
         coordinator = self._coordinator
-        with coordinator.lock:
-            active, committed = coordinator.active, coordinator.committed
-            if active is None or committed is None:
-                active = committed = held = None
-            else:
-                index = committed.sample_index if sample_index is None else sample_index
-                held = self._held(active.generation, index)
-        # Out of the lock: the state of many sources is a long text, and the ranks' streams would wait for it.
-        if active is None or committed is None:
-            return self._before_training(sample_index)
-        generation = active.generation
-        horizon = generation.ramp.index_of(generation.horizon)
-        if index > horizon:
+        view = coordinator.view()
+        generation, commit = view.generation, view.commit
+        if not generation.number:
+            if sample_index:
+                raise BeyondHorizon(
+                    f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet"
+                )
+            timeline = view.timeline
+            return self._sealed(0, timeline.encode(timeline.initial()), 0, digest_hex(0), 0), 0
+        index = commit.sample_index if sample_index is None else sample_index
+        if index > generation.horizon_index:
             raise BeyondHorizon(
-                f"sample {index} is beyond the horizon {horizon}: {committed.sample_index} is committed, and "
-                f"production may go {generation.window_steps} steps further"
+                f"sample {index} is beyond the horizon {generation.horizon_index}: {commit.sample_index} is committed, "
+                f"and production may go {generation.window_steps} steps further"
             )
-        number = generation.number
-        if index == committed.sample_index:
-            resume_state, digest, tokens = committed.state, committed.digest, committed.total_tokens
-        elif held is not None:
-            group, digest, tokens = held
-            resume_state = coordinator.resume_state(group)
+        if index == commit.sample_index:
+            text = self._sealed(generation.number, commit.state, index, commit.digest, commit.total_tokens)
+        elif (point := coordinator.point_at(index)) is not None:
+            group, digest, tokens = point
+            text = self._sealed(generation.number, resume_state_of(view.timeline, group), index, digest, tokens)
         else:
-            number, resume_state, digest, tokens = self._recomputed(index)
-        template = coordinator.order.template(coordinator.uid, coordinator.stream, number)
-        return snapshot.compose(template, resume_state, index, digest, tokens), index
+            text = self._recomputed(index)
+        return text, index
 
-    def _before_training(self, sample_index: int | None) -> tuple[str, int]:
-        if sample_index:
-            raise BeyondHorizon(f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet")
+    def _sealed(self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int) -> str:
         coordinator = self._coordinator
-        template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
-        return snapshot.compose(
-            template, coordinator.timeline.encode(coordinator.timeline.initial()), 0, digest_hex(0), 0
-        ), 0
+        template = coordinator.order.template(coordinator.uid, coordinator.stream, generation)
+        return snapshot.compose(template, resume_state, index, digest, total_tokens)
 
-    def _held(self, generation: Generation, index: int) -> tuple[StepGroup, str, int] | None:
-        """(group of the boundary before it, digest, tokens) at a sample index that is held in memory; None where it is
-        not (the caller holds the host's lock)."""
-        boundary = generation.ramp.boundary(index)
-        for group in generation.groups:
-            if group.begin != boundary:
-                continue
-            if index == group.begin:
-                return group, digest_hex(group.base.digest), group.base.total_tokens
-            # Only steps that were published: the producer may be filling the group right now.
-            published = generation.produced - group.first_step
-            for mark in group.marks[:published]:
-                if mark.sample_index == index:
-                    return group, digest_hex(mark.digest), mark.total_tokens
-        return None
-
-    def _recomputed(self, index: int) -> tuple[int, str, str, int]:
+    def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
-        coordinator = self._coordinator
         opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        boundary = coordinator.ramp(opening).boundary(index)
+        boundary = steps_of(opening).boundary(index)
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:
             raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
-        return opening.generation, coordinator.timeline.encode(base), digest_hex(state.digest), state.total_tokens
+        resume_state = self._coordinator.timeline.encode(base)
+        return self._sealed(opening.generation, resume_state, index, digest_hex(state.digest), state.total_tokens)
 
     def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""

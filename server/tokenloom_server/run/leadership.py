@@ -48,8 +48,9 @@ class Leadership(threading.Thread):
 
         Raises ``LeaseHeld`` where another server goes on renewing it, and the ledger's errors.
         """
+        coordinator = self._coordinator
         deadline = time.monotonic() + self._lease_s + _MARGIN_S
-        told = False
+        is_logged = False
         while True:
             try:
                 self._acquire()
@@ -57,35 +58,24 @@ class Leadership(threading.Thread):
             except LeaseHeld as error:
                 if time.monotonic() >= deadline:
                     raise
-                if not told:
+                if not is_logged:
                     _log.info(
-                        "%s: waiting up to %.0f s for the lease to lapse: %s",
-                        self._coordinator.name,
-                        self._lease_s,
-                        error,
+                        "%s: waiting up to %.0f s for the lease to lapse: %s", coordinator.name, self._lease_s, error
                     )
-                told = True
-                self._coordinator.stand_by(str(error))
+                is_logged = True
+                coordinator.stand_by(str(error))
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
 
     def run(self) -> None:
         while not self._ended.is_set():
-            ledger_waits = self._coordinator.ledger_waits
-            self._rest(self.step(), ledger_waits)
+            ledger_waits = self._coordinator.lease.ledger_waits
+            self._coordinator.await_lease_work(ledger_waits, self._ended.is_set, self.step())
         self.let_go()
-
-    def _rest(self, pause_s: float, ledger_waits: int) -> None:
-        """Waits, unless a doubt has come up since there were so many."""
-        coordinator = self._coordinator
-        with coordinator.lock:
-            coordinator.lease_wakes.wait_for(
-                lambda: self._ended.is_set() or coordinator.ledger_waits != ledger_waits, pause_s
-            )
 
     def step(self) -> float:
         """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
         try:
-            return self._renew() if self._coordinator.epoch_held else self._ask()
+            return self._renew() if self._coordinator.lease.held else self._ask()
         except Exception as error:
             if self._ended.is_set():
                 self._away_since = self._coordinator.clock()  # nobody would hear that the lease is let go
@@ -96,54 +86,48 @@ class Leadership(threading.Thread):
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
         ``timeout_s``."""
         self._ended.set()
-        with self._coordinator.lock:
-            self._coordinator.lease_wakes.notify_all()
+        self._coordinator.wake_lease()
         if self.ident is not None:
             self.join(timeout_s)
 
     def let_go(self) -> None:
-        """Lets the lease lapse now. By the thread that renews: no renewal comes behind it, and who ends a server need
+        """Lets the lease lapse now. By the thread that renews: no renewal comes after it, and who ends a server need
         not wait for a ledger."""
         coordinator = self._coordinator
-        if not coordinator.epoch_held or self._away_since is not None:
+        if not coordinator.lease.held or self._away_since is not None:
             return  # nothing to let go, or nobody who would hear it in time
         try:
-            coordinator.ledger.release(coordinator.uid, coordinator.stream, coordinator.epoch)
+            coordinator.ledger.release(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
         except TokenloomError as error:
             _log.info("%s: the lease is left to lapse: %s", coordinator.name, error)
 
     def _acquire(self) -> None:
         """Raises ``LeaseHeld``."""
         coordinator = self._coordinator
+        name, stream, ledger = coordinator.name, coordinator.stream, coordinator.ledger
         began = coordinator.clock()
-        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
+        stored = ledger.read_run(name, stream)
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
-            stored = coordinator.ledger.create_run(
-                coordinator.name, coordinator.stream, coordinator.uid, coordinator.order.record()
-            )
-        epoch = coordinator.ledger.acquire(
-            stored.uid, coordinator.stream, self._holder, self._lease_s, coordinator.epoch
-        )
-        # Read behind the acquisition: nobody else can write any more.
-        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
+            stored = ledger.create_run(name, stream, coordinator.uid, coordinator.order.record())
+        epoch = ledger.acquire(stored.uid, stream, self._holder, self._lease_s, coordinator.lease.epoch)
+        # Read after the acquisition: nobody else can write any more.
+        stored = ledger.read_run(name, stream)
         if stored is None:
-            raise LedgerRolledBack(
-                f"run {coordinator.name!r} is gone from {coordinator.ledger.description}, right after its lease was "
-                f"taken"
-            )
-        openings = coordinator.ledger.openings(stored.uid, coordinator.stream)
+            raise LedgerRolledBack(f"run {name!r} is gone from {ledger.description}, right after its lease was taken")
+        openings = ledger.openings(stored.uid, stream)
         timeline = coordinator.timeline
         if openings:
             timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
-        timeline = timeline.with_revisions(coordinator.ledger.revisions(stored.uid, coordinator.stream))
+        timeline = timeline.with_revisions(ledger.revisions(stored.uid, stream))
         coordinator.lead(epoch, stored, timeline, began, began + self._lease_s)
         self._away_since = None
 
     def _ask(self) -> float:
-        if self._coordinator.epoch and not self._coordinator.epoch_held and not self._coordinator.awaits_ledger:
+        lease = self._coordinator.lease
+        if lease.epoch and not lease.held and not lease.awaits_ledger:
             # Who lost a lease is no restart of the one that has it: it waits like any other.
-            self._holder = f"{self._name} (was at epoch {self._coordinator.epoch})"
+            self._holder = f"{self._name} (was at epoch {lease.epoch})"
         try:
             self._acquire()
         except LeaseHeld as error:
@@ -155,17 +139,19 @@ class Leadership(threading.Thread):
     def _renew(self) -> float:
         coordinator = self._coordinator
         began = coordinator.clock()
-        generation, known, heard_at = coordinator.standing()
+        view = coordinator.view()
+        generation = view.generation
+        heard_at = generation.heard_at
         try:
             coordinator.ledger.renew(
                 coordinator.uid,
                 coordinator.stream,
-                coordinator.epoch,
+                coordinator.lease.epoch,
                 self._holder,
                 self._lease_s,
-                heard_at,
-                generation,
-                known,
+                None if heard_at is None else coordinator.wall_clock() - (view.now - heard_at),
+                generation.number,
+                view.commit.sample_index if generation.number else 0,
             )
         except (NotLeader, LedgerRolledBack) as error:
             coordinator.on_lease_lost(error)
@@ -195,5 +181,5 @@ class Leadership(threading.Thread):
         if self._away_since is None:
             self._away_since = now
             _log.warning("%s: the lease cannot be renewed: %s", coordinator.name, error)
-        if coordinator.epoch_held and now >= coordinator.leads_until:
+        if coordinator.lease.held and now >= coordinator.lease.until:
             coordinator.suspend(str(error))

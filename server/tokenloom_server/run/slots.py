@@ -25,7 +25,7 @@ class Slot:
     consumed: int = 0
     credit_steps: int = 1
     last_heard: float | None = None
-    #: The client said goodbye: nobody is behind the slot until it comes again.
+    #: The client said goodbye: nobody waits for the slot until it comes again.
     left: bool = False
     #: Since when the stream has had all that is produced, and more is held back by other ranks.
     starved_since: float | None = None
@@ -58,7 +58,7 @@ class Slots:
         return iter(self._slots)
 
     def attach(self, slot: Slot, step: int, now: float) -> None:
-        """A new stream of the slot begins behind a step."""
+        """A new stream of the slot begins after a step."""
         slot.session += 1
         slot.connected = True
         slot.sent = step
@@ -68,12 +68,12 @@ class Slots:
         slot.last_heard = now
         slot.left = False
         slot.starved_since = None
-        self._look()
+        self._recount()
 
     def detach(self, slot: Slot) -> None:
         """The slot's stream is over."""
         slot.connected = False
-        self._look()
+        self._recount()
 
     def send(self, slot: Slot, step: int) -> None:
         """The slot was sent everything up to a step."""
@@ -90,7 +90,12 @@ class Slots:
         if was_last:
             self._ranks_at_least -= 1
             if not self._ranks_at_least:
-                self._look()
+                self._recount()
+
+    def all_heard(self, at_s: float) -> None:
+        """Every rank was last heard at this time, as the server before this one told."""
+        for slot in self._slots:
+            slot.last_heard = at_s
 
     def heard_at(self) -> float | None:
         """When the rank that has been silent longest was heard; None where one was never, or has left."""
@@ -101,7 +106,7 @@ class Slots:
         """The slots that hold the others back."""
         return (slot for slot in self._slots if slot.consumed == self.consumed_by_all)
 
-    def _look(self) -> None:
+    def _recount(self) -> None:
         """Looks at every slot; each rank brings that about at most once a step."""
         positions = [slot.consumed for slot in self._slots]
         self.consumed_by_all = min(positions)

@@ -11,9 +11,10 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.evaluation import Slice
-from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.generation import Delivery
+from tokenloom_server.run.commits import resume_state_of
+from tokenloom_server.run.delivery import Delivery
 
 _LENGTH_DELIMITED = 2
 _STEPS_KEY = bytes((wire.Batches.STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
@@ -21,7 +22,7 @@ _SLICE_KEY = bytes((wire.StepInfo.SLICE_FIELD_NUMBER << 3,))
 
 
 def encode_delivery(
-    coordinator: RunCoordinator, rank: int, delivery: Delivery, committed_through: int, *, document_starts: bool
+    timeline: Timeline, rank: int, delivery: Delivery, committed_through: int, epoch: int, *, document_starts: bool
 ) -> bytes:
     """A serialised ``StreamResponse`` with ``batches``.
 
@@ -39,7 +40,7 @@ def encode_delivery(
         source_ids=group.source_ids[rank, first:last].ravel().tolist(),
         document_counts=counts,
         document_starts=starts.tolist(),
-        base=wire.Base(sample_index=group.begin, resume_state=coordinator.resume_state(group).encode())
+        base=wire.Base(sample_index=group.begin, resume_state=resume_state_of(timeline, group).encode())
         if with_base
         else None,
         buckets=_buckets(group, rank, first, last),
@@ -50,7 +51,7 @@ def encode_delivery(
     size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
     ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
-    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=coordinator.epoch).SerializeToString()
+    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
 
 

@@ -20,15 +20,16 @@ from tokenloom_server.api.service import Runs, ServedRun
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, TokenloomError
-from tokenloom_server.ledger.base import Commit
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
 from tokenloom_server.replay.evaluation import EvaluationCall, Slice
 from tokenloom_server.replay.peek import PeekCall
-from tokenloom_server.run.coordinator import RunCoordinator, Session, Waiting
-from tokenloom_server.run.generation import Delivery, EndOfData
-from tokenloom_server.run.join import JoinCall
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.losses import Report
+from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.views import Session
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class DataLoader:
                 group_steps=opening.group_steps,
                 batch_size=opening.batch_size,
                 skipped=opening.skipped,
-                plans=served.coordinator.ramp(opening).plans,
+                plans=steps_of(opening).plans,
             )
         raise AssertionError("unreachable: the context aborts")
 
@@ -276,7 +277,7 @@ class DataLoader:
                 if source.presence != "dropped"
             ],
             group_steps=served.coordinator.message_steps(request.batch_size),
-            server_epoch=served.coordinator.epoch,
+            server_epoch=served.coordinator.lease.epoch,
             batch_size=request.batch_size,
             stream_samples=samples,
         )
@@ -348,10 +349,11 @@ class DataLoader:
                     place.finish(reader.said_goodbye)
                     return
                 found = place.next(HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
-                committed = _index_of(coordinator.committed)
-                epoch = coordinator.epoch
+                committed, epoch = coordinator.committed_through, coordinator.lease.epoch
                 if isinstance(found, Delivery):
-                    yield encode_delivery(coordinator, place.rank, found, committed, document_starts=with_starts)
+                    yield encode_delivery(
+                        coordinator.timeline, place.rank, found, committed, epoch, document_starts=with_starts
+                    )
                 elif isinstance(found, Slice):
                     yield encode_slice(found, committed, epoch, document_starts=with_starts)
                 elif isinstance(found, EndOfData):
@@ -475,7 +477,7 @@ def _join_response(
         group_steps=group_steps,
         snapshot_template=canonical(order.template(uid, coordinator.stream, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
-        server_epoch=coordinator.epoch,
+        server_epoch=coordinator.lease.epoch,
         skipped_samples=skipped,
         global_batch_size=order.config.global_batch_size or 0,
         batch_size=batch_size,
@@ -526,10 +528,6 @@ def _labels(order: Order) -> wire.Labels:
     if order.config.batching is not None:
         return wire.LABELS_UNSPECIFIED
     return wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME
-
-
-def _index_of(committed: Commit | None) -> int:
-    return committed.sample_index if committed is not None else 0
 
 
 @contextlib.contextmanager

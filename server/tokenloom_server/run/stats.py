@@ -1,4 +1,4 @@
-"""A run's figures, from what its host holds."""
+"""A run's stats, made from what its coordinator and its sources say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenloom_server.sources.scheme import scheme_of
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
 #: A shard larger than this is not indexed just to tell how far along it is, bytes.
-_INDEX_FOR_FIGURES_BYTES = 2**30
+_INDEX_FOR_STATS_BYTES = 2**30
 
 _NOTHING = Counters(samples=0, rows=0, tokens=0)
 
@@ -29,8 +29,8 @@ def _consumed(commit: Commit) -> int:
     return sum(counters.tokens for counters in commit.counters.values())
 
 
-class Figures:
-    """Reads one run's figures. Thread-safe."""
+class StatsReader:
+    """Reads one run's stats. Thread-safe."""
 
     def __init__(self, coordinator: RunCoordinator, losses: Losses) -> None:
         self._coordinator = coordinator
@@ -41,36 +41,10 @@ class Figures:
 
     def read(self) -> RunStats:
         coordinator = self._coordinator
-        with coordinator.lock:
-            now = coordinator.clock()
-            active, state = coordinator.active, coordinator.committed_state
-            # Before the first generation: nothing, of every source.
-            committed = coordinator.committed or coordinator.commit_of(coordinator.timeline.initial(), "")
-            error, ledger_error = coordinator.error, coordinator.ledger_error
-            leads, epoch = coordinator.leads(), coordinator.epoch
-            committed_at, waiting_for = coordinator.committed_at, coordinator.waiting_for()
-            recent = [entry for entry in coordinator.recent if now - entry[0] <= LOOK_BACK_S] or list(
-                coordinator.recent
-            )[-1:]
-            generation = active.generation if active is not None else None
-            ranks, produced, held, window, ended, over = [], 0, 0, 1, None, False
-            if generation is not None:
-                produced = generation.index_of(generation.produced)
-                held, window = max(0, generation.produced - generation.committed), generation.window_steps
-                ended = generation.end.reason if generation.end is not None else None
-                over = ended is not None and generation.committed == generation.produced
-                positions = [generation.index_of(slot.consumed) for slot in generation.slots]
-                ranks = [
-                    RankStats(
-                        rank=slot.rank,
-                        connected=slot.connected,
-                        position=position,
-                        lag=max(positions) - position,
-                        last_heard_s=None if slot.last_heard is None else round(now - slot.last_heard, 3),
-                    )
-                    for slot, position in zip(generation.slots, positions, strict=True)
-                ]
-            timeline = coordinator.timeline
+        view = coordinator.view()
+        now, generation = view.now, view.generation
+        timeline, committed, state = view.timeline, view.commit, view.state
+        recent = [entry for entry in view.recent if now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
         reported, losses = self._losses.newest()
         order = timeline.at(state.sample_index)
         shares = target_shares(order.config, order.size_estimates)
@@ -79,52 +53,61 @@ class Figures:
         totals = _consumed(committed), _consumed(earlier)
         engine = order.engine
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
-        made = [revision.sample_index <= committed.sample_index for revision in timeline.revisions]
+        in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
+        farthest = max((rank.position for rank in generation.ranks), default=0)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
             streams=list(coordinator.order.config.stream_names),
             run_uid=coordinator.uid,
             seed=order.config.seed,
-            generation=generation.number if generation is not None else 0,
-            leads=leads,
-            server_epoch=epoch,
-            world_size=generation.ramp.world_size if generation is not None else 0,
-            batch_size=generation.ramp.at_step(generation.committed).batch_size if generation is not None else 0,
+            generation=generation.number,
+            leads=view.leads,
+            server_epoch=view.lease.epoch,
+            world_size=generation.world_size,
+            batch_size=generation.batch_size,
             sequence_length=order.config.sequence_length,
             sample_index=committed.sample_index,
-            produced_index=max(produced, committed.sample_index),
+            produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
             total_tokens=committed.total_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=tokens_per_s,
-            window_fill=min(1.0, held / window),
-            waiting_for=waiting_for,
-            ended=ended,
-            error=f"{error.name}: {error}" if error is not None else None,
+            window_fill=min(1.0, generation.held_steps / generation.window_steps),
+            waiting_for=view.waiting_for,
+            ended=generation.end.reason if generation.end is not None else None,
+            error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
-            revision=sum(made),
-            next_revision=_planned(timeline, sum(made), committed.total_tokens, tokens_per_s),
+            revision=in_force,
+            next_revision=_planned(timeline, in_force, committed.total_tokens, tokens_per_s),
             reported=reported,
             sources=[
-                self._source(order, i, source, committed, earlier, totals, over, shares[i], losses.get(i))
+                self._source(order, i, source, committed, earlier, totals, generation.over, shares[i], losses.get(i))
                 for i, source in enumerate(state.sources)
             ],
-            ranks=ranks,
+            ranks=[
+                RankStats(
+                    rank=rank.rank,
+                    connected=rank.connected,
+                    position=rank.position,
+                    lag=farthest - rank.position,
+                    last_heard_s=None if rank.last_heard is None else round(now - rank.last_heard, 3),
+                )
+                for rank in generation.ranks
+            ],
             ledger=LedgerStats(
                 backend=coordinator.ledger.description,
-                available=ledger_error is None,
-                error=ledger_error,
+                available=view.ledger_error is None,
+                error=view.ledger_error,
                 last_commit_index=committed.sample_index,
                 last_commit_age_s=None
-                if committed_at is None
-                else max(0.0, round(coordinator.wall_clock() - committed_at, 3)),
+                if view.committed_at is None
+                else max(0.0, round(coordinator.wall_clock() - view.committed_at, 3)),
             ),
         )
 
     def sources(self, committed: Commit, state: State) -> list[SourceStats]:
-        """The sources' figures at a commit, of which ``state`` is the state; nothing of the time before it, no
-        losses."""
+        """The sources' stats at a commit, of which ``state`` is the state; nothing of the time before it, no losses."""
         order = self._coordinator.timeline.at(state.sample_index)
         shares, consumed = target_shares(order.config, order.size_estimates), _consumed(committed)
         return [
@@ -151,7 +134,7 @@ class Figures:
         before, total_before = _NOTHING, 0
         if earlier.total_tokens < committed.total_tokens:
             before, total_before = earlier.counters.get(spec, _NOTHING), totals[1]
-        rows, done = self._extent(order, source, state)
+        rows, done = self._rows_of_epoch(order, source, state)
         remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
         return SourceStats(
@@ -196,28 +179,28 @@ class Figures:
         left = epochs * rows - counters.rows - state.skipped_rows
         return max(0, round(left * per_row / sequence_length))
 
-    def _extent(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
+    def _rows_of_epoch(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
         if order.config.batching is not None:
-            given = order.stands_in(source, state.cursor)[1]
-            return given or None, min(1.0, state.cursor.row / given) if given else 0.0
+            batches = order.stands_in(source, state.cursor)[1]
+            return batches or None, min(1.0, state.cursor.row / batches) if batches else 0.0
         shards, config = order.shards[source], order.config.sources[source]
-        at = state.cursor.shard
+        index = state.cursor.shard
         if config.lanes > 1:
             # They go on to the next epoch one by one, so it is counted in rows.
             known = order.known_rows(source)
             return known, state.rows / known - state.cursor.epoch if known else 0.0
         if config.shuffle == "rows":
             known = order.known_rows(source)
-            behind = at * config.shuffle_window_rows + state.cursor.row
-            return known, min(1.0, behind / known) if known else 0.0
+            done = index * config.shuffle_window_rows + state.cursor.row
+            return known, min(1.0, done / known) if known else 0.0
         total = sum(shard.size for shard in shards) or 1
         before = sum(shards[shard].size for shard in order.files_before(source, state.cursor))
-        rows = self._row_count(order, source, at)
+        rows = self._row_count(order, source, index)
         if not rows:
             return None, before / total
         part = min(1.0, state.cursor.row / rows)
-        return rows * total / (shards[at].size or 1), (before + part * shards[at].size) / total
+        return rows * total / (shards[index].size or 1), (before + part * shards[index].size) / total
 
     def _row_count(self, order: Order, source: int, shard: int) -> int | None:
         with self._rows_lock:
@@ -226,17 +209,17 @@ class Figures:
                 self._rows[key] = None
                 scheme = scheme_of(order.config.sources[source].spec).reader(order.shards[source])
                 is_counted = scheme.stores_row_counts
-                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_FIGURES_BYTES:
+                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_STATS_BYTES:
                     try:
                         self._rows[key] = order.open(source).row_count(shard)
                     except TokenloomError:
-                        # The producer meets the same fault and says it; figures go without.
+                        # The producer meets the same fault and says it; stats go without.
                         self._rows[key] = None
             return self._rows[key]
 
 
 def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
-    """The revision behind those in force."""
+    """The revision after those in force."""
     if in_force == len(timeline.revisions):
         return None
     coming = timeline.revisions[in_force]

@@ -1,0 +1,170 @@
+"""The present generation of a run, with what belongs to it alone. Pure: the coordinator passes the time in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.ledger.base import StoredRun, date_of
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.generation import Generation
+
+
+class LedgerLoss(NamedTuple):
+    """What the ledger no longer has: a commit of this generation beyond, or at, this sample index."""
+
+    generation: int
+    sample_index: float
+    #: Unix time.
+    noticed_at: float
+
+    def made_right(self, stored: StoredRun) -> bool:
+        """Whether the ledger has it again, or a generation that was opened since."""
+        if stored.opening is None or stored.committed is None:
+            return False
+        back = (stored.opening.generation, stored.committed.sample_index) >= (self.generation, self.sample_index)
+        return back or stored.opening.opened_at > self.noticed_at
+
+
+class RankView(NamedTuple):
+    """A rank of the present generation."""
+
+    rank: int
+    connected: bool
+    #: Sample index up to which it has consumed.
+    position: int
+    #: Of its last message, by the coordinator's clock; None where it was never heard.
+    last_heard: float | None
+
+
+class GenerationView(NamedTuple):
+    """The present generation at one moment; the defaults are of none."""
+
+    number: int = 0
+    #: Sample indices at which it began, up to which it is produced, and up to which it may be.
+    start_index: int = 0
+    produced_index: int = 0
+    horizon_index: int = 0
+    #: The first state boundary after all that may have been produced.
+    first_unproduced: int = 0
+    #: Where production ended, if it did; and whether all until there is committed.
+    end: EndOfData | None = None
+    over: bool = False
+    world_size: int = 0
+    #: Of the next step to commit.
+    batch_size: int = 0
+    #: Steps that are produced and not committed, and how many may be.
+    held_steps: int = 0
+    window_steps: int = 1
+    #: When all of its ranks had been heard; None where one was not.
+    heard_at: float | None = None
+    ranks: Sequence[RankView] = ()
+
+
+@dataclass(slots=True)
+class ActiveGeneration:
+    """Changed by the run's coordinator alone, under its lock; others hold it to name the generation."""
+
+    generation: Generation
+    #: The state at which production begins.
+    base: State
+    #: The committed digest that production has to meet again after a restart; None once met.
+    expected_digest: str | None
+    #: The server epoch at which it was opened or taken up.
+    epoch: int
+    #: Unix time, for people.
+    opened_at: float
+    #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
+    process: str
+
+    def view(self) -> GenerationView:
+        generation = self.generation
+        ranks = [
+            RankView(slot.rank, slot.connected, generation.index_of(slot.consumed), slot.last_heard)
+            for slot in generation.slots
+        ]
+        return GenerationView(
+            number=generation.number,
+            start_index=generation.ramp.start_index,
+            produced_index=generation.index_of(generation.produced),
+            horizon_index=generation.ramp.index_of(generation.horizon),
+            first_unproduced=self._first_unproduced(),
+            end=generation.end,
+            over=generation.over,
+            world_size=generation.ramp.world_size,
+            batch_size=generation.ramp.at_step(generation.committed).batch_size,
+            held_steps=max(0, generation.produced - generation.committed),
+            window_steps=generation.window_steps,
+            heard_at=generation.slots.heard_at(),
+            ranks=ranks,
+        )
+
+    def trained_on(self, now: float, liveness_s: float) -> str | None:
+        """Who trains on it, if each rank was heard within ``liveness_s``; None where nobody does."""
+        generation = self.generation
+        heard = generation.slots.heard_at()
+        if heard is None or generation.over or now - heard >= liveness_s:
+            return None
+        process = f", rank 0 in process {self.process}" if self.process else ""
+        return (
+            f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
+            f"{process}) trains on it since {date_of(self.opened_at)}, and each rank of it was heard "
+            f"{now - heard:.1f} s ago or later"
+        )
+
+    def steps_wanted(self, revising_at: int | None) -> int:
+        """How many steps to produce now, none of them under a revision that is being written; 0 to wait."""
+        generation = self.generation
+        steps = generation.steps_wanted()
+        if steps and revising_at is not None:
+            # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
+            begin = generation.ramp.boundary(revising_at + 1)
+            limit = begin - (begin == revising_at)
+            return min(steps, max(0, generation.ramp.steps_until(limit)[0] - generation.produced))
+        return steps
+
+    def _first_unproduced(self) -> int:
+        """The first state boundary after all that may have been produced."""
+        generation = self.generation
+        # After a restart ranks may hold more than is produced again, and more than this server's own window allows.
+        sent = max(slot.sent for slot in generation.slots)
+        return generation.ramp.boundary_behind(generation.index_of(max(generation.produced, sent, generation.horizon)))
+
+    def check_order(self, ended: bool) -> None:
+        """Raises ``OrderMismatch`` where what is produced is not what was committed, or what a rank has."""
+        generation = self.generation
+        if self.expected_digest is not None and (generation.produced >= generation.committed or ended):
+            generation.check_digest(self.expected_digest)
+            self.expected_digest = None
+        if generation.claims:
+            generation.check_claims()
+
+    def waiting_for(self) -> str:
+        """Which ranks production waits for; empty where it waits for none."""
+        generation = self.generation
+        if generation.end is not None or generation.steps_wanted():
+            return ""
+        absent = [slot.rank for slot in generation.slots if not slot.connected]
+        if absent:
+            named = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")
+            return f"rank {named} to connect"
+        slot = next(generation.slots.laggards())
+        return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
+
+    def point_at(self, index: int) -> tuple[StepGroup, str, int] | None:
+        """(group of the boundary before it, digest, total tokens) at a sample index; None where that is not held."""
+        generation = self.generation
+        boundary = generation.ramp.boundary(index)
+        for group in generation.groups:
+            if group.begin != boundary:
+                continue
+            if index == group.begin:
+                return group, digest_hex(group.base.digest), group.base.total_tokens
+            # Only steps that were published: the producer may be filling the group right now.
+            for mark in group.marks[: generation.produced - group.first_step]:
+                if mark.sample_index == index:
+                    return group, digest_hex(mark.digest), mark.total_tokens
+        return None

@@ -1,0 +1,34 @@
+"""What the ledger is told of a state."""
+
+from __future__ import annotations
+
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.ledger.base import Commit, Counters
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.timeline import Timeline
+
+
+def commit_of(timeline: Timeline, state: State, resume_state: str) -> Commit:
+    """The ledger's view of a state; ``resume_state`` is at the boundary to go forward from. The counters are of what
+    was consumed: what a restore jumped over is not in them, but in ``total_tokens``, the order's position."""
+    return Commit(
+        sample_index=state.sample_index,
+        total_tokens=state.total_tokens,
+        digest=digest_hex(state.digest),
+        state=resume_state,
+        counters={
+            spec: Counters(
+                samples=source.samples - source.skipped_samples,
+                rows=source.rows - source.skipped_rows,
+                tokens=source.tokens - source.skipped_tokens,
+            )
+            for spec, source in zip(timeline.at(state.sample_index).specs, state.sources, strict=True)
+        },
+    )
+
+
+def resume_state_of(timeline: Timeline, group: StepGroup) -> str:
+    """``resume_state`` at a group's begin; made once per group (twice at worst, and equal)."""
+    if group.resume_state is None:
+        group.resume_state = timeline.encode(group.base)
+    return group.resume_state

@@ -1,0 +1,30 @@
+"""What a stream of a run is given: steps, the end of the data, or why there is nothing yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenloom_server.order.pipeline import StepGroup
+
+
+class Delivery(NamedTuple):
+    """Steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
+
+    group: StepGroup
+    first: int
+    last: int
+    with_base: bool
+
+
+class EndOfData(NamedTuple):
+    """No sample follows ``end_index``; ``reason`` says why, for people."""
+
+    end_index: int
+    reason: str
+    dropped_samples: int
+
+
+class Waiting(NamedTuple):
+    """Nothing to send within the time; what the run waits for, for people."""
+
+    waiting_for: str

@@ -1,0 +1,246 @@
+"""Opening a generation: where it resumes, and the one write that begins it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
+from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.order.batch_schedule import Ramp
+from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.history import History
+from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.resume_choice import ResumeChoice, position_of
+from tokenloom_server.run.revise import Revising, brings
+from tokenloom_server.run.sizing import steps_of
+
+_log = logging.getLogger(__name__)
+
+#: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
+BUSY_MARGIN_S = 6.0
+
+
+class _Start(NamedTuple):
+    """Where a generation starts, and how many samples it jumps over right before."""
+
+    point: ResumePoint
+    skipped: int
+
+
+class GenerationOpener:
+    """Opens the generations of one run, for rank 0 of each attempt. Thread-safe."""
+
+    def __init__(self, coordinator: RunCoordinator, history: History, revising: Revising) -> None:
+        self._coordinator = coordinator
+        self._history = history
+        self._revising = revising
+        # The attempt that opened last (or tried to), and what its rank 0 asked for.
+        self._newest: tuple[str, ResumeChoice] | None = None
+
+    def choice_of(self, call: JoinCall) -> ResumeChoice:
+        """What a rank asks to resume from. Raises ``SnapshotInvalid`` for a state that cannot be read."""
+        if not call.state:
+            return ResumeChoice(None, call.resume)
+        try:
+            point = self._history.parse(call.state)
+        except SnapshotInvalid:
+            # Revisions that only the state knows are rank 0's to bring; the others must stand where it does.
+            foreign = brings(self._coordinator.name, call.state)
+            if call.rank == 0 or foreign is None:
+                raise
+            return ResumeChoice.of_state(foreign.sample_index, foreign.digest)
+        return ResumeChoice.of_state(point.sample_index, point.digest)
+
+    def open(self, call: JoinCall) -> Opening:
+        """The generation of rank 0's attempt; written, unless it was already. Raises what ``JoinHandler.join`` does."""
+        coordinator = self._coordinator
+        # The slow part is outside of the run's own lock, which is held for the write alone.
+        with coordinator.one_change():
+            stored = coordinator.stored()
+            if stored.opening is not None and stored.opening.attempt == call.attempt:
+                # The same process asking again (its answer was lost), or another one: the slot tells.
+                self.check_agreement(call, stored.opening)
+                coordinator.reopen(stored.opening, call.process)
+                return stored.opening
+            self._refuse_busy(call)
+            # Of a ledger that lost a revision, too: what the trainer's state is under, it brings.
+            self._revising.take_over(call.state or stored.pin or "")
+            choice = self.choice_of(call)
+            point, skipped = self._resolve(call, stored)
+            start = self._history.forward(point)
+            uid = self._adopt(point, stored)
+            opening, ramp = self._lay(call, stored, point, skipped, start)
+            # Also where the answer of the write is lost: the same rank will ask again.
+            self._newest = call.attempt, choice
+            committed = commit_of(coordinator.timeline, start, opening.start_state)
+            coordinator.open_generation(uid, opening, start, committed, call.process)
+        self._log_opening(opening, ramp, start, point.notes)
+        return opening
+
+    def _lay(
+        self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State
+    ) -> tuple[Opening, Ramp]:
+        """What is to be written, and the steps of it."""
+        coordinator = self._coordinator
+        timeline = coordinator.timeline
+        ramp = Ramp.lay(
+            call.schedule,
+            start_index=start.sample_index,
+            start_tokens=start.total_tokens,
+            # A phase of another length ends the generation.
+            sample_tokens=timeline.at(start.sample_index).config.sequence_length,
+            world_size=call.world_size,
+            group_steps=lambda batch_size: coordinator.group_steps(call.world_size, batch_size),
+        )
+        origin = timeline.origin if stored.opening is None else None
+        opening = Opening(
+            generation=max(stored.opening.generation if stored.opening else 0, point.generation) + 1,
+            parent=point.generation,
+            attempt=call.attempt,
+            world_size=call.world_size,
+            batch_size=ramp.plans[0].batch_size,
+            group_steps=ramp.plans[0].group_steps,
+            start_index=start.sample_index,
+            start_state=timeline.encode(start),
+            opened_at=coordinator.wall_clock(),
+            skipped=skipped,
+            parent_run=origin.to_json() if origin is not None else "",
+            ramp=ramp.text,
+        )
+        return opening, ramp
+
+    def _refuse_busy(self, call: JoinCall) -> None:
+        """A second launch, or a notebook, must not end a training run by mistake."""
+        coordinator = self._coordinator
+        trainer = coordinator.busy(call.process)
+        if trainer is None:
+            return
+        if call.takeover:
+            _log.warning("%s: attempt %s takes over: %s", coordinator.name, call.attempt, trainer)
+            return
+        liveness_s = coordinator.timeouts.liveness_s
+        raise RunBusy(
+            f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended ({liveness_s:g} s after its last "
+            "sign of life another may begin), look at the run with peek=True, or end it on purpose with takeover=True",
+            liveness_s + BUSY_MARGIN_S,
+        )
+
+    def check_agreement(self, call: JoinCall, opening: Opening) -> None:
+        """Every rank must want what the opening has. Raises ``JoinRefused`` naming both values."""
+        ramp = steps_of(opening)
+        for field, theirs, ours in (
+            ("world size", call.world_size, opening.world_size),
+            ("accumulate", call.accumulate, ramp.accumulate),
+            ("batch size", call.schedule, ramp.schedule),
+        ):
+            if theirs != ours:
+                raise JoinRefused(
+                    f"rank {call.rank} has {field} {theirs}, but rank 0 of attempt {call.attempt!r} "
+                    f"opened it with {ours}"
+                )
+        choice, opened_with = self.choice_of(call), self._choice_of_opening(call, opening)
+        if opened_with is not None and choice != opened_with:
+            raise JoinRefused(
+                f"rank {call.rank} resumes from {choice}, but rank 0 of attempt {call.attempt!r} from {opened_with}: "
+                "load the same checkpoint on every rank"
+            )
+
+    def _choice_of_opening(self, call: JoinCall, opening: Opening) -> ResumeChoice | None:
+        """What rank 0 asked for; None where that is forgotten."""
+        if self._newest is not None and self._newest[0] == call.attempt:
+            return self._newest[1]
+        if not call.state:
+            return None
+        # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
+        start = self._coordinator.timeline.decode(opening.start_state)
+        index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
+        if opening.skipped:
+            digest = self._history.digest_at(index)
+        is_known = self._history.parse(call.state).digest is not None
+        return ResumeChoice.of_state(index, digest if is_known else None)
+
+    def _resolve(self, call: JoinCall, stored: StoredRun) -> _Start:
+        history = self._history
+        if call.state and call.resume:
+            raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
+        wanted = history.asked_for(stored, call.state, call.resume)
+        if stored.pin is not None:
+            pinned, start, skipped = history.pinned(stored.pin)
+            if wanted is not None and not _same_place(wanted, pinned):
+                raise JoinRefused(
+                    f"a restore pinned {position_of(pinned.sample_index, pinned.digest)} as the next resume point, but "
+                    f"rank {call.rank} resumes from {position_of(wanted.sample_index, wanted.digest)}: join "
+                    "without a state to take the pin, or restore to the trainer's own state"
+                )
+            return _Start(start, skipped)
+        if wanted is not None:
+            self._warn_of_skip(wanted, stored.opening)
+            return _Start(wanted, 0)
+        committed = stored.committed
+        if committed is not None and committed.sample_index > 0:
+            raise ResumePointNeeded(
+                f"run {self._coordinator.name!r} has progress (sample {committed.sample_index}) and the trainer "
+                "brought no state; load its checkpoint with load_state_dict, or say resume='latest' (go on at that "
+                "sample), resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the "
+                "ledger is ahead of the trainer's weights, so this is not guessed"
+            )
+        return _Start(history.beginning(), 0)
+
+    def _warn_of_skip(self, wanted: ResumePoint, present: Opening | None) -> None:
+        """A skip holds for the launch that began with it: a state from before it brings the skipped samples back."""
+        if present is not None and wanted.sample_index < present.start_index <= wanted.sample_index + present.skipped:
+            _log.warning(
+                "%s: generation %d jumped over the %d samples before sample %d, and this launch, which resumes from "
+                "sample %d, will be given those; to skip them again: tokenloom restore … --sample %d --skip-samples %d",
+                self._coordinator.name, present.generation, present.skipped, present.start_index, wanted.sample_index,
+                wanted.sample_index, present.start_index - wanted.sample_index,
+            )  # fmt: skip
+
+    def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
+        """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
+        if point.run_uid is None or point.run_uid == stored.uid:
+            return stored.uid
+        coordinator = self._coordinator
+        coordinator.ledger.adopt(stored.uid, coordinator.stream, coordinator.lease.epoch, point.run_uid)
+        _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
+        return point.run_uid
+
+    def _log_opening(self, opening: Opening, ramp: Ramp, start: State, notes: Sequence[str]) -> None:
+        coordinator = self._coordinator
+        _log.info(
+            "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
+            coordinator.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
+            start.sample_index, digest_hex(start.digest),
+        )  # fmt: skip
+        for plan in ramp.plans[1:]:
+            _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)
+        if opening.skipped:
+            _log.info(
+                "%s: samples %d to %d are skipped", coordinator.name, opening.start_index - opening.skipped,
+                opening.start_index - 1,
+            )  # fmt: skip
+        for revision in coordinator.timeline.revisions:
+            if revision.sample_index > start.sample_index:
+                _log.info(
+                    "%s: revision %d applies at sample %d (%s)",
+                    coordinator.name, revision.number, revision.sample_index, revision.reason,
+                )  # fmt: skip
+        for note in notes:
+            _log.info(note)
+        if notes:
+            return
+        order = coordinator.timeline.at(start.sample_index)
+        for config, source, shards in zip(order.config.sources, start.sources, order.shard_paths, strict=True):
+            cursor = source.cursor
+            file = f"window={cursor.shard}" if config.shuffle == "rows" else f"shard={shards[cursor.shard]}"
+            _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, file, cursor.row)
+
+
+def _same_place(a: ResumePoint, b: ResumePoint) -> bool:
+    """An older payload may know no digest; then its sample index is all that it says."""
+    return a.sample_index == b.sample_index and (None in (a.digest, b.digest) or a.digest == b.digest)

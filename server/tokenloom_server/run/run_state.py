@@ -1,0 +1,279 @@
+"""A live run's lock, all that it guards, and what of that others see.
+
+The commands beside this module are methods of the same object. A method with an underscore is called under the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tokenloom_server.core.state import State
+from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
+from tokenloom_server.ledger.base import Commit, Ledger, Opening, StoredRun
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run import sizing
+from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
+from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.resume_choice import ResumeChoice
+from tokenloom_server.run.timeouts import Timeouts
+from tokenloom_server.run.views import RunView
+from tokenloom_server.run.wakes import Wakes
+
+_log = logging.getLogger(__name__)
+
+
+class RunState:
+    """See the module."""
+
+    def __init__(
+        self,
+        order: Order,
+        ledger: Ledger,
+        uid: str,
+        timeouts: Timeouts,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        wakes: Callable[[threading.Lock], Wakes] = Wakes,
+    ) -> None:
+        """``order`` is what the run's record gives."""
+        # These never change.
+        self.order = order
+        self.name = order.name
+        self.stream = "train"
+        self.ledger = ledger
+        self.timeouts = timeouts
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self._lock = threading.Lock()
+        self._wakes = wakes(self._lock)
+        self._one_change = threading.Lock()
+        self._timeline = Timeline(order)
+        self._uid = uid
+        self._lease = LeaseState()
+        self._active: ActiveGeneration | None = None
+        # Production waits before this sample index: a revision from there on is being written.
+        self._revising_at: int | None = None
+        self._committed: Commit | None = None
+        self._committed_at: float | None = None
+        # The state at the committed index (after a restart: at the boundary before it), for the stats.
+        self._committed_state: State = self._timeline.initial()
+        # What stopped the run for all ranks, and why commits wait.
+        self._error: TokenloomError | None = None
+        self._ledger_error: str | None = None
+        self._loss = LedgerLoss(0, 0, 0.0)
+        # (time, commit) over the last minute or so, for rates and window shares.
+        self._recent: deque[tuple[float, Commit]] = deque(maxlen=512)
+        # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
+        # resume point. The oldest are forgotten.
+        self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
+        self._stopping = False
+        # Whether the committer sleeps until a commit is due.
+        self._committer_idle = False
+        # When this server, or its leading, began: until the first batch went out.
+        self._up_since: float | None = None
+        self._warn_at = -math.inf
+
+    # --- what others see: each property one value that never changes, a view what is true of one moment -------------
+
+    @property
+    def uid(self) -> str:
+        return self._uid
+
+    @property
+    def timeline(self) -> Timeline:
+        """The order under its phases and revisions."""
+        return self._timeline
+
+    @property
+    def lease(self) -> LeaseState:
+        return self._lease
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    @property
+    def committed_through(self) -> int:
+        """The sample index up to which the ledger has the run."""
+        committed = self._committed
+        return committed.sample_index if committed is not None else 0
+
+    def leads(self) -> bool:
+        """Whether the lease is this server's by its own clock."""
+        return self._lease.leads(self.clock())
+
+    def require_lead(self) -> None:
+        """Raises ``NotLeader`` where the lease is not, or perhaps no longer, this server's."""
+        if self.leads():
+            return
+        lease = self._lease
+        reason = "its lease lapsed" if lease.held else "it stands by"
+        raise NotLeader(f"this server does not lead run {self.name!r}: {reason}: {lease.stands_by_for}")
+
+    def stored(self) -> StoredRun:
+        """What the ledger has of the run, now. Raises ``LedgerError`` where that is gone, and the ledger's errors."""
+        stored = self.ledger.read_run(self.name, self.stream)
+        if stored is None:
+            raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
+        return stored
+
+    def message_steps(self, batch_size: int) -> int:
+        """Steps of a full message to a rank."""
+        return sizing.message_steps(self._timeline.sample_bytes, batch_size)
+
+    def group_steps(self, world_size: int, batch_size: int) -> int:
+        """Steps between two state boundaries."""
+        timeline = self._timeline
+        sources = len(timeline.segments[-1].order.specs)
+        return sizing.group_steps(timeline.sample_bytes, world_size, batch_size, sources)
+
+    def view(self) -> RunView:
+        with self._lock:
+            return self._view()
+
+    def _view(self) -> RunView:
+        return RunView(
+            timeline=self._timeline,
+            lease=self._lease,
+            leads=self.leads(),
+            commit=self._committed or commit_of(self._timeline, self._timeline.initial(), ""),
+            state=self._committed_state,
+            committed_at=self._committed_at,
+            recent=tuple(self._recent),
+            now=self.clock(),
+            error=self._error,
+            ledger_error=self._ledger_error,
+            waiting_for=self._waiting_for(),
+            generation=self._active.view() if self._active is not None else GenerationView(),
+        )
+
+    def point_at(self, sample_index: int) -> tuple[StepGroup, str, int] | None:
+        """(group of the boundary before it, digest, total tokens) at a sample index of the present generation; None
+        where that is not in memory."""
+        with self._lock:
+            return self._active.point_at(sample_index) if self._active is not None else None
+
+    def _waiting_for(self) -> str:
+        """What production or delivery waits for, for people; empty where it waits for nothing."""
+        if not self.leads():
+            return f"the lease: {self._lease.stands_by_for}"
+        if self._active is None:
+            return "a trainer"
+        if self._ledger_error is not None:
+            return f"the ledger: {self._ledger_error}"
+        return self._active.waiting_for()
+
+    # --- changes that several commands make ----------------------------------------------------------
+
+    def _install(
+        self, opening: Opening, base: State, committed: Commit, *, resumed: bool, process: str = ""
+    ) -> ActiveGeneration:
+        """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
+        the committed digest again."""
+        ramp, config = sizing.steps_of(opening), self.order.config
+        steps, rest = ramp.steps_until(committed.sample_index)
+        generation = Generation(
+            opening.generation,
+            opening.attempt,
+            ramp,
+            # A client may hold all steps of an optimiser step, and has more to go on with.
+            [
+                max(
+                    config.window_steps or sizing.window_steps(self._timeline.sample_bytes, plan),
+                    2 * ramp.accumulate,
+                )
+                for plan in ramp.plans
+            ],
+            [self.message_steps(plan.batch_size) for plan in ramp.plans],
+            pads_last_step=config.last_step == "pad",
+            committed=steps + bool(rest),
+        )
+        expected_digest = committed.digest if resumed else None
+        active = ActiveGeneration(generation, base, expected_digest, self._lease.epoch, opening.opened_at, process)
+        self._wakes.everyone()
+        self._active = active
+        self._wakes.set_ranks(len(active.generation.slots))
+        self._committed = committed
+        self._recent.clear()
+        self._recent.append((self.clock(), committed))
+        self._error = None
+        self._wakes.everyone()
+        return active
+
+    def _end_leading(self, lease: LeaseState) -> None:
+        """Nothing is sent or written until the lease is taken anew."""
+        self._lease = lease
+        self._wakes.everyone()
+        self._drop_generation()
+
+    def _drop_generation(self) -> None:
+        self._active = None
+        self._wakes.set_ranks(0)
+
+    def _await_ledger(self, possibly: str, error: TokenloomError) -> None:
+        """Nobody knows whether an opening or a revision was written, or will be yet. Nothing is sent until the lease is
+        taken anew: that shuts out a write that is still on its way, and shows one that was done."""
+        _log.warning("%s: nothing is sent until the ledger tells whether %s: %s", self.name, possibly, error)
+        self._wakes.lease.notify_all()
+        self._end_leading(self._lease.awaiting_ledger(f"the ledger did not say whether {possibly}: {error}"))
+
+    def _stop_for_all(self, error: TokenloomError) -> None:
+        """All ranks get the error, once they have consumed what is produced."""
+        _log.error("%s: stopped: %s: %s", self.name, error.name, error)
+        self._error = error
+        self._wakes.everyone()
+
+    def _alarm(self, error: TokenloomError) -> None:
+        """A rank, or production, has something else than the ledger or this server."""
+        if isinstance(error, LedgerRolledBack):
+            self._note_loss(math.inf)  # a rank knows more than this server does
+        self._stop_for_all(error)
+
+    def _note_loss(self, known_index: float) -> None:
+        """The ledger is behind a commit."""
+        generation = self._active.generation.number if self._active is not None else self._loss.generation
+        self._loss = LedgerLoss(generation, known_index, self.wall_clock())
+
+    def _steps_wanted(self) -> int:
+        """How many steps to produce now; 0 to wait."""
+        if self._active is None or self._error is not None:
+            return 0
+        return self._active.steps_wanted(self._revising_at)
+
+    def _commit_due_steps(self) -> int:
+        """How many steps to commit; 0 for nothing new."""
+        # What the ranks acknowledge after a bad row is still committed; after a ledger's refusal nothing is.
+        if self._active is None or isinstance(self._error, LedgerError) or self._active.expected_digest is not None:
+            return 0
+        return self._active.generation.commit_due() or 0
+
+    def _is_backlog(self) -> bool:
+        """Whether the steps to commit are so many that the window may fill up meanwhile."""
+        due = self._commit_due_steps()
+        if not due or self._active is None:
+            return False
+        generation = self._active.generation
+        return 4 * (due - generation.committed) >= generation.window_steps
+
+    # --- who is woken: only where it would act, for waking costs more than what most events bring ------------------
+
+    def _wake_rank(self, rank: int) -> None:
+        if self._active is not None and (self._active.generation.has_for(rank) or self._error is not None):
+            self._wakes.ranks[rank].notify_all()
+
+    def _wake_producer(self) -> None:
+        if self._steps_wanted():
+            self._wakes.producer.notify()
+
+    def _wake_committer(self) -> None:
+        if (self._committer_idle and self._commit_due_steps()) or self._is_backlog():
+            self._wakes.committer.notify()

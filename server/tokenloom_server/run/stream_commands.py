@@ -1,0 +1,258 @@
+"""Commands of the ranks' streams, each on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tokenloom_server.errors import (
+    Fenced,
+    LedgerError,
+    LedgerRolledBack,
+    NotFound,
+    NotLeader,
+    OrderMismatch,
+    RankStalled,
+    ServerStopping,
+    StorageError,
+    TokenloomError,
+)
+from tokenloom_server.run.active_generation import ActiveGeneration
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.run_state import RunState
+from tokenloom_server.run.views import Session
+
+_log = logging.getLogger(__name__)
+
+#: After so long a wait for another rank the log names it, and again after each further, seconds.
+RANK_WARNING_S = 30.0
+#: A wait for storage of so long is named to the ranks, seconds.
+STORAGE_WAIT_S = 2.0
+
+
+class StreamCommands(RunState):
+    """A part of ``RunCoordinator``."""
+
+    def attach(
+        self,
+        uid: str,
+        generation: int,
+        rank: int,
+        nonce: str,
+        received_through: int,
+        committed_through: int,
+        received_digest: str = "",
+        epoch: int = 0,
+        attempt: str = "",
+        process: str = "",
+    ) -> Session:
+        """Begins a stream. ``epoch`` is the newest server epoch that the client has met. ``received_digest`` and
+        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says.
+
+        Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
+        """
+        if epoch > self._lease.epoch and self._lease.held:
+            self._ask_who_leads(rank, epoch)
+        with self._lock:
+            self.require_lead()
+            active = self._active_for(uid, generation, attempt, committed_through)
+            slots = active.generation.slots
+            is_unknown = rank < len(slots) and slots[rank].nonce is None
+        if is_unknown:
+            # After a restart of the server only the ledger knows whose slot it is.
+            self.ledger.claim_slot(self._uid, self.stream, active.epoch, generation, rank, nonce)
+        with self._lock:
+            active = self._active_for(uid, generation, attempt, committed_through)
+            try:
+                number = active.generation.attach(
+                    rank, nonce, received_through, committed_through, self.clock(), received_digest
+                )
+            except (LedgerRolledBack, OrderMismatch) as error:
+                self._alarm(error)
+                raise
+            if rank == 0 and process:
+                active.process = process  # which a restarted server did not know
+            self._wakes.ranks[rank].notify_all()
+            self._wake_producer()
+            return Session(active, rank, number)
+
+    def require_generation(self, uid: str, generation: int, attempt: str) -> None:
+        """Passes a call of the present generation that belongs to no stream. Raises ``NotLeader``, ``Fenced``,
+        ``NotFound`` before the first generation, ``LedgerRolledBack``."""
+        self.require_lead()
+        with self._lock:
+            self._active_for(uid, generation, attempt, 0)
+
+    def detach(self, session: Session) -> None:
+        """The stream is over."""
+        with self._lock:
+            session.active.generation.detach(session.rank, session.number)
+            self._wakes.changed.notify_all()
+
+    def leave(self, session: Session) -> None:
+        """The client said goodbye: nobody has to wait for it to be silent."""
+        with self._lock:
+            session.active.generation.leave(session.rank, session.number)
+
+    def progress(self, session: Session, consumed_through: int, credit_steps: int, digest: str = "") -> None:
+        """A rank consumed up to a sample index, and takes so many steps beyond it.
+
+        Raises ``Fenced`` where the session's generation, or stream, is over."""
+        with self._lock:
+            generation = self._current(session).generation
+            try:
+                generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock(), digest)
+            except OrderMismatch as error:
+                self._alarm(error)
+                raise
+            self._wake_committer()
+            self._wake_rank(session.rank)
+            self._wake_producer()
+
+    def next_for(
+        self, session: Session, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | EndOfData | Waiting:
+        """What a slot gets next; waits for it at most ``timeout_s``, or until ``interrupted`` (see ``wake``).
+
+        Raises ``Fenced``, ``ServerStopping``, or the error that stopped the run (after all that was
+        produced before it).
+        """
+        deadline = self.clock() + timeout_s
+        with self._lock:
+            while True:
+                if self._stopping:
+                    raise ServerStopping("the server is stopping; it goes on where it was when it is back")
+                if isinstance(self._error, LedgerError):
+                    raise self._error
+                self.require_lead()
+                active = self._current(session)
+                # After an error nothing more is produced: what is there goes out as it is, then the error.
+                item = active.generation.next_for(session.rank, session.number, flush=self._error is not None)
+                if item is not None:
+                    self._wake_producer()
+                    if self._up_since is not None:
+                        self._log_first_batch(self._up_since)
+                    return item
+                # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
+                if self._error is not None and active.generation.consumed_all(session.rank):
+                    raise self._error
+                left_s = deadline - self.clock()
+                if left_s <= 0 or interrupted():
+                    self._watch_ranks(session)
+                    return Waiting(self._waiting_for() or self._slow_work(active))
+                self._wakes.ranks[session.rank].wait(left_s)
+
+    def _log_first_batch(self, up_since: float) -> None:
+        _log.info("%s: first batch %.2f s after the server was up", self.name, self.clock() - up_since)
+        self._up_since = None
+
+    def wake(self, session: Session) -> None:
+        """Makes a waiting ``next_for`` of the session look at what interrupts it."""
+        with self._lock:
+            if self._active is session.active:
+                self._wakes.ranks[session.rank].notify_all()
+
+    def finish(self, session: Session, timeout_s: float) -> None:
+        """Waits, bounded, until all that every rank acknowledged is committed, or cannot be."""
+        with self._lock:
+            self._wakes.changed.wait_for(
+                lambda: (
+                    session.active.generation.all_committed()
+                    or isinstance(self._error, LedgerError)
+                    or self._stopping
+                    or self._active is not session.active
+                ),
+                timeout_s,
+            )
+
+    # --- whose stream it is ------------------------------------------------------------------------
+
+    def _active_for(self, uid: str, generation: int, attempt: str, committed_through: int) -> ActiveGeneration:
+        """The present generation, for a client that says which it is of and which commit it has seen."""
+        active = self._active
+        if isinstance(self._error, LedgerRolledBack):
+            raise self._error
+        number = active.generation.number if active is not None else 0
+        if generation > number or (uid != self._uid and committed_through > 0):
+            # Only for this client: its like get the same, and others may have begun anew since.
+            raise LedgerRolledBack(
+                f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
+                f"committed), but the ledger is at generation {number} of {self._uid}: it lost data. "
+                f"{LedgerRolledBack.remedy}"
+            )
+        if active is None:
+            raise NotFound(f"run {self.name!r} has no generation; join first")
+        if uid != self._uid or generation != number or attempt not in ("", active.generation.attempt):
+            raise Fenced(
+                f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: generation {number} "
+                f"(attempt {active.generation.attempt!r}) has taken its place"
+            )
+        return active
+
+    def _current(self, session: Session) -> ActiveGeneration:
+        """The present generation, for a stream of it."""
+        active, number = self._active, session.active.generation.number
+        if active is session.active:
+            return session.active
+        if active is None or active.generation.number == number:
+            raise NotLeader(f"run {self.name!r} was taken up anew, here or by another server; the stream begins again")
+        raise Fenced(
+            f"generation {number} of run {self.name!r} is over: generation {active.generation.number} "
+            f"(attempt {active.generation.attempt!r}) has taken its place"
+        )
+
+    def _ask_who_leads(self, rank: int, epoch: int) -> None:
+        """A client met a newer server epoch: no need to wait for the next renewal to tell that another server leads.
+
+        Raises ``LedgerRolledBack`` where the ledger knows of no newer epoch than this server's, so it forgot one.
+        """
+        own = self._lease.epoch
+        try:
+            stored = self.ledger.read_run(self.name, self.stream)
+            newest = 0 if stored is None else stored.epoch
+        except TokenloomError:
+            self._doubt_lease(own, rank, epoch)
+            raise
+        if newest <= own:
+            # Only for this client, as in ``_active_for``.
+            raise LedgerRolledBack(
+                f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {newest}: "
+                f"it lost data. {LedgerRolledBack.remedy}"
+            )
+        self._doubt_lease(own, rank, epoch)
+
+    def _doubt_lease(self, own: int, rank: int, epoch: int) -> None:
+        """Nothing is sent until the ledger says that this server leads still."""
+        with self._lock:
+            if self._lease.epoch == own:
+                reason = f"rank {rank} was served at server epoch {epoch} already, and this is {own}"
+                self._lease = self._lease.doubted(reason)
+
+    # --- what a stream waits for -------------------------------------------------------------------
+
+    def _slow_work(self, active: ActiveGeneration) -> str:
+        """What is at work where nobody waits for anything; for people."""
+        if not active.generation.steps_wanted():
+            return ""
+        io_stats = self.order.io_stats
+        # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
+        if self._error is None and io_stats.waits_too_long():
+            self._stop_for_all(StorageError(io_stats.given_up()))
+        return io_stats.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
+
+    def _watch_ranks(self, session: Session) -> None:
+        """Names the ranks that hold the others back: in the log, and after ``rank_timeout_s`` as an error for all."""
+        now, generation = self.clock(), session.active.generation
+        waited_s = generation.stalled(session.rank, session.number, now)
+        if waited_s < min(RANK_WARNING_S, self.timeouts.rank_timeout_s) or self._error is not None:
+            return
+        named = generation.describe_laggards(now)
+        if waited_s >= self.timeouts.rank_timeout_s:
+            error = RankStalled(
+                f"the other ranks waited {waited_s:.0f} s for {named}; look at its log and its machine, and restart "
+                "the training job from its last checkpoint (--rank-timeout sets how long they wait)"
+            )
+            self._stop_for_all(error)
+        elif now >= self._warn_at:
+            self._warn_at = now + RANK_WARNING_S
+            _log.warning("%s: ranks have waited %.0f s for %s", self.name, waited_s, named)

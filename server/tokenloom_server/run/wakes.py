@@ -1,0 +1,30 @@
+"""Who sleeps on a run's lock, and how each is woken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+
+class Wakes:
+    """One condition for each kind of sleeper, so that a thread is woken only where it would act: waking it costs more
+    than what most events bring it. Used by the run's coordinator alone, which holds the lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.producer = threading.Condition(lock)
+        self.committer = threading.Condition(lock)
+        self.lease = threading.Condition(lock)
+        #: Joins that wait for rank 0, and streams that wait for their last commit.
+        self.changed = threading.Condition(lock)
+        #: The present generation's streams, by rank.
+        self.ranks: Sequence[threading.Condition] = ()
+
+    def set_ranks(self, world_size: int) -> None:
+        """A generation of so many ranks is the present one from now on; 0: none is."""
+        self.ranks = [threading.Condition(self._lock) for _ in range(world_size)]
+
+    def everyone(self) -> None:
+        """Everyone but the lease's thread looks again."""
+        for condition in (self.producer, self.committer, self.changed, *self.ranks):
+            condition.notify_all()
