@@ -37,7 +37,11 @@ def nothing() -> Iterator[Mapping[str, str]]:
     yield {}
 
 
-@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
+#: Its example is a package, which is served in ``test_plugins.py``.
+PLUGINS = "plugins"
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md") if path.stem != PLUGINS))
 def test_the_example_of_a_page_runs(page: str, tmp_path: Path) -> None:
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     mixture = tmp_path / "mixture.yaml"

@@ -258,7 +258,7 @@ class Order:
         manifest = Manifest.from_json(canonical(found["manifest"]))
         _check_files(manifest, base_dir, roots)
         listings = Listings(config.catalog.sources)
-        verify(manifest, base_dir, listings)
+        verify(manifest, base_dir, config.catalog.sources, listings)
         for path in appeared(manifest, base_dir, listings):
             _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
         definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
@@ -298,10 +298,11 @@ class Order:
                 SourceFiles(source.spec, tuple(more))
                 for source in manifest.sources
                 if (more := [shard for shard in source.shards if shard not in known_files.get(source.spec, ())])
-            )
+            ),
+            manifest.plugins,
         )
         _check_files(new, self.base_dir, self._roots)
-        verify(new, self.base_dir)
+        verify(new, self.base_dir, config.catalog.sources)
         order = type(self)(
             config,
             self.base_dir,
@@ -387,7 +388,7 @@ class Order:
     def verify_stream(self, manifest: Manifest) -> None:
         """That a stream's files are what they were. Raises ``SourceChanged``."""
         _check_files(manifest, self.base_dir, self._roots)
-        verify(manifest, self.base_dir)
+        verify(manifest, self.base_dir, self.config.catalog.sources)
 
     def _measured(self) -> Order:
         self._check_masks()

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenloom_proto.seal import canonical
 
@@ -40,7 +41,7 @@ class Manifest:
     """
 
     sources: tuple[SourceFiles, ...]
-    plugins: Mapping[str, Plugin] = field(default_factory=dict)
+    plugins: dict[str, Plugin] = field(default_factory=dict)
     """By scheme, the packages whose schemes read these files."""
 
     def shards(self, spec: str) -> tuple[Shard, ...]:
@@ -61,7 +62,7 @@ class Manifest:
             for source in self.sources
         ]
         # Only where there are some, so that the digest of a run without plugins stays.
-        plugins = {"plugins": {name: asdict(plugin) for name, plugin in self.plugins.items()}} if self.plugins else {}
+        plugins = {"plugins": plugins_to_json(self.plugins)} if self.plugins else {}
         return canonical({"format": FORMAT, "sources": sources, **plugins})
 
     @classmethod
@@ -80,9 +81,9 @@ class Manifest:
                     )
                     for source in document["sources"]
                 ),
-                {name: Plugin(**plugin) for name, plugin in document.get("plugins", {}).items()},
+                plugins_from_json(document.get("plugins", {})),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
 
     @property
@@ -148,13 +149,23 @@ class Listings:
         return self._entries[spec]
 
 
+def plugins_to_json(plugins: Mapping[str, Plugin]) -> dict[str, Any]:
+    """Plain data, which ``plugins_from_json`` reads."""
+    return {name: asdict(plugin) for name, plugin in plugins.items()}
+
+
+def plugins_from_json(document: Mapping[str, Any]) -> dict[str, Plugin]:
+    """Raises ``TypeError`` and ``AttributeError`` for other data."""
+    return {name: Plugin(**plugin) for name, plugin in document.items()}
+
+
 def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings: Listings | None = None) -> None:
     """Compares every file of the manifest with the one that is there now; files that it does not name are ignored.
 
     ``listings``: remote files are compared with these, instead of being asked for one by one.
 
-    Raises ``SourceChanged`` naming the first file that is missing, shortened, grown or changed, and where a scheme comes
-    from another package, or another version of it.
+    Raises ``SourceChanged`` naming the first file that is missing, shortened, grown or changed, and where a scheme
+    comes from another package, or another version of it.
     """
     _refuse_other_plugins(manifest, schemes)
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
@@ -185,8 +196,8 @@ def _refuse_other_plugins(manifest: Manifest, schemes: SourceSchemes) -> None:
         if scheme.plugin != recorded:
             found, expected = (str(plugin or "Tokenloom itself") for plugin in (scheme.plugin, recorded))
             raise SourceChanged(
-                f"source {name!r}: the scheme {scheme.name!r} comes from {found}, but the run began with {expected}, and "
-                "other code may read other rows; install that again, or begin a new run under another name"
+                f"source {name!r}: the scheme {scheme.name!r} comes from {found}, but the run began with {expected}, "
+                "and other code may read other rows; install that again, or begin a new run under another name"
             )
 
 

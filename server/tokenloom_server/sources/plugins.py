@@ -19,7 +19,7 @@ def installed_plugins() -> Mapping[str, metadata.EntryPoint]:
     found: dict[str, metadata.EntryPoint] = {}
     for entry in metadata.entry_points(group=GROUP):
         other = found.setdefault(entry.name, entry)
-        if other != entry:
+        if other is not entry:
             raise ConfigError(
                 f"the source scheme {entry.name!r} comes from {_package(other)} and from {_package(entry)}; uninstall "
                 "one of them"
