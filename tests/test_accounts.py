@@ -11,7 +11,7 @@ from support.corpora import CODE, ROWS, flat, order_of, write_corpus
 from support.memory_service import run_report, run_stats, source_stats
 from tokenloom_server.api.service import Runs
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.record import Order
 from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens

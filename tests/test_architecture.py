@@ -128,7 +128,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (undeclared, RUN_FILE, "import pandas", "imports pandas"),
     (torch_in_server, RUN_FILE, "from torch import nn", "imports torch.nn"),
     (edges, RUN_FILE, "import grpc", "imports grpc"),
-    (edges, SERVER_FILE + "cli/serve.py", "from tokenloom_proto import dataloader_pb2", "viewer only"),
+    (edges, SERVER_FILE + "cli/serve.py", "from tokenloom_proto import dataloader_pb2", "peek only"),
     (edges, "client/tokenloom/dataset.py", "from tokenloom_proto.dataloader_pb2 import Base", "for tokenloom.conn"),
     (edges, SERVER_FILE + "cli/serve.py", "from fastapi import FastAPI", "tokenloom_server.api.rest only"),
     (edges, SERVER_FILE + "cli/serve.py", "import redis", "ledger only"),

@@ -15,7 +15,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.config.differences import differences, refuse
 from tokenloom_server.core.state import PACKED_AGAIN, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
 from tokenloom_server.order.timeline import Timeline
 

@@ -37,7 +37,8 @@ from tokenloom_server.reports import trace as traced
 from tokenloom_server.run import losses
 from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.run.revise import MAX_REVISIONS
-from tokenloom_server.tools import export, viewer
+from tokenloom_server.tools import export
+from tokenloom_server.tools.peek import range as sample_range
 from typer.main import get_command
 
 from tests.support.doc_tables import TABLES, written
@@ -216,7 +217,7 @@ def test_the_bounds_of_prepared_shards_and_exports_are_on_their_pages() -> None:
         for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)
     )
     assert f" {export.BATCH_IDS:,} " in section("export", "Details")
-    assert f"| {viewer.PATIENCE_S:g} s " in section("export", "Details")
+    assert f"| {sample_range.SEARCH_S:g} s " in section("export", "Details")
 
 
 def test_the_bound_of_skips_is_on_the_page_of_checkpoints() -> None:

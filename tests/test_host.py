@@ -41,7 +41,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     SourceError,
 )
-from tokenloom_server.ledger.base import Commit, StoredRevision, StoredRun
+from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
 from tokenloom_server.replay.peek import PeekCall

@@ -8,7 +8,7 @@ from support.corpora import order_of, write_corpus, write_parquet
 from tokenloom_proto.resume import NamedSource, sources_of
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.timeline import Timeline
 
 EXTRA = "parquet:data/extra.parquet:ids"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,7 @@ import httpx
 import pytest
 from conftest import LENGTH, Corpus
 from support.server_process import ServerProcess
-from support.trainer import Receipt, Sample, World, rolling_digest
-from tokenloom import RemoteDataset
-from tokenloom.errors import JoinRefused
+from support.trainer import Sample, World
 
 #: By samples: 2 at first, 5 from sample 13 on, 1 from 60 on.
 RAMP = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
@@ -67,26 +64,6 @@ def told(server: ServerProcess, path: str) -> dict[str, Any]:
     return found
 
 
-def test_a_resume_at_every_step_of_a_ramp_goes_on_with_the_size_that_it_would_have_had(
-    server: ServerProcess, sequence: list[Sample]
-) -> None:
-    received, sizes = Receipt(), []
-    state: dict[str, str] | None = None
-    for launch in range(14):
-        # One or two steps, then another number of ranks.
-        world_size, steps = (1, 2, 3, 4)[launch % 4], 1 + launch % 3 // 2
-        with World(server.url("ramp"), world_size, RAMP, state=state, takeover=True) as world:
-            found = [step_of(world.join()) for _ in range(steps)]
-            assert found == sizes_of(len(received.samples), world_size, 10**6)[:steps]
-            sizes += found
-            received.samples.update(world.receipt.samples)
-            state = world.state()
-        assert len(received.samples) == world.sample_index, "a sample came twice, or is missing"
-        assert world.digest == rolling_digest(received.sequence())
-    assert received.sequence() == sequence[: len(received.samples)]
-    assert set(sizes) == {2, 5, 1}
-
-
 def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in_the_middle(
     server: ServerProcess, sequence: list[Sample]
 ) -> None:
@@ -116,22 +93,3 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
     for rank in step["ranks"]:
         places = [told(server, f"samples/{sample['sample']}") for sample in rank["samples"]]
         assert [(at["step"], at["rank"], at["place"]) for at in places] == [(6, rank["rank"], i) for i in range(5)]
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"batch_size": [(0, 2), (999, 4)]}, "has batch size 2, 4 from 999 total tokens on, .* 2, 4 from 500"),
-        ({"batch_size": 2}, "has batch size 2, but rank 0 .* with 2, 4 from 500 total tokens on"),
-        ({"batch_size": [(0, 2), (500, 4)], "accumulate": 2}, "has accumulate 2, but rank 0 .* opened it with 1"),
-    ],
-)  # fmt: skip
-def test_all_ranks_must_agree_on_the_plan(server: ServerProcess, asked: dict[str, Any], message: str) -> None:
-    attempt = uuid.uuid4().hex
-    launch = {"world_size": 2, "attempt": attempt, "takeover": True, "resume": "fresh"}
-    first = RemoteDataset(server.url("refused"), [(0, 2), (500, 4)], rank=0, **launch)
-    other = RemoteDataset(server.url("refused"), rank=1, **launch, **asked)
-    with first, other:
-        iter(first)
-        with pytest.raises(JoinRefused, match=message):
-            iter(other)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -32,19 +25,6 @@ from tokenloom_server.tools.checkpoint.difference import place as stands_at
 
 RUN = "latents"
 SIZE = 4
-
-#: A rank that trains for ever, slowly; each batch is a line, with the state behind it.
-TRAINER = """
-import json, sys, time
-from tokenloom import RemoteDataset
-url, rank, world, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-with open(path, "w", buffering=1) as out:
-    dataset = RemoteDataset(url, rank=rank, world_size=world, attempt="two", resume="fresh", prefetch_steps=2)
-    for batch in dataset:
-        print(json.dumps({"captions": batch["caption"], "ids": batch["sample_ids"].tolist(),
-                          "shape": list(batch["latent"].shape), "state": dataset.state_dict()}), file=out)
-        time.sleep(0.02)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +46,6 @@ def whole(server: ServerProcess) -> tuple[list[dict[str, Any]], str]:
     """The run as one rank gets it, and its digest."""
     with RemoteDataset(server.url(RUN), rank=0, world_size=1, attempt="whole") as dataset:
         return list(dataset), dataset.digest  # type: ignore[arg-type]
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def test_rows_arrive_as_they_are(folder: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
@@ -100,57 +75,46 @@ def test_rows_arrive_as_they_are(folder: Path, whole: tuple[list[dict[str, Any]]
         assert (batch["sample_index"], batch["total_tokens"]) == (end, end)
 
 
-def test_two_ranks_that_are_killed_are_resumed_on_one_without_loss_or_repetition(
-    server: ServerProcess, whole: tuple[list[dict[str, Any]], str], tmp_path: Path
+def test_two_ranks_whose_server_is_killed_are_resumed_on_one_without_loss_or_repetition(
+    server: ServerProcess, whole: tuple[list[dict[str, Any]], str]
 ) -> None:
-    paths = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINER, server.url(RUN), str(rank), "2", str(path)], stdin=subprocess.DEVNULL
-        )
-        for rank, path in enumerate(paths)
-    ]
-    try:
-        deadline = time.monotonic() + 60
-        while min(len(lines_of(path)) for path in paths) < 9:
-            assert time.monotonic() < deadline
-            assert all(process.poll() is None for process in processes)
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-    lines = [lines_of(path) for path in paths]
-    steps = min(map(len, lines))
-    by_sample = {}
-    for first, second in zip(lines[0][:steps], lines[1][:steps], strict=True):
-        assert first["shape"] == second["shape"]
-        assert first["state"] == second["state"]
-        for line in (first, second):
-            by_sample |= dict(zip(line["ids"], line["captions"], strict=True))
     expected = [caption for batch in whole[0] for caption in batch["caption"]]
-    assert [by_sample[index] for index in sorted(by_sample)] == expected[: steps * SIZE]
+    by_sample: dict[int, str] = {}
+    two = [
+        RemoteDataset(server.url(RUN), rank=rank, world_size=2, attempt="two", resume="fresh", prefetch_steps=2)
+        for rank in range(2)
+    ]
+    batches = [iter(dataset) for dataset in two]
+    for step in range(9):
+        if step == 5:
+            server.kill()
+            server.start()
+        pair: list[Any] = [next(each) for each in batches]
+        assert pair[0]["latent"].shape == pair[1]["latent"].shape
+        assert two[0].state_dict() == two[1].state_dict()
+        for batch in pair:
+            by_sample |= dict(zip(batch["sample_ids"].tolist(), batch["caption"], strict=True))
+    assert [by_sample[index] for index in sorted(by_sample)] == expected[: 9 * SIZE]
     dataset = RemoteDataset(server.url(RUN), batch_size=SIZE, rank=0, world_size=1, attempt="one", takeover=True)
-    dataset.load_state_dict(lines[0][steps - 1]["state"])
+    dataset.load_state_dict(two[0].state_dict())
     with dataset:
-        assert [caption for batch in dataset for caption in batch["caption"]] == expected[steps * SIZE :]  # type: ignore[typeddict-item]
+        assert [caption for batch in dataset for caption in batch["caption"]] == expected[9 * SIZE :]  # type: ignore[typeddict-item]
         assert dataset.digest == whole[1]
+    for each in two:
+        each.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(server: ServerProcess) -> None:
+    options: dict[str, Any] = {"rank": 0, "attempt": "refused", "resume": "fresh", "takeover": True}
+    for size, says in (
         ({"world_size": 3}, "4 cannot be divided among 3 ranks: launch a number of ranks that divides 4"),
         ({"world_size": 2, "batch_size": 4}, "which are 2 for each of 2 ranks: leave batch_size out"),
-    ],
-)
-def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(
-    server: ServerProcess, options: dict[str, int], says: str
-) -> None:
-    dataset = RemoteDataset(server.url(RUN), rank=0, attempt="refused", resume="fresh", takeover=True, **options)
-    with dataset, pytest.raises(TokenloomError, match=re.escape(says)):
-        next(iter(dataset))
+    ):
+        with (
+            RemoteDataset(server.url(RUN), **options, **size) as dataset,
+            pytest.raises(TokenloomError, match=re.escape(says)),
+        ):
+            next(iter(dataset))
 
 
 def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: object) -> None:
@@ -215,21 +179,6 @@ def test_figures_traces_plans_and_snapshots_know_rows(
         assert [one["sample"] for one in step["ranks"][0]["samples"]] == [4, 5, 6, 7]
         with pytest.raises(grpc.RpcError, match="sample 9 lies within a global batch of 4"):
             rpc.snapshot(RUN, 9)
-
-
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "buckets.md").read_text(encoding="utf-8")
-    python, mixture = (text.split(f"```{language}\n")[1].split("```")[0] for language in ("python", "yaml"))
-    subprocess.run([sys.executable, "-c", python], cwd=tmp_path, check=True, timeout=60)
-    (tmp_path / "mixture.yaml").write_text(mixture)
-    server = ServerProcess(tmp_path / "server", tmp_path / "mixture.yaml").start()
-    try:
-        with RemoteDataset(server.url(yaml.safe_load(mixture)["run"]), rank=0, world_size=2, attempt="a") as dataset:
-            batch: Any = next(iter(dataset))
-            assert batch["latent"].shape[:2] == (4, 4)
-            assert len(set(map(tuple, np.array(batch["latent"].shape)[None, 2:].tolist()))) == 1
-    finally:
-        server.kill()
 
 
 def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_refused(

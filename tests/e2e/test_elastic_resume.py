@@ -96,36 +96,6 @@ def test_4_2_3_and_1_ranks_with_other_batch_sizes_get_one_sequence_with_the_serv
     assert world.digest == rolling_digest(received.sequence())
 
 
-def test_training_beyond_a_checkpoint_is_taken_back_with_it(
-    corpus: Corpus, sequence: list[Sample], server: ServerProcess
-) -> None:
-    run = "rewound"
-    with World(server.url(run), 2, 3) as world:
-        checkpoint = world.steps(4).state()
-        world.steps(7)
-    assert_counted(server, run, corpus, sequence[:66])
-    with World(server.url(run), 3, 1, state=checkpoint) as world:
-        world.join()
-        assert_counted(server, run, corpus, sequence[:24])
-        world.steps(2)
-        assert world.receipt.sequence(24) == sequence[24:30]
-    assert_counted(server, run, corpus, sequence[:30])
-
-
-def test_latest_goes_on_at_the_committed_sample(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "latest"
-    server = start_server(corpus.mixture(run))
-    with World(server.url(run), 2, 2, resume="latest") as world:  # nothing is there yet: the beginning
-        world.steps(5)
-    server.kill()
-    server.start()
-    with World(server.url(run), resume="latest") as world:
-        assert world.join().sample_index == 20
-        assert world.steps(9).receipt.sequence(20) == sequence[20:29]
-
-
 def test_ranks_in_processes_of_their_own_share_an_attempt_by_their_process_group_and_may_be_killed(
     server: ServerProcess, sequence: list[Sample], tmp_path: Path
 ) -> None:
@@ -153,24 +123,3 @@ def test_ranks_in_processes_of_their_own_share_an_attempt_by_their_process_group
     assert first == sequence[16 : 16 + len(first)]
     with World(server.url(run), state=alone.lines()[-1]["state"]) as world:
         assert world.run().receipt.sequence(16 + len(first)) == sequence[16 + len(first) :]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_loader_with_no_worker_or_one_gives_the_same_batches(
-    server: ServerProcess, sequence: list[Sample], tmp_path: Path, workers: int
-) -> None:
-    url = server.url(f"loader-{workers}")
-    trainer = Trainer(tmp_path, "trainer", {}, url=url, batch_size=4, num_workers=workers)
-    assert trainer.wait() == 0, trainer.log()
-    found = trainer.receipt().sequence()
-    assert found == sequence[: len(found)]
-    assert len(found) >= len(sequence) - 4
-    assert trainer.log() == "", "it ended with a warning"
-
-
-def test_a_data_loader_with_two_workers_is_refused_with_the_reason(server: ServerProcess, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, "trainer", {}, url=server.url("workers"), batch_size=4, num_workers=2)
-    assert trainer.wait() != 0
-    assert "num_workers=2" in trainer.log()
-    assert "each worker would claim it" in trainer.log()
-    assert "use num_workers=0 (or 1)" in trainer.log()

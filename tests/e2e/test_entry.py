@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 import redis
@@ -73,41 +72,6 @@ def test_who_only_looks_needs_no_more_than_the_token_for_reading(
     assert (refused.status, refused.output.startswith("Unauthenticated: ")) == (2, True), refused.output
     elsewhere = tokenloom("peek", "grpc://127.0.0.1:1,192.0.2.1:1/run", "--token-file", file)
     assert "would travel to 192.0.2.1 unencrypted" in " ".join(elsewhere.output.split())
-
-
-def test_a_trainer_takes_the_token_from_its_environment(
-    mixture: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "token"
-    file.write_text(CONTROL, encoding="utf-8")
-    file.chmod(0o600)
-    server = start_server(mixture, flags=("--token-file", str(file)))
-    monkeypatch.setenv("TOKENLOOM_TOKEN_FILE", str(file))
-
-    with World(server.url(RUN)) as world:
-        world.steps(2)
-
-
-def test_a_server_that_comes_back_with_another_token_ends_the_training_with_that_reason(
-    mixture: Path, tmp_path: Path
-) -> None:
-    server = ServerProcess(tmp_path / "server", mixture, environment=TOKENS).start()
-    again = None
-    try:
-        with World(server.url(RUN), token=CONTROL, prefetch_steps=1) as world:
-            world.steps(2)
-            server.kill()
-            again = ServerProcess(
-                tmp_path / "server", mixture, environment={"TOKENLOOM_TOKEN": "the-next-token-0123456789"}
-            )
-            again.grpc, again.rest = server.grpc, server.rest
-            again.start()
-            with pytest.raises(Unauthenticated, match="none of this server's"):
-                world.run()
-    finally:
-        server.kill()
-        if again is not None:
-            again.kill()
 
 
 def test_the_figures_are_read_with_a_token_file(
@@ -324,31 +288,6 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
 # Data roots
 
 
-def test_data_outside_of_the_data_roots_is_not_served(corpus: Corpus, tokenloom: CommandLine, tmp_path: Path) -> None:
-    mixture = corpus.mixture("rooted")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    addresses = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
-    for command in (("validate", mixture), ("serve", mixture, *addresses, "--ledger", f"sqlite:///{tmp_path}/l.db")):
-        done = tokenloom(*command, "--data-root", elsewhere)
-        message = " ".join(done.output.split())
-        assert done.status == 2
-        assert "ConfigError: mixture.children.0.source: " in message
-        assert "lies below no data root" in message
-    valid = tokenloom("validate", mixture, "--data-root", elsewhere, "--data-root", corpus.folder)
-    assert (valid.status, "valid" in valid.output) == (0, True), valid.output
-
-
-def test_data_roots_come_from_the_environment_too(corpus: Corpus, tmp_path: Path) -> None:
-    folders = [tmp_path / "one", corpus.folder]
-    folders[0].mkdir()
-    roots = {"TOKENLOOM_DATA_ROOTS": ":".join(map(str, folders))}
-    mixture = corpus.mixture("rooted-by-environment")
-    ServerProcess(tmp_path / "right", mixture, environment=roots).start().kill()
-    with pytest.raises(RuntimeError, match="lies below no data root"):
-        ServerProcess(tmp_path / "wrong", mixture, environment={"TOKENLOOM_DATA_ROOTS": str(folders[0])}).start()
-
-
 # What is written down
 
 
@@ -394,13 +333,3 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
     assert "DEBUG" in written
     for secret in (CONTROL, READ, wrong, password):
         assert secret not in written
-
-
-def test_the_page_and_health_are_open_where_there_is_a_token(mixture: Path, start_server: StartServer) -> None:
-    server = start_server(mixture, environment=TOKENS)
-
-    assert httpx.get(server.rest_url, trust_env=False).status_code == 200
-    assert httpx.get(f"{server.rest_url}/readyz", trust_env=False).status_code == 200
-    with grpc.insecure_channel(server.grpc) as channel:
-        answer = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20)
-    assert answer == b"\x08\x01", "SERVING"

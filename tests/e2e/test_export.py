@@ -8,22 +8,20 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
-from support.catalog import CATALOG, spec_of
+from support.catalog import spec_of
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
-from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
-from tokenloom_server.order.record import Order
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.tools import viewer
 from tokenloom_server.tools.export import export
-from tokenloom_server.tools.viewer import Following, Servers
+from tokenloom_server.tools.peek import range as sample_range
+from tokenloom_server.tools.peek.range import SampleRange
+from tokenloom_server.tools.peek.servers import Servers
 
 RUN = "leaving"
 #: From one sample within the run to another.
@@ -40,8 +38,8 @@ def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     server.kill()
 
 
-def following(server: ServerProcess, begin: int, end: int | None, run: str = RUN) -> Following:
-    return Following(Servers(server.url(run), {}), begin, end, clock=time.monotonic)
+def sample_range_of(server: ServerProcess, begin: int, end: int | None, run: str = RUN) -> SampleRange:
+    return SampleRange(Servers(server.url(run), {}), begin, end, clock=time.monotonic)
 
 
 def nothing(*_: int) -> None:
@@ -80,25 +78,11 @@ def test_what_is_exported_is_read_back_and_is_what_trainers_get(
     assert {path.name for path in out.parent.iterdir()} == {*endings, "range.json"}
 
 
-def test_a_run_of_what_was_exported_has_the_same_samples(
-    server: ServerProcess, sequence: list[Sample], tmp_path: Path
-) -> None:
-    export(following(server, BEGIN, END), tmp_path / "range", "megatron", nothing)
-    document: dict[str, Any] = {
-        "run": "again", "vocab_size": 320, "end_of_text_id": 0, "add_eot": False, "sequence_length": LENGTH,
-        "mixture": {"policy": "sequential", "children": [{"source": "megatron:range"}]},
-    }  # fmt: skip
-    order = Order.create(config.parse(document, where="test", catalog=CATALOG), tmp_path, None)
-    blocks = order.packers()(0, order.initial().sources[0]).blocks()
-    found = [tuple(np.frombuffer(ids, order.dtype).tolist()) for block in blocks for ids in block.ids]
-    assert found == [sample.ids for sample in sequence[BEGIN:END]]
-
-
 def test_documents_of_a_sample_are_sequences_and_starts(
     server: ServerProcess, corpus: Corpus, sequence: list[Sample], tmp_path: Path
 ) -> None:
     for form in ("megatron", "parquet"):
-        export(following(server, BEGIN, END), tmp_path / form, form, nothing)  # type: ignore[arg-type]
+        export(sample_range_of(server, BEGIN, END), tmp_path / form, form, nothing)  # type: ignore[arg-type]
     rows = pq.read_table(tmp_path / "parquet.parquet").to_pylist()
     assert [row["sample"] for row in rows] == list(range(BEGIN, END))
     assert [row["source"] for row in rows] == [SPECS[sample.source] for sample in sequence[BEGIN:END]]
@@ -117,7 +101,7 @@ def test_shifted_labels_export_the_id_that_is_only_a_label(
     corpus: Corpus, start_server: StartServer, tmp_path: Path
 ) -> None:
     server = start_server(corpus.mixture("shifted", labels="shifted"))
-    export(following(server, 3, 9, "shifted"), tmp_path / "range", "parquet", nothing)
+    export(sample_range_of(server, 3, 9, "shifted"), tmp_path / "range", "parquet", nothing)
     with World(server.url("shifted")) as world:
         world.steps(9)
         batches = world.receipt.sequence()
@@ -128,7 +112,7 @@ def test_shifted_labels_export_the_id_that_is_only_a_label(
 
 
 def test_without_an_end_it_goes_to_where_the_ledger_stands(server: ServerProcess, tmp_path: Path) -> None:
-    done = export(following(server, 0, None), tmp_path / "range", "parquet", nothing)
+    done = export(sample_range_of(server, 0, None), tmp_path / "range", "parquet", nothing)
     assert (done.begin, done.end) == (0, 40)
 
 
@@ -137,13 +121,13 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
 ) -> None:
     beyond = len(sequence) + 5
     with pytest.raises(BeyondHorizon, match=rf"sample {len(sequence)} does not exist: every source is exhausted"):
-        export(following(server, 10, beyond), tmp_path / "range", "megatron", nothing)
+        export(sample_range_of(server, 10, beyond), tmp_path / "range", "megatron", nothing)
     with pytest.raises(ConfigError, match="there is nothing to export"):
-        export(following(server, 50, None), tmp_path / "range", "megatron", nothing)
+        export(sample_range_of(server, 50, None), tmp_path / "range", "megatron", nothing)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "range.idx").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"range\.idx: is there already"):
-        export(following(server, 0, 5), tmp_path / "range", "megatron", nothing)
+        export(sample_range_of(server, 0, 5), tmp_path / "range", "megatron", nothing)
     refused = tokenloom("export", server.url(RUN), "--from", 5, "--to", 5, "--out", tmp_path / "x")
     assert refused.status == 2
     assert "expected --to above --from" in refused.output
@@ -152,9 +136,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
 def test_a_server_that_goes_away_is_waited_for(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewer, "_MANY", 4)
+    monkeypatch.setattr(sample_range, "_MOST_SAMPLES", 4)
     server = start_server(corpus.mixture(RUN))
-    samples = following(server, 0, 11).samples()
+    samples = sample_range_of(server, 0, 11).samples()
     first = list(islice(samples, 5))
     server.kill()
     server.start()
@@ -165,9 +149,9 @@ def test_a_server_that_goes_away_is_waited_for(
 def test_a_server_of_another_order_ends_it(
     corpus: Corpus, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewer, "_MANY", 4)
+    monkeypatch.setattr(sample_range, "_MOST_SAMPLES", 4)
     server = start_server(corpus.mixture(RUN))
-    samples = following(server, 0, 11).samples()
+    samples = sample_range_of(server, 0, 11).samples()
     assert len(list(islice(samples, 4))) == 4
     server.kill()
     server.ledger_file.unlink()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import StartServer
-from support.corpora import id_rows, numbers
+from support.corpora import id_rows
 from support.hub import StandInHub, stand_in_hub
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
@@ -101,21 +101,3 @@ def _keeps_its_secrets(hub: StandInHub, server: ServerProcess, state: str) -> No
     for text in (server.log, state, server.ledger_file.read_bytes().decode(errors="replace")):
         assert "hf_secret" not in text
         assert hub.signature not in text
-
-
-def test_of_a_large_dataset_only_what_is_read_is_fetched(
-    hub: StandInHub, tmp_path: Path, start_server: StartServer
-) -> None:
-    repo = hub.repo("org/corpus")
-    content = parquet([numbers(2000, salt, 0, 256) for salt in range(250)], 50)
-    commit = repo.commit({f"data/train-{i:05}-of-00200.parquet": content for i in range(200)})
-    server = start_server(mixture(tmp_path, "large", window_steps=4), environment=hub.environment(tmp_path / "hf"))
-    with World(server.url("large")) as world:
-        world.steps(20)
-    server.terminate()
-
-    files = {request.path for request in hub.asked("/resolve/")}
-    assert len(files) < 10, files
-    assert hub.bytes_sent() < repo.size(commit) / 20
-    # The branch, the card, the listing.
-    assert len(hub.asked("^/api/")) <= 3

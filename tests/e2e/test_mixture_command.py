@@ -12,7 +12,6 @@ import yaml
 from conftest import SPECS, Corpus, StartServer
 from support.catalog import CATALOG
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import World
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
 
@@ -160,31 +159,6 @@ def test_what_is_wrong_is_told_by_name(
     done = tokenloom("mixture", command, server.rest_url, child, *WHY, *options)
     assert done.status == 2
     assert message in done.output
-
-
-def test_a_token_for_reading_shows_the_mixture_and_changes_nothing(
-    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
-) -> None:
-    tokens = {"control": "c" * 32, "read": "r" * 32}
-    files = {name: tmp_path / name for name in tokens}
-    for name, token in tokens.items():
-        files[name].write_text(token, encoding="utf-8")
-        files[name].chmod(0o600)
-    given = {"TOKENLOOM_TOKEN": tokens["control"], "TOKENLOOM_READ_TOKEN": tokens["read"]}
-    server = start_server(corpus.mixture("guarded", window_steps=4), environment=given)
-    url = server.rest_url
-    assert tokenloom("mixture", "show", url, "--token-file", files["read"]).status == 0
-    for arguments in (("pause", url, "code", *WHY), ("undo", url, 1)):
-        refused = tokenloom("mixture", *arguments, "--token-file", files["read"])
-        assert (refused.status, refused.output[:10]) == (2, "Forbidden:")
-        assert tokenloom("mixture", *arguments).output.startswith("Unauthenticated:")
-    with World(server.url("guarded"), token=tokens["control"]) as world:
-        world.steps(3)
-        made = tokenloom("mixture", "pause", url, "code", *WHY, "--token-file", files["control"])
-        assert made.status == 0, made.output
-        early = tokenloom("mixture", "drop", url, "prose", *WHY, "--at", 2, "--token-file", files["control"])
-        assert early.status == 2
-        assert "would come before it" in early.output
 
 
 def test_a_change_names_nothing_outside_the_data_roots(

@@ -12,7 +12,8 @@ from conftest import LENGTH, Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom import Batch, RemoteDataset
-from tokenloom_server.tools.viewer import look
+from tokenloom_server.tools.peek.servers import Servers
+from tokenloom_server.tools.peek.view import peek
 
 RUNS: dict[str, dict[str, Any]] = {
     "best-fit": {"packing": "best_fit", "pack_window_rows": 16, "mask_boundaries": True},
@@ -87,7 +88,7 @@ def check_what_is_told(server: ServerProcess, run: str, whole: Seen) -> None:
         first = trace["documents"][0]["position"]
         places = [document["position"] for document in trace["documents"]]
         assert places == (first + np.cumsum([0, *lengths[:-1]])).tolist()
-    shown = look(server.url(run), 5, 12, {}).samples
+    shown = peek(Servers(server.url(run), {}), 5, 12).samples
     assert [tuple(sample.ids.tolist()) for sample in shown] == [whole[index][1] for index in range(5, 17)]
     peeked: Seen = {}
     with RemoteDataset(server.url(run), 4, peek=True, resume="8", attention_mask=True) as dataset:

@@ -7,22 +7,18 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import yaml
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest
 from tokenizers import Tokenizer
-from tokenloom import BeyondHorizon, JoinRefused, NotFound, RemoteDataset, SnapshotInvalid, SourceError, TooManyPeeks
+from tokenloom import BeyondHorizon, JoinRefused, NotFound, RemoteDataset, SnapshotInvalid, TooManyPeeks
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.replay.peek import AHEAD_SAMPLES, MAX_PEEKS
@@ -72,18 +68,6 @@ def settled(server: ServerProcess, run: str, sample_index: int) -> dict[str, Any
     return found
 
 
-def mixture(folder: Path, spec: str, run: str, length: int, **fields: Any) -> Path:
-    """A mixture file of one source."""
-    document = {
-        "run": run,
-        "sequence_length": length,
-        "mixture": {"policy": "least_consumed", "children": [{"source": spec}]},
-    }
-    path = folder / f"{run}.yaml"
-    path.write_text(yaml.safe_dump(document | (fields or {"tokenizer": "bytes"})), encoding="utf-8")
-    return path
-
-
 def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
@@ -111,21 +95,6 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     assert len(ledger_rows(server.ledger_file)["openings"]) == 1
 
 
-def test_peeks_while_ranks_stream_get_the_same_samples(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "crowded"
-    server = start_server(corpus.mixture(run))
-    url = server.url(run)
-    plans = [(at, size) for at in (0, 1, 13, 40) for size in (1, 2, 5)]
-    with World(url, 2, 1) as world, ThreadPoolExecutor(4) as pool:
-        looks = [pool.submit(peeked, url, size, 6, resume=str(at)) for at, size in plans]
-        world.run()
-        assert world.receipt.sequence() == sequence[: world.sample_index]
-        for (at, size), look in zip(plans, looks, strict=True):
-            assert look.result() == part(sequence, at, at + 6 * size)
-
-
 def test_a_run_that_nobody_joined_can_be_looked_at_and_begins_as_before(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
 ) -> None:
@@ -145,25 +114,6 @@ def test_a_run_that_nobody_joined_can_be_looked_at_and_begins_as_before(
         assert world.ranks[0].generation == 1
 
 
-def test_the_end_of_the_data_is_the_end_of_a_peek(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "ends"
-    server = start_server(corpus.mixture(run))
-    end = len(sequence)
-    with World(server.url(run), 2, 1) as world:
-        world.run()
-        settled(server, run, end // 2 * 2)
-    assert peeked(server.url(run), 1, resume=str(end - 3)) == part(sequence, end - 3)
-    with peek(server.url(run), 2, resume=str(end - 3)) as dataset:
-        assert [batch["sample_ids"].tolist() for batch in dataset] == [[end - 3, end - 2]]
-        assert dataset.end_reason == "every source is exhausted"
-        assert next(iter(dataset), None) is None
-    assert peeked(server.url(run), 1, resume=str(end)) == {}
-    with pytest.raises(BeyondHorizon, match=rf"sample {end + 1} does not exist: the data end at sample {end}"):
-        peeked(server.url(run), 1, resume=str(end + 1))
-
-
 def test_a_padded_last_step_is_padded_for_who_looks_too(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
@@ -177,44 +127,6 @@ def test_a_padded_last_step_is_padded_for_who_looks_too(
             [begin + 4, -1, -1, -1],
         ]
         assert dataset.sample_index == len(sequence)
-
-
-def test_past_samples_can_be_looked_at_after_restarts(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
-) -> None:
-    run = "past"
-    server = start_server(corpus.mixture(run), ledger=ledger)
-    with World(server.url(run), 2, 2) as world:
-        saved = world.steps(6).state()
-        world.steps(4)
-        settled(server, run, 40)
-    with World(server.url(run), 3, 1, state=saved) as world:
-        world.steps(5)
-        settled(server, run, 39)
-    server.kill()
-    server.start()
-    for at in (0, 3, 23, 24, 38):
-        assert peeked(server.url(run), 1, 4, resume=str(at)) == part(sequence, at, at + 4)
-    assert standing(server, run)["generation"] == 2
-
-
-def test_a_peek_goes_on_when_its_server_is_back(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "looked-at"
-    server = start_server(corpus.mixture(run))
-    receipt = Receipt()
-    with peek(server.url(run), 2, resume="7", prefetch_steps=2) as dataset:
-        batches = iter(dataset)
-        for end in (server.kill, server.terminate):
-            for _ in range(5):
-                receipt.add(next(batches))
-            end()
-            server.start()
-        for _ in range(5):
-            receipt.add(next(batches))
-        assert dataset.digest == rolling_digest(sequence[: dataset.sample_index])
-    assert receipt.samples == part(sequence, 7, 37)
 
 
 def test_a_peek_goes_over_to_the_standby(
@@ -325,27 +237,6 @@ def test_only_so_many_look_at_once_and_the_next_may_when_one_is_done(
             dataset.close()
 
 
-def test_a_server_that_is_told_to_stop_does_not_wait_for_who_looks(corpus: Corpus, start_server: StartServer) -> None:
-    run = "leaving"
-    server = start_server(corpus.mixture(run))
-    with peek(server.url(run), prefetch_steps=1) as dataset:
-        next(iter(dataset))
-        began = time.monotonic()
-        assert server.terminate() == 0
-        assert time.monotonic() - began < 5
-
-
-def test_all_samples_before_a_bad_row_can_be_looked_at(tmp_path: Path, start_server: StartServer) -> None:
-    lines = [json.dumps({"text": f"row {number:04}"}) for number in range(40)]
-    lines[30] = '{"text": 30'
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    server = start_server(mixture(tmp_path, "jsonl:rows.jsonl:text", "spoiled", 9))
-    shown: list[str] = []
-    with peek(server.url("spoiled")) as dataset, pytest.raises(SourceError, match=r"rows\.jsonl.*31"):
-        shown.extend(bytes(batch["input_ids"][0, :8].tolist()).decode() for batch in dataset)
-    assert shown == [f"row {number:04}" for number in range(30)]
-
-
 # The command
 
 
@@ -412,22 +303,3 @@ def test_the_command_says_where_the_data_end_and_what_is_wrong(
     # An address that is dead is no reason to give up where another is given.
     alive = url.removeprefix("grpc://")
     assert tokenloom("peek", f"grpc://127.0.0.1:1,{alive}", "--samples", 1).status == 0
-
-
-def test_the_command_shows_bytes_ids_and_no_control_characters(
-    tmp_path: Path, start_server: StartServer, tokenloom: CommandLine
-) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "bell \a and \x1b[31mred\x1b[0m, naïve"}) + "\n", "utf-8")
-    pq.write_table(pa.table({"ids": [[3, 1, 4, 1, 5, 9, 2, 6]]}), tmp_path / "ids.parquet")
-    server = start_server(
-        mixture(tmp_path, "jsonl:a.jsonl:text", "loud", 32),
-        mixture(tmp_path, "parquet:ids.parquet:ids", "plain", 4, vocab_size=10, end_of_text_id=0),
-    )
-    for options in ((), ("--text",)):
-        done = tokenloom("peek", server.url("loud"), *options)
-        assert "bell ␇ and ␛[31mred␛[0m, naïve<|endoftext|>" in done.output
-        assert "\x1b" not in done.output
-        assert "\a" not in done.output
-    done = tokenloom("peek", server.url("plain"), "--json")
-    assert [json.loads(line)["text"] for line in done.output.splitlines()[:2]] == [None, None]
-    assert "3 1 4 1" in tokenloom("peek", server.url("plain")).output

@@ -6,18 +6,16 @@ import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 import torch
-import yaml
-from conftest import LENGTH, Corpus, Rpc, StartServer
+from conftest import Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
-from tokenloom import MeanLosses, RemoteDataset, SourceLoss
+from tokenloom import RemoteDataset, SourceLoss
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
@@ -137,76 +135,6 @@ def test_losses_are_shown_and_move_nothing(
         assert get(server, f"{path}/losses")["sample_index"] == [4, 6]
         samples = world.run().receipt.sequence(12)
     assert len(samples) > 20
-
-
-def test_behind_a_restart_of_the_server_the_curve_is_empty_and_reports_go_on(
-    corpus: Corpus, start_server: StartServer
-) -> None:
-    server = start_server(corpus.mixture(RUN))
-    with RemoteDataset(server.url(RUN), 2, connect_timeout_s=30) as dataset:
-        batches = iter(dataset)
-
-        def report_one() -> None:
-            batch = next(batches)
-            place = {"sample_index": batch["sample_index"], "total_tokens": batch["total_tokens"]}
-            dataset.report({0: (2.0, 4)}, step=1, **place)
-
-        def curve() -> list[int]:
-            try:
-                found: list[int] = get(server, f"/v1/runs/{RUN}/losses")["sample_index"]
-            except httpx.TransportError:
-                return []
-            return found
-
-        def eventually(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 30
-            while not condition():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-
-        report_one()
-        eventually(lambda: curve() == [2])
-        server.kill()
-        server.start()
-        assert curve() == []
-        report_one()
-        eventually(lambda: curve() == [4])
-
-
-def test_a_source_that_a_revision_brings_has_its_loss_by_name(tmp_path: Path, start_server: StartServer) -> None:
-    for name in ("one", "late"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} more line\n" * 2000, encoding="utf-8")
-    document = {"run": RUN, "tokenizer": "bytes", "sequence_length": LENGTH, "window_steps": 2}
-    document["mixture"] = {"policy": "least_consumed", "children": [{"source": "txt:one.txt:text", "alias": "one"}]}
-    mixture = tmp_path / "mixture.yaml"
-    mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
-    server = start_server(mixture)
-    with RemoteDataset(server.url(RUN), 1) as dataset:
-        batches = iter(dataset)
-        source_loss = SourceLoss(dataset)
-
-        def train(steps: int) -> MeanLosses:
-            for _ in range(steps):
-                batch = next(batches)
-                source_loss.add(2.0 + batch["source_ids"].double(), batch)
-            return source_loss.log()
-
-        assert train(10).losses == {"one": 2.0}
-        change = {"reason": "more", "add": [{"child": {"source": "txt:late.txt:text", "alias": "late"}}]}
-        made = httpx.patch(f"{server.rest_url}/v1/runs/{RUN}/mixture", json=change, trust_env=False, timeout=30).json()
-        behind = made["sample_index"] - 10
-        assert train(behind).losses == {"one": 2.0}
-        found = train(20)
-        assert found.losses == {"one": 2.0, "late": 3.0}
-        assert found.tokens == {"one": 10 * (LENGTH - 1), "late": 10 * (LENGTH - 1)}
-        deadline = time.monotonic() + 30
-        while (curve := get(server, f"/v1/runs/{RUN}/losses"))["sample_index"][-1:] != [found.sample_index]:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert [(each["alias"], each["losses"]) for each in curve["sources"]] == [
-            ("one", [2.0, 2.0, 2.0]),
-            ("late", [None, None, 3.0]),
-        ]
 
 
 def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus) -> None:

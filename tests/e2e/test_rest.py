@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import grpc
 import httpx
 import pytest
-from conftest import SPECS, Corpus, Rpc, StartServer
+from conftest import SPECS, Corpus, Rpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
-from tokenloom import JoinRefused, RemoteDataset, ResumePointNeeded, SnapshotInvalid
+from tokenloom import JoinRefused, RemoteDataset, ResumePointNeeded
 from tokenloom_proto import dataloader_pb2 as wire
 
 RUNS = ("first", "second", "pinned", "counted")
@@ -148,24 +148,6 @@ def _loaded(url: str, state: dict[str, str]) -> RemoteDataset:
     dataset = RemoteDataset(url, 1)
     dataset.load_state_dict(state)
     return dataset
-
-
-def test_a_restore_refuses_another_ledgers_state_where_the_run_has_progress(
-    corpus: Corpus, server: ServerProcess, start_server: StartServer
-) -> None:
-    elsewhere = start_server(corpus.mixture("first"))
-    with World(elsewhere.url("first")) as world:
-        foreign = world.steps(3).state()
-    with World(server.url("first"), resume="fresh") as world:
-        own = world.steps(2).state()
-    with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as client:
-        refused = client.post("/v1/runs/first/restore", json={"snapshot": foreign["tokenloom"]})
-    assert (refused.status_code, refused.json()["error"]) == (422, "SnapshotInvalid")
-    assert "run_uid" in refused.json()["message"]
-    with World(server.url("first"), state=own) as world:
-        world.steps(1)
-    with pytest.raises(SnapshotInvalid, match="run_uid"):
-        next(iter(_loaded(server.url("first"), foreign)))
 
 
 def test_health_readiness_and_reflection_answer(server: ServerProcess) -> None:

@@ -217,20 +217,3 @@ def test_what_cannot_be_skipped_is_refused_before_anything_is_pinned(
     with World(server.url(run)) as world:
         assert world.steps(3).receipt.sequence(4) == sequence[4:7]
     assert_counted(server, run, corpus, sequence, 7, (2, 4))
-
-
-def test_a_run_may_begin_behind_skipped_samples(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "begun"
-    server = start_server(corpus.mixture(run))
-    assert post(server, run, sample_index=0, skip_samples=9).json()["start_index"] == 9
-    with World(server.url(run), 2, 1) as world:
-        state = world.steps(2).state()
-        assert world.receipt.sequence(9) == sequence[9:13]
-    assert_counted(server, run, corpus, sequence, 13, (0, 9))
-    # On a node with another ledger the skip goes on with the state.
-    elsewhere = start_server(corpus.mixture(run), name="elsewhere")
-    with World(elsewhere.url(run), 1, 1, state=state) as world:
-        assert world.steps(3).receipt.sequence(13) == sequence[13:16]
-    assert_counted(elsewhere, run, corpus, sequence, 16, (0, 9))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pyarrow.parquet as pq
 import pytest
-from conftest import END, LENGTH, SPECS, Corpus, StartServer
+from conftest import END, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import Receipt, Sample, World, rolling_digest
+from support.trainer import Sample, World, rolling_digest
 from tokenizers import Tokenizer
-from tokenloom import RemoteDataset
 
 FILES = {
     SPECS[0]: ["code-0.parquet", "code-1.parquet"],
@@ -132,54 +130,6 @@ def test_every_sample_and_step_is_told_as_the_ranks_got_it_after_a_restart_and_a
         text = "".join(document["text"] for document in found["documents"])
         if found["spec"] == SPECS[1] and text.isascii():
             assert text.replace(END, "\n") in "\n".join(rows.texts["prose.txt"] * 2) + "\n"
-
-
-def test_a_traced_sample_can_be_had_again_byte_for_byte(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
-) -> None:
-    run = "again"
-    server = start_server(corpus.mixture(run))
-    ask = asking(server, run)
-    with World(server.url(run), 2, 1) as world:
-        world.steps(12)
-        for index in (0, 7, 23):
-            traced = ask(f"samples/{index}", text=True)
-            assert tuple(traced["ids"]) == sequence[index].ids
-            again = Receipt()
-            with RemoteDataset(server.url(run), 1, peek=True, resume=str(index)) as dataset:
-                for batch in islice(dataset, 1):
-                    again.add(batch)
-            assert again.samples == {index: world.receipt.samples[index]} == {index: sequence[index]}
-            shown = tokenloom("peek", server.url(run), "--at", index, "--samples", 1, "--json")
-            peeked = json.loads(shown.output.splitlines()[0])
-            assert (peeked["ids"], peeked["digest"]) == (traced["ids"], traced["digest"])
-
-
-def test_shifted_labels_last_id_is_told_and_padding_is_counted(
-    corpus: Corpus, rows: Rows, start_server: StartServer
-) -> None:
-    run = "shifted"
-    server = start_server(corpus.mixture(run, labels="shifted", last_step="pad"))
-    ask = asking(server, run)
-    with World(server.url(run), 2, 3) as world:
-        steps, samples = 0, {}
-        while (batches := world.step()) is not None:
-            steps += 1
-            for batch in batches:
-                for index, source, ids, label in zip(
-                    batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist(),
-                    batch["labels"][:, -1].tolist(), strict=True,
-                ):  # fmt: skip
-                    if source >= 0:
-                        samples[index] = Sample(source, (*ids, label))
-    for index in (0, 1, 17, len(samples) - 1):
-        found = ask(f"samples/{index}", text=True)
-        rows.check(found, samples[index])
-        assert (found["tokens"], len(found["ids"])) == (LENGTH, LENGTH + 1)
-    last = ask(f"steps/{steps - 1}")
-    assert last["end"] == len(samples)
-    assert sum(rank["padding"] for rank in last["ranks"]) == steps * 6 - len(samples) > 0
-    assert ask(f"steps/{steps}")[0] == 416
 
 
 def test_what_cannot_be_traced_is_refused_with_the_limits(

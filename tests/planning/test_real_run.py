@@ -15,7 +15,7 @@ from tokenloom_server.config.mixture_change import MixtureChange, Setting
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.views import Session

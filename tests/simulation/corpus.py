@@ -22,7 +22,7 @@ from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
-from tokenloom_server.ledger.base import Counters, StoredRevision
+from tokenloom_server.ledger.records import Counters, StoredRevision
 from tokenloom_server.order.exclusions import Exclusions
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup, Switch
 from tokenloom_server.order.record import Order

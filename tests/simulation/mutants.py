@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from tokenloom_server.errors import NotFound
-from tokenloom_server.ledger.base import Commit, StoredRun
+from tokenloom_server.ledger import rules
+from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
@@ -16,31 +17,17 @@ from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
 
-from tests.support.memory_ledger import MemoryLedger, Run, Store
+from tests.support.memory_ledger import MemoryLedger, Store
 
 MakeLedger = Callable[[Store, Callable[[], float]], MemoryLedger]
 #: Takes the guard out, and says which ledger to use.
 Mutant = Callable[[pytest.MonkeyPatch], MakeLedger]
 
 
-class _NoFence(MemoryLedger):
-    def _fence(self, run: Run, generation: int) -> None:
-        """Any generation may write."""
-
-
-class _NoDeduplication(MemoryLedger):
-    def _is_done(self, commit: Commit, committed: int) -> bool:
-        return False
-
-
-class _NoEpoch(MemoryLedger):
-    def _led(self, uid: str, stream: str, epoch: int) -> Run:
-        return self._store.run(uid, stream)
-
-
 def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
     """The ledger takes writes of a generation that is over."""
-    return _NoFence
+    patch.setattr(rules, "_refuse_generation", lambda head, command: None)
+    return MemoryLedger
 
 
 def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
@@ -60,12 +47,14 @@ def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
 
 def ledger_without_deduplication(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A commit that comes twice, or late, moves the counters back."""
-    return _NoDeduplication
+    patch.setattr(rules, "_is_committed", lambda head, sample_index: False)
+    return MemoryLedger
 
 
 def ledger_that_ignores_the_epoch(patch: pytest.MonkeyPatch) -> MakeLedger:
     """A server that was superseded goes on writing."""
-    return _NoEpoch
+    patch.setattr(rules, "_refuse_epoch", lambda head, command: None)
+    return MemoryLedger
 
 
 def boundary_one_step_early(patch: pytest.MonkeyPatch) -> MakeLedger:

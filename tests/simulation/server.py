@@ -13,7 +13,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.api.service import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
-from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator

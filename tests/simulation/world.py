@@ -19,7 +19,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import StoredSnapshot
+from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
 
 from tests.simulation.checker import Checker

@@ -89,7 +89,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
         frozenset(
             {
                 f"{SERVER}.api.grpc",
-                f"{SERVER}.tools.viewer",
+                f"{SERVER}.tools.peek",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
                 f"{CLIENT}.local",

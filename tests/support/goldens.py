@@ -28,7 +28,8 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.cli import app
-from tokenloom_server.ledger.base import Ledger, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from typer.testing import CliRunner

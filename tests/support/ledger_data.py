@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenloom_server.ledger.base import Commit, Counters, Opening, StoredRevision
+from tokenloom_server.ledger.records import Commit, Counters, Opening, StoredRevision
 
 SPECS = ("parquet:a-*.parquet:text", "jsonl:b c.jsonl:text", "txt:ü/*.txt:text")
 

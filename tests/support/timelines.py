@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.timeline import Timeline
 
 

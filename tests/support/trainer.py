@@ -170,7 +170,7 @@ class World:
 
 @cache
 def _trainer_forks() -> Forks:
-    forks = Forks("torch.distributed", "torch.utils.data", "support.trainer", options=("-W", "error"))
+    forks = Forks("torch.distributed", "support.trainer", options=("-W", "error"))
     atexit.register(forks.close)
     return forks
 
@@ -230,29 +230,24 @@ class Trainer:
 def _main() -> None:
     plan = json.loads(sys.argv[1])
     import torch.distributed as dist
-    from torch.utils.data import DataLoader
 
     if plan.get("process_group"):
         dist.init_process_group("gloo")
     dataset = RemoteDataset(plan["url"], plan["batch_size"], connect_timeout_s=30.0, **plan.get("options", {}))
     if plan.get("state"):
         dataset.load_state_dict(plan["state"])
-    workers = plan.get("num_workers")
-    batches: Any = dataset if workers is None else DataLoader(dataset, batch_size=None, num_workers=workers)
     with Path(plan["receipt"]).open("w", encoding="utf-8") as receipt:
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(dataset, 1):
             samples = zip(
                 batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist(), strict=True
             )
-            state = None if workers else dataset.state_dict()
-            receipt.write(json.dumps({"samples": list(samples), "state": state}) + "\n")
+            receipt.write(json.dumps({"samples": list(samples), "state": dataset.state_dict()}) + "\n")
             receipt.flush()
             if number == plan.get("steps"):
                 break
             if number == plan.get("pause_at"):
                 while not Path(plan["receipt"] + ".go").exists():
                     time.sleep(0.02)
-    del batches
     dataset.close()
     if plan.get("process_group"):
         dist.destroy_process_group()

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.reports.receipt import Range
-from tokenloom_server.tools.verify import compare, document, explain
-from tokenloom_server.tools.verify_sides import Identity, Point, Side, side
+from tokenloom_server.tools.verify.compare import compare
+from tokenloom_server.tools.verify.digests import DigestPoint, DigestSource, RunIdentity, open_source
+from tokenloom_server.tools.verify.text import document, explain
 
 TOKENS = 8
 
@@ -34,16 +35,16 @@ class Told:
         return self.indices[-1] if self.indices is not None else len(self.samples)
 
     @property
-    def identity(self) -> Identity:
-        return Identity(name="told", run="run", run_uid="uid", decides=self.decides)
+    def identity(self) -> RunIdentity:
+        return RunIdentity(name="told", run="run", run_uid="uid", decides=self.decides)
 
-    def at(self, index: int) -> Point:
+    def at(self, index: int) -> DigestPoint:
         assert self.first <= index <= self.end
         assert self.indices is None or index in self.indices
         self.asked.append(index)
         known = self.samples[:index]
         skips = None if self.skips is None else tuple(skip for skip in self.skips if skip.first < index)
-        return Point(
+        return DigestPoint(
             index=index,
             digest=known,
             tokens=TOKENS * index,
@@ -53,7 +54,7 @@ class Told:
         )
 
 
-def sides(a: Told, b: Told) -> tuple[Side, Side]:
+def sides(a: Told, b: Told) -> tuple[DigestSource, DigestSource]:
     return a, b  # type: ignore[return-value]
 
 
@@ -166,10 +167,12 @@ class FakeRemote:
 )
 def test_a_side_that_cannot_be_meant_is_refused(named: str, run: str | None, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
-        side(named, run, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+        open_source(named, run, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
 
 
-def test_a_file_without_a_snapshot_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_bytes(b"\x80\x02PK\xff")
-    with pytest.raises(ConfigError, match=r"model\.pt: is no JSON"):
-        side(str(tmp_path / "model.pt"), None, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+def test_a_file_without_a_snapshot_that_has_a_digest_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text('{"epoch": 3}')
+    (tmp_path / "older.json").write_text('{"sample_index": 3}')
+    for name, fault in (("model.json", "holds no state of data"), ("older.json", "only snapshots of Tokenloom")):
+        with pytest.raises(SnapshotInvalid, match=f"{name}: .*{fault}"):
+            open_source(str(tmp_path / name), None, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]

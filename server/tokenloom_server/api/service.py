@@ -20,7 +20,8 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
-from tokenloom_server.ledger.base import Ledger, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import StoredRun, StoredSnapshot
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.revision import as_file, differences_of_files, places
 from tokenloom_server.order.timeline import Origin, Timeline

@@ -55,16 +55,16 @@ def export(
     """
     from tokenloom_server.cli.progress import Progress
     from tokenloom_server.tools.export import export as write
-    from tokenloom_server.tools.viewer import Following
+    from tokenloom_server.tools.peek.range import SampleRange
 
     set_up_logging("warning")
     if end is not None and end <= begin:
         raise ConfigError(f"--from {begin} --to {end}: expected --to above --from")
-    following = Following(access.servers(url), begin, end, clock=time.monotonic)
+    samples = SampleRange(access.servers(url), begin, end, clock=time.monotonic)
     total = None if end is None else end - begin
     try:
         with Progress(total, "samples", bytes_are_total=False) as progress:
-            done = write(following, out, form, progress.tell)
+            done = write(samples, out, form, progress.tell)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; nothing was written")
         raise typer.Exit(130) from None

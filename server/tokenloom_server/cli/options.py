@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tokenloom_server.config.catalog import Catalog
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
+    from tokenloom_server.tools.peek.servers import Servers
     from tokenloom_server.tools.remote import Remote
-    from tokenloom_server.tools.viewer import Servers
 
 Url = Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")]
 GrpcUrl = Annotated[
@@ -73,7 +73,7 @@ class ReadAccess:
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
-        from tokenloom_server.tools.viewer import Servers
+        from tokenloom_server.tools.peek.servers import Servers
 
         return Servers(
             url,

@@ -11,7 +11,7 @@ from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import GrpcUrl, ReadAccess
 
 if TYPE_CHECKING:
-    from tokenloom_server.tools.viewer import View
+    from tokenloom_server.tools.peek.view import PeekView
 
 app = typer.Typer()
 
@@ -45,9 +45,9 @@ def peek(
 
     Text is the run's tokeniser's, control characters as pictures; without a tokeniser, ids are shown.
     """
-    from tokenloom_server.tools.viewer import look
+    from tokenloom_server.tools.peek import view as viewing
 
-    view = look(access.servers(url), at, samples)
+    view = viewing.peek(access.servers(url), at, samples)
     if as_json:
         for sample in view.samples:
             print_json(sample.document(view.decode))
@@ -59,7 +59,7 @@ def peek(
         console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
 
 
-def _print_samples(view: View) -> None:
+def _print_samples(view: PeekView) -> None:
     from rich.table import Table
 
     from tokenloom_server.tokenizer.text import on_one_line
@@ -77,7 +77,7 @@ def _print_samples(view: View) -> None:
     out.print(table)
 
 
-def _print_texts(view: View) -> None:
+def _print_texts(view: PeekView) -> None:
     from tokenloom_server.tokenizer.text import as_lines
 
     out = console()

@@ -18,7 +18,7 @@ def verify(
     a: Annotated[
         str,
         typer.Argument(
-            help="A server's REST address, with /RUN where it has several, or a snapshot or checkpoint in JSON.",
+            help="A server's REST address, with /RUN where it has several, or the file of a snapshot or checkpoint.",
             metavar="A",
             show_default=False,
         ),
@@ -36,18 +36,19 @@ def verify(
     sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
     differ, 2 if that cannot be told.
     """
-    from tokenloom_server.tools import verify as comparison
-    from tokenloom_server.tools import verify_sides
+    from tokenloom_server.tools.verify.compare import compare
+    from tokenloom_server.tools.verify.digests import open_source
+    from tokenloom_server.tools.verify.text import PROVES, document, explain
 
     with console(stderr=True).status("comparing"):
-        both = verify_sides.side(a, run_a, access.connect), verify_sides.side(b, run_b, access.connect)
-        verdict = comparison.compare(*both)
-        lines = comparison.explain(verdict, *both)
+        both = open_source(a, run_a, access.connect), open_source(b, run_b, access.connect)
+        verdict = compare(*both)
+        lines = explain(verdict, *both)
     if as_json:
-        print_json(comparison.document(verdict, *both))
+        print_json(document(verdict, *both))
     else:
         out = console()
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
-        out.print(comparison.PROVES, style="dim", highlight=False)
+        out.print(PROVES, style="dim", highlight=False)
     raise typer.Exit(verdict.status)

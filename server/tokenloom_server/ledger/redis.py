@@ -38,14 +38,17 @@ Nothing here expires, and nothing but ``open`` and ``commit`` writes the committ
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from tokenloom_server.errors import LedgerError
-from tokenloom_server.ledger import refusals
-from tokenloom_server.ledger.base import (
+from tokenloom_server.ledger import commands, refusals
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.commands import Command, LeaderCommand
+from tokenloom_server.ledger.records import (
     CLOCK_SLACK_S,
     Commit,
     Counters,
@@ -57,6 +60,7 @@ from tokenloom_server.ledger.base import (
     StoredSnapshot,
 )
 from tokenloom_server.ledger.redis_client import RedisClient
+from tokenloom_server.ledger.rules import Head, Writes, decide, opening_mark, refuse_integers, refuse_uid
 
 RUNS = "tokenloom:runs"
 UIDS = "tokenloom:uids"
@@ -67,8 +71,14 @@ KEYS_OF_A_RUN = (
     ":revisions",
 )  # fmt: skip
 
+#: In the order in which ``refused`` of ``lua/run.lua`` gives them.
+_HEAD_FIELDS = (
+    "name", "uid", "epoch", "generation", "opening_mark", "sample_index", "digest", "lease_holder",
+    "lease_acquired_at", "lease_lapses_at", "lease_s", "heard_at",
+)  # fmt: skip
 
-class RedisLedger:
+
+class RedisLedger(Ledger):
     """See ``Ledger``."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
@@ -85,22 +95,25 @@ class RedisLedger:
     def check(self) -> None:
         self._client.check()
 
+    def close(self) -> None:
+        self._client.close()
+
+    # Runs by name.
+
     def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
-        found = self.read_run(name, stream)
-        if found is not None:
-            return found
+        stored = self.read_run(name, stream)
+        if stored is not None:
+            return stored
         self._refuse_taken(uid, stream, name)
-        answer = self._client.run_script("create", keys_of(uid, stream), [uid, "", name, stream, record])
-        if answer[0] == "taken":
-            raise refusals.uid_taken(uid, stream, name, answer[1])
+        self._run_script(commands.Create(uid, stream, name, record), uid)
         # Two keys in two slots of a cluster: a run exists once its name leads to it.
         self._client.read(("HSETNX", RUNS, f"{name}/{stream}", uid))
-        found = self.read_run(name, stream)
-        if found is None:
+        stored = self.read_run(name, stream)
+        if stored is None:
             raise LedgerError(f"{self.description} lost run {name!r}, stream {stream}, right after it was created.")
-        if found.uid != uid and self._home(found.uid, stream) != uid:  # another server came first
+        if stored.uid != uid and self._home(stored.uid, stream) != uid:  # another server came first
             self._client.read(("DEL", keys_of(uid, stream)[0]))
-        return found
+        return stored
 
     def read_run(self, name: str, stream: str) -> StoredRun | None:
         (home,) = self._client.read(("HGET", RUNS, f"{name}/{stream}"))
@@ -143,65 +156,39 @@ class RedisLedger:
         (fields,) = self._client.read(("HKEYS", RUNS))
         return sorted((field.rpartition("/")[0], field.rpartition("/")[2]) for field in fields)
 
-    def acquire(self, uid: str, stream: str, holder: str, lease_s: float, above: int = 0) -> int:
-        (epoch,) = self._write("acquire", uid, stream, "", holder, lease_s, above, CLOCK_SLACK_S)
-        return int(epoch)
+    # Writes: a script each.
 
-    def renew(
-        self,
-        uid: str,
-        stream: str,
-        epoch: int,
-        holder: str,
-        lease_s: float,
-        heard_at: float | None,
-        generation: int,
-        known: int,
-    ) -> None:
-        heard = "" if heard_at is None else heard_at
-        self._write("renew", uid, stream, epoch, generation, known, lease_s, heard, holder)
+    def _execute(self, command: Command) -> int:
+        refusal = refuse_integers(command)
+        if refusal is not None:
+            raise refusal
+        home = self._home(command.uid, command.stream)
+        answer = self._adopt(command, home) if isinstance(command, commands.Adopt) else self._run_script(command, home)
+        self._homes[command.uid, command.stream] = home
+        return answer
 
-    def release(self, uid: str, stream: str, epoch: int) -> None:
-        self._write("release", uid, stream, epoch)
-
-    def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
-        self._write("adopt", uid, stream, epoch, new_uid, "may I")
-        if new_uid != uid:
-            self._announce(uid, stream, new_uid)
-            self._write("adopt", uid, stream, epoch, new_uid, "do")
-
-    def open(self, uid: str, stream: str, epoch: int, opening: Opening, committed: Commit) -> None:
-        refusals.check_commit(uid, stream, committed)
-        self._write(
-            "open",
-            uid,
-            stream,
-            epoch,
-            opening.generation,
-            opening.attempt,
-            refusals.opening_mark(epoch, opening, committed),
-            _json(asdict(opening)),
-            _member(opening.generation, opening.start_index),
-            opening.start_state,
-            opening.parent,
-            opening.world_size,
-            opening.batch_size,
-            opening.group_steps,
-            opening.start_index,
-            opening.opened_at,
-            *self._committed(committed),
+    def _run_script(self, command: Command, home: str, *more: str) -> int:
+        """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
+        script, arguments = _script(command, self._clock)
+        epoch = command.epoch if isinstance(command, LeaderCommand) else ""
+        done, *answer = self._client.run_script(
+            script, keys_of(home, command.stream), [command.uid, epoch, *arguments, *more]
         )
+        if done:
+            return int(answer[0]) if answer else 0
+        decision = decide(_head(command, *answer), command)
+        assert not isinstance(decision, Writes), f"script {script} refused what the rules allow: {command}"
+        raise decision
 
-    def claim_slot(self, uid: str, stream: str, epoch: int, generation: int, rank: int, nonce: str) -> None:
-        self._write("claim_slot", uid, stream, epoch, generation, rank, nonce)
+    def _adopt(self, command: commands.Adopt, home: str) -> int:
+        """In three steps, because the new uid's key and the run's may lie in two slots of a cluster."""
+        self._run_script(command, home, "check")
+        if command.new_uid == command.uid:
+            return 0
+        self._announce(home, command.stream, command.new_uid)
+        return self._run_script(command, home, "do")
 
-    def commit(
-        self, uid: str, stream: str, epoch: int, generation: int, commit: Commit, journal: bool, known: int = 0
-    ) -> int:
-        refusals.check_commit(uid, stream, commit)
-        member = _member(generation, commit.sample_index) if journal else ""
-        (index,) = self._write("commit", uid, stream, epoch, generation, member, known, *self._committed(commit))
-        return int(index)
+    # A run's lists.
 
     def openings(self, uid: str, stream: str) -> Sequence[Opening]:
         (texts,) = self._read(uid, stream, ("HVALS", ":openings"))
@@ -221,107 +208,28 @@ class RedisLedger:
         entries, size_bytes = self._read(uid, stream, ("ZCARD", ":journal"), ("HGET", "", "journal_bytes"))
         return int(entries), int(size_bytes or 0)
 
-    def thin_journal(self, uid: str, stream: str, epoch: int) -> None:
-        self._write("thin_journal", uid, stream, epoch)
-
-    def pin(self, uid: str, stream: str, epoch: int, pin: str | None) -> None:
-        self._write("pin", uid, stream, epoch, *([] if pin is None else [pin]))
-
-    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
-        refusals.check_revision(uid, stream, revision)
-        self._write("revise", uid, stream, epoch, revision.number, revision.sample_index, _json(asdict(revision)))
-
     def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
         (texts,) = self._read(uid, stream, ("LRANGE", ":revisions", 0, -1))
         return [StoredRevision(**json.loads(text)) for text in texts]
 
-    def drop_revisions(self, uid: str, stream: str, epoch: int, number: int) -> None:
-        self._write("drop_revisions", uid, stream, epoch, number)
-
-    def save_snapshot(self, uid: str, stream: str, snapshot: StoredSnapshot) -> None:
-        (found,) = self._write("save_snapshot", uid, stream, "", snapshot.id, _json(asdict(snapshot)))
-        if json.loads(found)["text"] != snapshot.text:
-            raise refusals.snapshot_differs(uid, stream, snapshot.id)
-
     def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
         (texts,) = self._read(uid, stream, ("HVALS", ":snapshots"))
-        found = (StoredSnapshot(**json.loads(text)) for text in texts)
-        return sorted(found, key=lambda each: (-each.saved_at, -each.sample_index, each.id))
+        snapshots = (StoredSnapshot(**json.loads(text)) for text in texts)
+        return sorted(snapshots, key=lambda each: (-each.saved_at, -each.sample_index, each.id))
 
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         (text,) = self._read(uid, stream, ("HGET", ":snapshots", snapshot_id))
         return None if text is None else StoredSnapshot(**json.loads(text))
 
-    def close(self) -> None:
-        self._client.close()
-
-    def _write(self, script: str, uid: str, stream: str, epoch: int | str, *arguments: str | float) -> list[Any]:
-        """What the script answers behind its 'ok'."""
-        home = self._home(uid, stream)
-        status, *answer = self._client.run_script(script, keys_of(home, stream), [uid, epoch, *arguments])
-        match status:
-            case "ok":
-                self._homes[uid, stream] = home
-                return answer
-            case "missing" if epoch != "":
-                raise refusals.gone(uid, stream)
-            case "missing":
-                raise refusals.no_such_run(uid, stream)
-            case "held":
-                raise refusals.lease_held(uid, stream, answer[0], float(answer[1]), float(answer[2]))
-            case "rolled_back":
-                known = int(arguments[1] if script == "renew" else arguments[2])
-                raise refusals.rolled_back(uid, stream, int(answer[0]), int(answer[1]), int(arguments[0]), known)
-            case "renamed":
-                raise refusals.renamed(uid, stream, answer[0])
-            case "not_leader":
-                raise refusals.not_leader(uid, stream, int(answer[0]), int(epoch))
-            case "twice":
-                raise refusals.given_out_twice(answer[1], int(epoch), answer[0])
-            case "fenced":
-                raise refusals.fenced(uid, stream, int(answer[0]), int(arguments[0]))
-            case "order":
-                raise refusals.order_mismatch(uid, stream, int(answer[0]), answer[1], str(arguments[5]))
-            case "used":
-                raise refusals.attempt_used(uid, stream, str(arguments[1]), int(answer[0]))
-            case "generation":
-                raise refusals.generation_too_low(uid, stream, int(answer[0]), int(arguments[0]))
-            case "slot":
-                raise refusals.slot_taken(uid, stream, int(arguments[0]), int(arguments[1]))
-            case "revision":
-                raise refusals.revision_number(uid, stream, int(answer[0]), int(arguments[0]))
-            case "too_early":
-                raise refusals.revision_too_early(uid, stream, int(answer[0]), int(answer[1]), int(arguments[1]))
-            case "opened":
-                raise refusals.opened_already(uid, stream, int(answer[0]), str(arguments[0]))
-        raise AssertionError(f"script {script} answered {status!r}")
-
-    def _read(self, uid: str, stream: str, *commands: tuple[str | int, ...]) -> list[Any]:
-        """Answers to commands whose second word is a key's ending; raises where the uid is not the run's."""
+    def _read(self, uid: str, stream: str, *requests: tuple[str | int, ...]) -> list[Any]:
+        """Answers to Redis commands whose second word is a key's ending; raises where the uid is not the run's."""
         key = keys_of(self._home(uid, stream), stream)[0]
-        placed = [(command[0], f"{key}{command[1]}", *command[2:]) for command in commands]
-        found, *answers = self._client.read(("HGET", key, "uid"), *placed)
-        if found is None:
-            raise refusals.no_such_run(uid, stream)
-        if found != uid:
-            raise refusals.renamed(uid, stream, found)
+        placed = [(request[0], f"{key}{request[1]}", *request[2:]) for request in requests]
+        actual_uid, *answers = self._client.read(("HGET", key, "uid"), *placed)
+        refusal = refuse_uid(uid, stream, actual_uid)
+        if refusal is not None:
+            raise refusal
         return answers
-
-    def _committed(self, commit: Commit) -> list[str | float]:
-        """As ``put_committed`` of ``lua/run.lua`` takes it."""
-        counters = commit.counters.values()
-        return [
-            commit.sample_index,
-            commit.total_tokens,
-            commit.digest,
-            commit.state,
-            self._clock(),
-            len(commit.counters),
-            *commit.counters,
-            *(each.samples for each in counters),
-            *(each.rows for each in counters),
-            *(each.tokens for each in counters),
-        ]
 
     # Uids. Keys carry the one that the run was created with; ``tokenloom:uids`` knows the others.
 
@@ -330,33 +238,114 @@ class RedisLedger:
         home = self._homes.get((uid, stream))
         if home is not None:
             return home
-        if self._uid_at(uid, stream) == uid:
+        (actual_uid,) = self._client.read(("HGET", keys_of(uid, stream)[0], "uid"))
+        if actual_uid == uid:
             return uid
         (adopted,) = self._client.read(("HGET", UIDS, f"{uid}/{stream}"))
         return uid if adopted is None else str(adopted)
 
-    def _uid_at(self, home: str, stream: str) -> str | None:
-        (found,) = self._client.read(("HGET", keys_of(home, stream)[0], "uid"))
-        return found if found is None else str(found)
-
     def _refuse_taken(self, uid: str, stream: str, name: str) -> None:
-        home = self._home(uid, stream)
-        holder, found = self._client.read(*(("HGET", keys_of(home, stream)[0], field) for field in ("name", "uid")))
-        if found == uid and holder != name:
+        key = keys_of(self._home(uid, stream), stream)[0]
+        holder, actual_uid = self._client.read(("HGET", key, "name"), ("HGET", key, "uid"))
+        if actual_uid == uid and holder != name:
             raise refusals.uid_taken(uid, stream, name, holder)
 
-    def _announce(self, uid: str, stream: str, new_uid: str) -> None:
+    def _announce(self, home: str, stream: str, new_uid: str) -> None:
         """Makes ``new_uid`` lead to the run's keys, before the run takes it: until then it leads nowhere."""
-        home = self._home(uid, stream)
         if new_uid == home:
             return
         (name,) = self._client.read(("HGET", keys_of(home, stream)[0], "name"))
         self._refuse_taken(new_uid, stream, name)
         field = f"{new_uid}/{stream}"
-        _, found = self._client.read(("HSETNX", UIDS, field, home), ("HGET", UIDS, field))
-        if found != home:
-            (holder,) = self._client.read(("HGET", keys_of(found, stream)[0], "name"))
+        _, actual_home = self._client.read(("HSETNX", UIDS, field, home), ("HGET", UIDS, field))
+        if actual_home != home:
+            (holder,) = self._client.read(("HGET", keys_of(actual_home, stream)[0], "name"))
             raise refusals.uid_taken(new_uid, stream, name, holder)
+
+
+def _script(command: Command, clock: Callable[[], float]) -> tuple[str, Sequence[Any]]:
+    """The script that is named as the command, and its arguments after uid and epoch: the command's fields, where it
+    has no need of others. None is an empty argument."""
+    name = re.sub(r"\B(?=[A-Z])", "_", type(command).__name__).lower()
+    match command:
+        case commands.Create():
+            return name, (command.name, command.stream, command.record)
+        case commands.Open(opening=opening):
+            return name, (
+                opening.generation,
+                opening.attempt,
+                opening_mark(command.epoch, opening, command.committed),
+                _json(opening),
+                _member(opening.generation, opening.start_index),
+                opening.start_state,
+                opening.parent,
+                opening.world_size,
+                opening.batch_size,
+                opening.group_steps,
+                opening.start_index,
+                opening.opened_at,
+                *_committed(command.committed, clock()),
+            )
+        case commands.Commit():
+            member = _member(command.generation, command.commit.sample_index) if command.journal else ""
+            return name, (command.generation, member, command.known, *_committed(command.commit, clock()))
+        case commands.Revise(revision=revision):
+            return name, (revision.number, revision.sample_index, _json(revision))
+        case commands.SaveSnapshot(snapshot=snapshot):
+            return name, (snapshot.id, snapshot.text, _json(snapshot))
+    values = [getattr(command, field.name) for field in fields(command) if field.name not in ("uid", "stream", "epoch")]
+    slack = (CLOCK_SLACK_S,) if isinstance(command, commands.Acquire) else ()
+    return name, ["" if value is None else value for value in (*values, *slack)]
+
+
+def _committed(commit: Commit, committed_at: float) -> list[str | float]:
+    """As ``put_committed`` of ``lua/run.lua`` takes it."""
+    counters = commit.counters.values()
+    return [
+        commit.sample_index,
+        commit.total_tokens,
+        commit.digest,
+        commit.state,
+        committed_at,
+        len(commit.counters),
+        *commit.counters,
+        *(each.samples for each in counters),
+        *(each.rows for each in counters),
+        *(each.tokens for each in counters),
+    ]
+
+
+def _head(
+    command: Command, now: str, values: Sequence[str | None], newest_revision: str | None, item: str | None
+) -> Head | None:
+    """What ``refused`` of ``lua/run.lua`` answers; None where there is no such run."""
+    run = {name: value for name, value in zip(_HEAD_FIELDS, values, strict=True) if value is not None}
+    if not run:
+        return None
+    items: dict[str, Any] = {}
+    if item is not None:
+        match command:
+            case commands.Open():
+                items = {"attempt_generation": int(item)}
+            case commands.ClaimSlot():
+                items = {"slot_nonce": item}
+            case commands.SaveSnapshot():
+                items = {"snapshot_text": item}
+            case commands.Revise():
+                items = {"same_number": StoredRevision(**json.loads(item))}
+    return Head(
+        now=float(now),
+        name=run["name"],
+        uid=run["uid"],
+        epoch=int(run["epoch"]),
+        lease=_lease(run),
+        generation=int(run["generation"]),
+        opening_mark=run.get("opening_mark", ""),
+        sample_index=int(run.get("sample_index", 0)),
+        digest=run.get("digest", ""),
+        newest_revision=None if newest_revision is None else StoredRevision(**json.loads(newest_revision)),
+        **items,
+    )
 
 
 def keys_of(home: str, stream: str) -> list[str]:
@@ -364,8 +353,8 @@ def keys_of(home: str, stream: str) -> list[str]:
     return [f"tokenloom:{{{home}}}:{stream}{ending}" for ending in KEYS_OF_A_RUN]
 
 
-def _json(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+def _json(record: Opening | StoredRevision | StoredSnapshot) -> str:
+    return json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":"))
 
 
 def _member(generation: int, sample_index: int) -> str:

@@ -18,7 +18,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import exclusions, snapshot
 from tokenloom_server.order.exclusions import ExclusionFile, Exclusions, Named
 from tokenloom_server.order.pipeline import Pipeline, Switch

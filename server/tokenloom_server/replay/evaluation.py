@@ -311,8 +311,7 @@ class Evaluations:
         if uid != self._coordinator.uid:
             raise NotFound(
                 f"run {self._coordinator.name!r} has uid {self._coordinator.uid}, but this evaluation began with "
-                f"{uid}: its ledger "
-                "is another one now; evaluate again"
+                f"{uid}: its ledger is another one now; evaluate again"
             )
         if index < 0:
             raise JoinRefused(f"an evaluation goes on at sample {index}; expected one from 0 on")
@@ -367,8 +366,7 @@ class Evaluations:
                 return
         raise LimitExceeded(
             f"the samples that run {self._coordinator.name!r} is evaluated on would have more than {MAX_KEPT_BYTES} "
-            f"bytes, "
-            "and the server keeps them in memory: ask for fewer (samples=)"
+            "bytes, and the server keeps them in memory: ask for fewer (samples=)"
         )
 
     def _made(self, size: int) -> None:

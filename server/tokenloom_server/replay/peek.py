@@ -148,9 +148,8 @@ class Peeks:
         self._coordinator.require_lead()
         if uid != self._coordinator.uid:
             raise NotFound(
-                f"run {self._coordinator.name!r} has uid {self._coordinator.uid}, but this peek began with {uid}: "
-                f"its ledger is "
-                "another one now; peek again"
+                f"run {self._coordinator.name!r} has uid {self._coordinator.uid}, but this peek began with {uid}: its "
+                "ledger is another one now; peek again"
             )
         batch_size = self._coordinator.order.config.global_batch_size or batch_size
         with self.place():
@@ -205,8 +204,7 @@ class Peeks:
             if self._places >= MAX_PEEKS:
                 raise TooManyPeeks(
                     f"{MAX_PEEKS} peeks at run {self._coordinator.name!r} are open already, and a server makes no "
-                    f"more at "
-                    "once, so that training is not slowed: close one, or try again"
+                    "more at once, so that training is not slowed: close one, or try again"
                 )
             self._places += 1
         try:
@@ -245,8 +243,7 @@ class Peeks:
         if point.notes and point.base is not None and not history.began_from(point):
             raise JoinRefused(
                 f"an older data loader's checkpoint begins an order of its own, and run {coordinator.name!r} has not "
-                f"begun "
-                "from it: train from it first (load_state_dict, or a restore), then peek"
+                "begun from it: train from it first (load_state_dict, or a restore), then peek"
             )
         return point
 
@@ -271,8 +268,7 @@ class Peeks:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
                 f"before it that is known of run {self._coordinator.name!r}; a peek goes {AHEAD_SAMPLES} further at "
-                f"most "
-                f"(committed: {found.reach})"
+                f"most (committed: {found.reach})"
             )
         return found._replace(state=state)
 

@@ -16,7 +16,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.errors import BeyondHorizon
-from tokenloom_server.ledger.base import Opening, StoredRevision
+from tokenloom_server.ledger.records import Opening, StoredRevision
 from tokenloom_server.order.revision import as_file
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.peek import Peeks
@@ -71,8 +71,7 @@ class Receipts:
         if not oldest <= index <= committed.sample_index:
             raise BeyondHorizon(
                 f"sample {index} is outside of what run {coordinator.name!r} can prove: its ledger has samples "
-                f"{oldest} to "
-                f"{committed.sample_index} (committed)"
+                f"{oldest} to {committed.sample_index} (committed)"
             )
         state = at_hand if at_hand.sample_index == index else self._peeks.state_at(index)
         specs = timeline.at(index).specs

@@ -26,7 +26,7 @@ from tokenloom_server.core.state import (
     digest_hex,
 )
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.pipeline import BatchPlan, StepGroup
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
@@ -95,8 +95,7 @@ class Traces:
             made = kept.made() if kept is not None else 0
             raise BeyondHorizon(
                 f"sample {index} of stream {stream!r} of run {self._coordinator.name!r} was not evaluated on since "
-                f"this "
-                f"server started, which made {made} of its samples: evaluate on it, then trace"
+                f"this server started, which made {made} of its samples: evaluate on it, then trace"
             )
         with self._peeks.place():
             return self._peeks.turn(partial(self._evaluated, kept.order, kept.state_before(index), index, text))
@@ -325,8 +324,7 @@ class Traces:
             if not np.array_equal(ids, again):
                 raise OrderMismatch(
                     f"sample {index} of run {self._coordinator.name!r} has other tokens than its rows of "
-                    f"{config.source!r} "
-                    "when they are read again: the data or the tokeniser changed just now"
+                    f"{config.source!r} when they are read again: the data or the tokeniser changed just now"
                 )
             documents, position = [], order.form.begin(len(ids))
             for part in own:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from tokenloom_server.ledger.base import date_of
+from tokenloom_server.ledger.records import date_of
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo
 from tokenloom_server.reports.tables import table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.ledger.base import Commit, Counters
+from tokenloom_server.ledger.records import Commit, Counters
 from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.timeline import Timeline
 

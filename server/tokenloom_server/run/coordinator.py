@@ -28,7 +28,7 @@ from tokenloom_server.errors import (
     SourceError,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Commit, Opening, StoredRun
+from tokenloom_server.ledger.records import Commit, Opening, StoredRun
 from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration

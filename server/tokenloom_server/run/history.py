@@ -11,7 +11,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Cursor, Imported, State, digest_hex, jumped_over
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
-from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order import foreign_checkpoint, snapshot
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import ResumePoint

@@ -14,7 +14,7 @@ from tokenloom_server.errors import (
     RunBusy,
     TokenloomError,
 )
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.run import join_call
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import Forking

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
-from tokenloom_server.ledger.base import Opening, StoredRun
+from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.commits import commit_of

@@ -14,7 +14,7 @@ from tokenloom_server.errors import (
     NotFound,
     SnapshotInvalid,
 )
-from tokenloom_server.ledger.base import StoredRevision
+from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import snapshot
 from tokenloom_server.order.timeline import Origin
 from tokenloom_server.run.coordinator import RunCoordinator

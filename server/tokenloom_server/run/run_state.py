@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
-from tokenloom_server.ledger.base import Commit, Ledger, Opening, StoredRun
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import Commit, Opening, StoredRun
 from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenloom_server.ledger.base import Opening
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.pipeline import BatchPlan
 

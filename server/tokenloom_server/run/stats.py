@@ -7,7 +7,7 @@ import threading
 
 from tokenloom_server.core.state import SourceState, State
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.base import Commit, Counters
+from tokenloom_server.ledger.records import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline

@@ -26,7 +26,8 @@ import xxhash
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
-from tokenloom_server.tools.viewer import Following, Seen, Start
+from tokenloom_server.tools.peek.range import RangeStart, SampleRange
+from tokenloom_server.tools.peek.samples import PeekedSample
 
 ExportFormat = Literal["megatron", "parquet"]
 #: Version of the JSON file beside the others.
@@ -49,16 +50,16 @@ class Exported:
 class _Writer(Protocol):
     """Writes samples into files of its own. ``finish`` makes them whole."""
 
-    def add(self, sample: Seen) -> None: ...
+    def add(self, sample: PeekedSample) -> None: ...
 
     def finish(self) -> None: ...
 
 
-def export(following: Following, prefix: Path, form: ExportFormat, tell: Callable[[int, int, int], None]) -> Exported:
-    """Writes all samples that ``following`` gives, and ``PREFIX.json`` that says what they are.
+def export(samples: SampleRange, prefix: Path, form: ExportFormat, tell: Callable[[int, int, int], None]) -> Exported:
+    """Writes all samples that ``samples`` gives, and ``PREFIX.json`` that says what they are.
 
     All files are written under other names and renamed at the end, the ``.json`` last: where it is, all is whole.
-    Raises ``ConfigError`` where one is there already, or none may be written, and what ``Following.samples`` does.
+    Raises ``ConfigError`` where one is there already, or none may be written, and what ``SampleRange.samples`` does.
     """
     endings = (".bin", ".idx", ".json") if form == "megatron" else (".parquet", ".json")
     paths = {ending: prefix.with_name(prefix.name + ending) for ending in endings}
@@ -68,13 +69,13 @@ def export(following: Following, prefix: Path, form: ExportFormat, tell: Callabl
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with _drafts(paths) as drafts:
-            return _export(following, paths, drafts, form, tell)
+            return _export(samples, paths, drafts, form, tell)
     except OSError as error:
         raise ConfigError(f"{error.filename or prefix}: cannot be written ({error.strerror or error})") from None
 
 
 def _export(
-    following: Following,
+    samples: SampleRange,
     paths: dict[str, Path],
     drafts: dict[str, Path],
     form: ExportFormat,
@@ -82,11 +83,11 @@ def _export(
 ) -> Exported:
     writer: _Writer | None = None
     tokens, by_source = 0, Counter[str]()
-    last: Seen | None = None
+    last: PeekedSample | None = None
     try:
-        for sample in following.samples():
+        for sample in samples.samples():
             if writer is None:
-                start = following.start
+                start = samples.start
                 if form == "megatron":
                     writer = _Megatron(drafts[".bin"], drafts[".idx"], start.dtype, start.vocab_size)
                 else:
@@ -95,16 +96,16 @@ def _export(
             by_source[sample.spec] += 1
             tokens += len(sample.ids)
             last = sample
-            tell(1, len(sample.ids), sample.read.nbytes)
+            tell(1, len(sample.ids), sample.ids_with_label.nbytes)
     finally:
         if writer is not None:
             writer.finish()
     if last is None:
         raise ConfigError(
-            f"there is nothing to export: samples {following.begin} to {following.end} are none; give --from and --to"
+            f"there is nothing to export: samples {samples.begin} to {samples.end} are none; give --from and --to"
         )
     files = [path for ending, path in paths.items() if ending != ".json"]
-    document = _described(following.start, following.begin, last)
+    document = _described(samples.start, samples.begin, last)
     document |= {
         "format": form,
         "tokens": tokens,
@@ -120,7 +121,7 @@ def _export(
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(paths[ending])
-    return Exported(following.begin, last.index + 1, tokens, (*files, paths[".json"]))
+    return Exported(samples.begin, last.index + 1, tokens, (*files, paths[".json"]))
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def _drafts(paths: dict[str, Path]) -> Iterator[dict[str, Path]]:
             draft.unlink(missing_ok=True)
 
 
-def _described(start: Start, begin: int, last: Seen) -> dict[str, Any]:
+def _described(start: RangeStart, begin: int, last: PeekedSample) -> dict[str, Any]:
     said = ("run", "run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
     return {
         "tokenloom_export": FORMAT,
@@ -163,9 +164,9 @@ class _Megatron:
         self._lengths = array("i")
         self._edges = array("q", [0])
 
-    def add(self, sample: Seen) -> None:
-        self._data.write(sample.read.astype(self._kind.newbyteorder("<"), copy=False).tobytes())
-        edges = sorted({0, *sample.starts, len(sample.read)})
+    def add(self, sample: PeekedSample) -> None:
+        self._data.write(sample.ids_with_label.astype(self._kind.newbyteorder("<"), copy=False).tobytes())
+        edges = sorted({0, *sample.starts, len(sample.ids_with_label)})
         self._lengths.extend(behind - begin for begin, behind in pairwise(edges))
         self._edges.append(len(self._lengths))
 
@@ -188,12 +189,12 @@ class _Parquet:
         starts = pa.list_(pa.uint32())
         self._schema = pa.schema([("sample", pa.int64()), ("source", pa.string()), ("ids", ids), ("starts", starts)])
         self._writer = pq.ParquetWriter(str(path), self._schema, write_page_checksum=True)
-        self._samples: list[Seen] = []
+        self._samples: list[PeekedSample] = []
         self._ids = 0
 
-    def add(self, sample: Seen) -> None:
+    def add(self, sample: PeekedSample) -> None:
         self._samples.append(sample)
-        self._ids += len(sample.read)
+        self._ids += len(sample.ids_with_label)
         if self._ids >= BATCH_IDS:
             self._flush()
 
@@ -209,7 +210,7 @@ class _Parquet:
         columns = [
             pa.array([sample.index for sample in samples], pa.int64()),
             pa.array([sample.spec for sample in samples]),
-            _lists([sample.read for sample in samples]),
+            _lists([sample.ids_with_label for sample in samples]),
             _lists(starts),
         ]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))

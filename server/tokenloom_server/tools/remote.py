@@ -84,7 +84,7 @@ class Remote:
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
             handlers.append(urllib.request.HTTPSHandler(context=_context(environment, tls_ca, tls_cert, tls_key)))
-        self._join_handler = urllib.request.build_opener(*handlers)
+        self._opener = urllib.request.build_opener(*handlers)
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
@@ -99,12 +99,12 @@ class Remote:
         """The names of the server's runs."""
         return list(json.loads(self._get("/v1/runs"))["runs"])
 
-    def only_run(self, run: str | None) -> str:
-        """``run``, or the only one that the server has. Raises ``ConfigError`` where it has several."""
-        found = [run] if run is not None else self.runs()
-        if len(found) != 1:
-            raise ConfigError(f"{self._base} serves {len(found)} runs: {', '.join(found) or 'none'}; name one by --run")
-        return found[0]
+    def only_run(self, run: str | None, remedy: str = "name one by --run") -> str:
+        """``run``, or the only one that the server has. Raises ``ConfigError`` with the remedy where it has several."""
+        names = [run] if run is not None else self.runs()
+        if len(names) != 1:
+            raise ConfigError(f"{self._base} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}")
+        return names[0]
 
     def trace_sample(self, run: str, index: int, **asked: int | bool | str | None) -> TracedSample:
         """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``, …)."""
@@ -178,7 +178,7 @@ class Remote:
             if self._token is not None:
                 # Where the server sends us elsewhere, the token stays behind.
                 request.add_unredirected_header("Authorization", authorization(self._token))
-            with self._join_handler.open(request, timeout=timeout_s) as response:
+            with self._opener.open(request, timeout=timeout_s) as response:
                 answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:

@@ -1,6 +1,6 @@
 -- ARGV[3]: generation, 4: rank, 5: nonce.
-local refusal = refused() or fenced(ARGV[3])
-if refusal then return refusal end
+if not (may_write() and is_present(ARGV[3])) then return refused() end
 redis.call('HSETNX', SLOTS, ARGV[4], ARGV[5])
-if redis.call('HGET', SLOTS, ARGV[4]) ~= ARGV[5] then return {'slot'} end
-return {'ok'}
+local nonce = redis.call('HGET', SLOTS, ARGV[4])
+if nonce ~= ARGV[5] then return refused(nonce) end
+return {1}

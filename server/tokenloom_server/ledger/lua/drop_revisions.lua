@@ -1,6 +1,5 @@
 -- ARGV[3]: the first number to remove.
-local refusal = refused()
-if refusal then return refusal end
+if not may_write() then return refused() end
 local left = math.max(tonumber(ARGV[3]) - 1, 0)
 if left == 0 then redis.call('DEL', REVISIONS) else redis.call('LTRIM', REVISIONS, 0, left - 1) end
-return {'ok'}
+return {1}

@@ -1,4 +1,3 @@
-local refusal = refused()
-if refusal then return refusal end
+if not may_write() then return refused() end
 redis.call('HSET', RUN, 'lease_lapses_at', '0')
-return {'ok'}
+return {1}

@@ -9,37 +9,47 @@ local function field(name)
   return redis.call('HGET', RUN, name)
 end
 
-local function refused()
-  local uid = field('uid')
-  if not uid then return {'missing'} end
-  if uid ~= ARGV[1] then return {'renamed', uid} end
-  if ARGV[2] ~= '' then
-    local epoch = field('epoch')
-    if tonumber(epoch) ~= tonumber(ARGV[2]) then return {'not_leader', epoch} end
-  end
-  return nil
-end
-
-local function fenced(generation)
-  local found = field('generation') or '0'
-  if found == '0' or tonumber(found) ~= tonumber(generation) then return {'fenced', found} end
-  return nil
-end
-
--- The ledger's clock: Unix time in seconds.
+-- The ledger's clock: Unix time in seconds, the same for all of a script.
+local clock
 local function now()
-  local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1000000
+  if not clock then
+    local time = redis.call('TIME')
+    clock = tonumber(time[1]) + tonumber(time[2]) / 1000000
+  end
+  return clock
 end
 
--- Whether the run is behind what the caller knows as committed in its generation (0: none).
+-- The answer of a script that wrote nothing: what it saw of the run (Head in rules.py), which says why. item is what
+-- the run's lists hold of the call's own attempt, rank, number or id.
+local function refused(item)
+  return {
+    0,
+    string.format('%.17g', now()),
+    redis.call('HMGET', RUN, 'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest',
+      'lease_holder', 'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at'),
+    redis.call('LINDEX', REVISIONS, -1),
+    item or false,
+  }
+end
+
+local function has_epoch()
+  return ARGV[2] == '' or tonumber(field('epoch')) == tonumber(ARGV[2])
+end
+
+local function may_write()
+  return field('uid') == ARGV[1] and has_epoch()
+end
+
+local function is_present(generation)
+  local present = field('generation') or '0'
+  return present ~= '0' and tonumber(present) == tonumber(generation)
+end
+
+-- Whether the run has less than what the caller knows as committed in its generation (0: none).
 local function rolled_back(generation, known)
-  local present, committed = tonumber(field('generation') or '0'), field('sample_index') or '0'
+  local present, committed = tonumber(field('generation') or '0'), tonumber(field('sample_index') or '0')
   local same = present == tonumber(generation)
-  if present < tonumber(generation) or (same and tonumber(committed) < tonumber(known)) then
-    return {'rolled_back', present, committed}
-  end
-  return nil
+  return present < tonumber(generation) or (same and committed < tonumber(known))
 end
 
 local function put_counters(key, specs, first)

@@ -1,6 +1,5 @@
 -- Members are generation:index with leading zeros, so their order is (generation, index).
-local refusal = refused()
-if refusal then return refusal end
+if not may_write() then return refused() end
 local generation, place = nil, 0
 for _, member in ipairs(redis.call('ZRANGE', JOURNAL, 0, -1)) do
   local of = string.sub(member, 1, 16)
@@ -12,4 +11,4 @@ for _, member in ipairs(redis.call('ZRANGE', JOURNAL, 0, -1)) do
     redis.call('HDEL', STATES, member)
   end
 end
-return {'ok'}
+return {1}

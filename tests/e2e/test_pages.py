@@ -1,4 +1,4 @@
-"""The pages about sources: what each shows as an example is made, served and read."""
+"""Pages whose example is a corpus and a mixture file: it is made, served and read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from support.s3_server import s3_environment
 from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "sources"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+#: The page about plugins has a package for its example, which `test_plugins.py` serves.
+PAGES = sorted({*DOCS.glob("sources/*.md"), DOCS / "buckets.md", DOCS / "rows.md"} - {DOCS / "sources" / "plugins.md"})
 #: What a page's example needs beside files in its folder, by the page's name: environment variables.
 SURROUNDINGS: dict[str, AbstractContextManager[Mapping[str, str]]] = {
     "hf": hub_environment(),
@@ -37,16 +40,12 @@ def nothing() -> Iterator[Mapping[str, str]]:
     yield {}
 
 
-#: Its example is a package, which is served in ``test_plugins.py``.
-PLUGINS = "plugins"
-
-
-@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md") if path.stem != PLUGINS))
-def test_the_example_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_example_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     mixture = tmp_path / "mixture.yaml"
     mixture.write_text(block(text, "yaml"), encoding="utf-8")
-    with SURROUNDINGS.get(page, nothing()) as environment:
+    with SURROUNDINGS.get(page.stem, nothing()) as environment:
         made = subprocess.run(
             [sys.executable, "-c", block(text, "python")],
             cwd=tmp_path,
@@ -59,9 +58,10 @@ def test_the_example_of_a_page_runs(page: str, tmp_path: Path) -> None:
         assert made.returncode == 0, made.stderr
         server = ServerProcess(tmp_path / "server", mixture, environment=environment).start()
         try:
-            with RemoteDataset(server.url(yaml.safe_load(mixture.read_text())["run"]), batch_size=2) as dataset:
-                batches = iter(dataset)
-                for _ in range(2):
-                    assert next(batches)["input_ids"].shape[0] == 2
+            found = yaml.safe_load(mixture.read_text())
+            size = found.get("global_batch_size", 2)
+            with RemoteDataset(server.url(found["run"]), batch_size=size) as dataset:
+                for batch in islice(dataset, 2):
+                    assert len(batch["sample_ids"]) == size
         finally:
             server.kill()

@@ -20,8 +20,9 @@ from support.ports import free_port
 from support.redis_server import RedisServer
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
 from tokenloom_server.ledger import redis_client
-from tokenloom_server.ledger.base import Ledger, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 
 

@@ -25,7 +25,8 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
 )
-from tokenloom_server.ledger.base import Commit, Counters, Lease, Ledger, StoredRevision, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import Commit, Counters, Lease, StoredRevision, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
 NAME, STREAM, UID = "wiki-and-code", "train", "uid-1"

@@ -1,0 +1,133 @@
+"""What the ledger holds of a run: plain records, frozen. Integers are at most 2^53 - 1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: By so much the ledger's clock may go back without a lease being taken for one of before, seconds.
+CLOCK_SLACK_S = 1.0
+
+
+def date_of(unix_s: float) -> str:
+    """A Unix time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """One generation of a run, as written by the opening. Generations count from 1."""
+
+    generation: int
+    #: The generation that the start state was taken in; 0 where there is none.
+    parent: int
+    attempt: str
+    world_size: int
+    batch_size: int
+    #: Steps between two state boundaries.
+    group_steps: int
+    start_index: int
+    #: Canonical JSON of the state at ``start_index``.
+    start_state: str
+    #: Unix time in seconds, for people.
+    opened_at: float
+    #: Samples of the order that were jumped over right before ``start_index``.
+    skipped: int = 0
+    #: Canonical JSON about the run that this one was forked from; empty where it was not.
+    parent_run: str = ""
+    #: How the batch size changes, and steps of an optimiser step, as JSON; empty where every step has ``batch_size``
+    #: and is one. ``batch_size`` and ``group_steps`` are those of the first step.
+    ramp: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Committed counters of one source, keyed by its spec."""
+
+    samples: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A committed state. ``state`` is canonical JSON; ``counters`` are keyed by spec."""
+
+    sample_index: int
+    total_tokens: int
+    digest: str
+    state: str
+    counters: Mapping[str, Counters]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Which server serves a run, and until when by the ledger's own clock (Unix time, seconds)."""
+
+    holder: str
+    acquired_at: float
+    lapses_at: float
+    #: For how long it was granted, seconds.
+    lasts_s: float
+    #: When every rank of the present generation had been heard last, as its server told; None where one was not.
+    heard_at: float | None
+
+    def left_s(self, now: float) -> float:
+        """How long it still lasts, seconds. None of it where the clock has gone back so far that it would last longer
+        than it was granted for: that is no reason to wait for hours."""
+        left = self.lapses_at - now
+        return left if 0 < left <= self.lasts_s + CLOCK_SLACK_S else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run as the ledger holds it. ``record`` is canonical JSON that never changes."""
+
+    name: str
+    stream: str
+    uid: str
+    record: str
+    epoch: int
+    #: None before the first generation.
+    opening: Opening | None
+    committed: Commit | None
+    #: Unix time of the last commit; None before the first.
+    committed_at: float | None
+    #: Canonical JSON of the pinned resume point; None where nothing is pinned.
+    pin: str | None
+    #: None before the first server.
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """A past committed state, from which later samples can be computed again."""
+
+    generation: int
+    sample_index: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRevision:
+    """A change of the run from a sample index on. Revisions count from 1, and never go back in the order."""
+
+    number: int
+    sample_index: int
+    #: Unix time in seconds, for people; so are the author and the reason.
+    made_at: float
+    author: str
+    reason: str
+    #: Canonical JSON of what changes; the ledger does not look into it.
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSnapshot:
+    """A snapshot that was saved on request. ``text`` is the sealed JSON."""
+
+    id: str
+    sample_index: int
+    saved_at: float
+    text: str

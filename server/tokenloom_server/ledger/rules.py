@@ -1,0 +1,300 @@
+"""The rules of the ledger, as one pure function: what a run's ledger holds and a command → a refusal, or what to write.
+
+Whoever stores a ledger reads the ``Head``, asks ``decide`` and writes, all in one transaction. Redis decides in Lua, so
+that a write is one round trip; ``tests/ledger/test_machine.py`` holds that against ``decide``, command by command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias, TypedDict
+
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import TokenloomError
+from tokenloom_server.ledger import commands, records, refusals
+from tokenloom_server.ledger.commands import Command, LeaderCommand
+from tokenloom_server.ledger.records import JournalEntry, Lease, Opening, StoredRevision, StoredSnapshot
+
+#: Why a command is refused: the error that its caller gets. Nothing is written then.
+Refusal: TypeAlias = TokenloomError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a command is decided by: the run at one moment, without anything that grows with it.
+
+    The last fields are what the run's lists hold of the command's own attempt, rank, number, id or uid; None where
+    they hold nothing, and for other commands.
+    """
+
+    #: The ledger's clock, Unix time in seconds.
+    now: float
+    name: str
+    #: Differs from the command's where the run took another uid since.
+    uid: str
+    epoch: int
+    #: None before the first server.
+    lease: Lease | None
+    #: The present generation; 0 before the first.
+    generation: int
+    #: ``opening_mark`` of the present generation; empty before the first.
+    opening_mark: str
+    #: The committed sample index and its digest; 0 and empty before the first generation.
+    sample_index: int
+    digest: str
+    #: ``Revise``: the newest revision, and the one that has the command's number.
+    newest_revision: StoredRevision | None = None
+    same_number: StoredRevision | None = None
+    #: ``Open``: the generation that the attempt opened.
+    attempt_generation: int | None = None
+    #: ``ClaimSlot``: the nonce that has the rank.
+    slot_nonce: str | None = None
+    #: ``SaveSnapshot``: the text that the id has.
+    snapshot_text: str | None = None
+    #: ``Adopt``: the name of the run that has the new uid.
+    uid_holder: str | None = None
+
+
+class RunFields(TypedDict, total=False):
+    """Fields of a run to set; those that are left out stay."""
+
+    uid: str
+    epoch: int
+    generation: int
+    opening_mark: str
+    pin: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writes:
+    """What a command changes. Where everything is left out it changes nothing: what it asks for is so already."""
+
+    #: What the call returns: the epoch, or the committed sample index; 0 where it returns nothing.
+    answer: int = 0
+    run: RunFields = field(default_factory=RunFields)
+    #: A new run of this name.
+    created: commands.Create | None = None
+    lease: Lease | None = None
+    #: A new generation, which forgets the slots of the one before.
+    opening: Opening | None = None
+    #: With the time ``Head.now``.
+    committed: records.Commit | None = None
+    journal_entry: JournalEntry | None = None
+    thin_journal: bool = False
+    #: (rank, nonce)
+    slot: tuple[int, str] | None = None
+    revision: StoredRevision | None = None
+    #: The first number to remove.
+    drop_revisions: int | None = None
+    snapshot: StoredSnapshot | None = None
+
+
+def decide(head: Head | None, command: Command) -> Refusal | Writes:
+    """What becomes of a command, where the ledger holds ``head`` of its run; None where it has no such run.
+
+    For ``Create``, ``head`` is of the run that has the uid.
+    """
+    refusal = refuse_integers(command)
+    if refusal is not None:
+        return refusal
+    if isinstance(command, commands.Create):
+        return _create(head, command)
+    if head is None:
+        named_epoch = isinstance(command, LeaderCommand)
+        return (refusals.gone if named_epoch else refusals.no_such_run)(command.uid, command.stream)
+    is_adopted = isinstance(command, commands.Adopt) and head.uid == command.new_uid
+    refusal = None if is_adopted else refuse_uid(command.uid, command.stream, head.uid)
+    if refusal is None and isinstance(command, LeaderCommand):
+        refusal = _refuse_epoch(head, command)
+    return refusal or _RULES[type(command)](head, command)
+
+
+def refuse_uid(uid: str, stream: str, actual_uid: str | None) -> Refusal | None:
+    """Refuses who names a run by a uid that it does not have (any more); None: there is no such run."""
+    if actual_uid is None:
+        return refusals.no_such_run(uid, stream)
+    return None if actual_uid == uid else refusals.renamed(uid, stream, actual_uid)
+
+
+def refuse_integers(command: Command) -> Refusal | None:
+    """Refuses integers that a reader of JSON or Lua cannot hold, whatever the ledger has."""
+    match command:
+        case commands.Open(committed=commit) | commands.Commit(commit=commit):
+            named = [("sample_index", commit.sample_index), ("total_tokens", commit.total_tokens)]
+            for spec, counters in commit.counters.items():
+                named.append((f"samples of {spec}", counters.samples))
+                named.append((f"rows of {spec}", counters.rows))
+                named.append((f"tokens of {spec}", counters.tokens))
+        case commands.Revise(revision=revision):
+            named = [("revision", revision.number), ("sample_index", revision.sample_index)]
+        case _:
+            return None
+    for name, number in named:
+        if not 0 <= number <= MAX_COUNTER:
+            return refusals.out_of_range(command, name, number)
+    return None
+
+
+def opening_mark(epoch: int, opening: Opening, committed: records.Commit) -> str:
+    """Equal for repetitions of one opening, which an unknown outcome makes necessary, and for nothing else.
+
+    ``opened_at`` is left out: it is for people, and a repetition may be stamped anew.
+    """
+    fields = asdict(opening) | {"opened_at": 0, "epoch": epoch, "digest": committed.digest}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+# Guards: each returns the refusal, or None where nothing is wrong.
+
+
+def _refuse_epoch(head: Head, command: LeaderCommand) -> Refusal | None:
+    if head.epoch != command.epoch:
+        return refusals.not_leader(command, head.epoch)
+    return None
+
+
+def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit) -> Refusal | None:
+    if head.generation == 0 or head.generation != command.generation:
+        return refusals.fenced(command, head.generation)
+    return None
+
+
+def _refuse_rolled_back(head: Head, command: commands.Renew | commands.Commit) -> Refusal | None:
+    """Where (generation, committed index) is less than what the server knows; a new generation may begin anywhere."""
+    if (head.generation, head.sample_index) < (command.generation, command.known):
+        return refusals.rolled_back(command, head.generation, head.sample_index)
+    return None
+
+
+def _is_committed(head: Head, sample_index: int) -> bool:
+    return sample_index <= head.sample_index
+
+
+# What each command does, for the run's leader.
+
+
+def _create(head: Head | None, command: commands.Create) -> Refusal | Writes:
+    if head is None:
+        return Writes(created=command)
+    if (head.name, head.uid) != (command.name, command.uid):
+        return refusals.uid_taken(command.uid, command.stream, command.name, head.name)
+    return Writes()
+
+
+def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
+    lease = head.lease
+    if lease is not None and lease.holder != command.holder and lease.left_s(head.now):
+        return refusals.lease_held(command, lease, lease.left_s(head.now))
+    epoch = max(head.epoch, command.above) + 1
+    taken = Lease(
+        holder=command.holder,
+        acquired_at=head.now,
+        lapses_at=head.now + command.lease_s,
+        lasts_s=command.lease_s,
+        heard_at=None if lease is None else lease.heard_at,
+    )
+    return Writes(answer=epoch, run={"epoch": epoch}, lease=taken)
+
+
+def _renew(head: Head, command: commands.Renew) -> Refusal | Writes:
+    refusal = _refuse_rolled_back(head, command)
+    if refusal is not None:
+        return refusal
+    if head.lease is None or head.lease.holder != command.holder:
+        holder = head.lease.holder if head.lease is not None else None
+        return refusals.given_out_twice(head.name, command.epoch, holder)
+    lapses_at = head.now + command.lease_s
+    return Writes(lease=replace(head.lease, lapses_at=lapses_at, lasts_s=command.lease_s, heard_at=command.heard_at))
+
+
+def _adopt(head: Head, command: commands.Adopt) -> Refusal | Writes:
+    if head.uid != command.uid:  # a repetition
+        return Writes()
+    if head.generation:
+        return refusals.opened_already(command, head.generation)
+    if command.new_uid == command.uid:
+        return Writes()
+    if head.uid_holder is not None:
+        return refusals.uid_taken(command.new_uid, command.stream, head.name, head.uid_holder)
+    return Writes(run={"uid": command.new_uid})
+
+
+def _open(head: Head, command: commands.Open) -> Refusal | Writes:
+    opening = command.opening
+    mark = opening_mark(command.epoch, opening, command.committed)
+    if (opening.generation, mark) == (head.generation, head.opening_mark):  # a repetition
+        return Writes()
+    if head.attempt_generation is not None:
+        return refusals.attempt_used(command, head.attempt_generation)
+    if opening.generation <= head.generation:
+        return refusals.generation_too_low(command, head.generation)
+    return Writes(
+        run={"generation": opening.generation, "opening_mark": mark, "pin": None},
+        opening=opening,
+        committed=command.committed,
+        journal_entry=JournalEntry(
+            generation=opening.generation, sample_index=opening.start_index, state=opening.start_state
+        ),
+    )
+
+
+def _claim_slot(head: Head, command: commands.ClaimSlot) -> Refusal | Writes:
+    refusal = _refuse_generation(head, command)
+    if refusal is not None:
+        return refusal
+    if head.slot_nonce not in (None, command.nonce):
+        return refusals.slot_taken(command)
+    return Writes(slot=(command.rank, command.nonce))
+
+
+def _commit(head: Head, command: commands.Commit) -> Refusal | Writes:
+    refusal = _refuse_generation(head, command) or _refuse_rolled_back(head, command)
+    if refusal is not None:
+        return refusal
+    commit = command.commit
+    if commit.sample_index == head.sample_index and commit.digest != head.digest:
+        return refusals.order_mismatch(command, head.digest)
+    if _is_committed(head, commit.sample_index):
+        return Writes(answer=head.sample_index)
+    entry = JournalEntry(generation=command.generation, sample_index=commit.sample_index, state=commit.state)
+    return Writes(answer=commit.sample_index, committed=commit, journal_entry=entry if command.journal else None)
+
+
+def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:
+    revision, newest = command.revision, head.newest_revision
+    if revision == head.same_number:  # a repetition
+        return Writes()
+    number = newest.number if newest is not None else 0
+    if revision.number != number + 1:
+        return refusals.revision_number(command, number)
+    if newest is not None and revision.sample_index < newest.sample_index:
+        return refusals.revision_too_early(command, newest)
+    return Writes(revision=revision)
+
+
+def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writes:
+    if head.snapshot_text is None:
+        return Writes(snapshot=command.snapshot)
+    if head.snapshot_text != command.snapshot.text:
+        return refusals.snapshot_differs(command)
+    return Writes()
+
+
+#: By command; those that are short stand here.
+_RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
+    commands.Acquire: _acquire,
+    commands.Renew: _renew,
+    commands.Release: lambda head, command: Writes(lease=replace(head.lease, lapses_at=0.0) if head.lease else None),
+    commands.Adopt: _adopt,
+    commands.Open: _open,
+    commands.ClaimSlot: _claim_slot,
+    commands.Commit: _commit,
+    commands.ThinJournal: lambda head, command: Writes(thin_journal=True),
+    commands.Pin: lambda head, command: Writes(run={"pin": command.pin}),
+    commands.Revise: _revise,
+    commands.DropRevisions: lambda head, command: Writes(drop_revisions=command.number),
+    commands.SaveSnapshot: _save_snapshot,
+}

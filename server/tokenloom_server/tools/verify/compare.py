@@ -1,0 +1,128 @@
+"""The comparison of two runs by their digests: a search for the first sample that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tokenloom_server.tools.verify.digests import DECIDES, DigestSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome of a comparison."""
+
+    outcome: Literal["same", "differ", "unknown"]
+    #: The first so many samples are proven to be the same, and their tokens.
+    same_samples: int
+    same_tokens: int
+    #: The first sample that differs lies in [``same_samples``, this); None where nothing differs.
+    differ_before: int | None
+    #: The source of the first that differs, in either run; None where not known.
+    sources: tuple[str | None, str | None] = (None, None)
+    #: The last sample index of each.
+    ends: tuple[int, int]
+    #: What decides about the order and is not the same, with both values.
+    differences: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return {"same": 0, "differ": 1, "unknown": 2}[self.outcome]
+
+
+def compare(a: DigestSource, b: DigestSource) -> Verdict:
+    """Finds the last sample index up to which both had the same data. Raises what asking a server raises."""
+    differences: dict[str, tuple[Any, Any]] = {
+        key: (a.identity.decides[key], b.identity.decides[key])
+        for key in DECIDES
+        if key in a.identity.decides
+        and key in b.identity.decides
+        and a.identity.decides[key] != b.identity.decides[key]
+    }
+    ends = (a.end, b.end)
+    if a.revisions is not None and b.revisions is not None:
+        ours, theirs = (
+            [f"{digest[:12]} from sample {index}" for index, digest in run.revisions or () if index < min(ends)]
+            for run in (a, b)
+        )
+        if ours != theirs:
+            differences["revisions"] = (ours, theirs)
+    low, high = _search(a, b)
+    tokens = a.at(low).tokens if low else 0
+    if high is None:
+        outcome: Literal["same", "unknown"] = "same" if low == min(ends) and low else "unknown"
+        return Verdict(
+            outcome=outcome,
+            same_samples=low,
+            same_tokens=tokens,
+            differ_before=None,
+            ends=ends,
+            differences=differences,
+        )
+    sources = (_source(a, low), _source(b, low)) if high == low + 1 else (None, None)
+    return Verdict(
+        outcome="differ",
+        same_samples=low,
+        same_tokens=tokens,
+        differ_before=high,
+        sources=sources,
+        ends=ends,
+        differences=differences,
+    )
+
+
+def _search(a: DigestSource, b: DigestSource) -> tuple[int, int | None]:
+    """(the last index at which both are known to be equal, the first at which they are known to differ, or None)."""
+
+    def same(index: int) -> bool:
+        return a.at(index).equals(b.at(index))
+
+    if a.indices is not None or b.indices is not None:
+        low = 0
+        for index in _common(a, b):
+            if not same(index):
+                return low, index
+            low = index
+        return low, None
+    first, end = max(a.first, b.first), min(a.end, b.end)
+    if end < first:
+        return 0, None
+    if same(end):
+        return end, None
+    if first and not same(first):
+        return 0, first
+    # Most differences begin with the run, and steps that double cost no more than the way to the end of them.
+    low, step = first, 1
+    while low + step < end and same(low + step):
+        low, step = low + step, step * 2
+    high = min(low + step, end)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if same(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def _common(a: DigestSource, b: DigestSource) -> list[int]:
+    """The sample indices above 0 that both can tell at, where one of them can only at some."""
+    some, other = (a, b) if a.indices is not None else (b, a)
+    assert some.indices is not None
+    return [
+        index
+        for index in some.indices
+        if index and (index in other.indices if other.indices is not None else other.first <= index <= other.end)
+    ]
+
+
+def _source(run: DigestSource, index: int) -> str | None:
+    """The source of the sample at an index."""
+    if run.indices is not None:
+        return None
+    before, after = run.at(index).samples, run.at(index + 1).samples
+    if before is None or after is None:
+        return None
+    return next((spec for spec, count in after.items() if count > before.get(spec, 0)), None)

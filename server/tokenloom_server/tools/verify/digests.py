@@ -1,0 +1,184 @@
+"""Rolling digests at sample indices, as a served run or a snapshot out of a checkpoint knows them."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.reports.receipt import Range, Receipt
+from tokenloom_server.tools.checkpoint.file import find
+from tokenloom_server.tools.remote import Remote
+
+#: What decides about the order: a comparison names what differs.
+DECIDES = ("seed", "sequence_length", "order_version", "config_digest", "manifest_digest", "tokenizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestPoint:
+    """The digest at a sample index, and what is known of the samples before it."""
+
+    index: int
+    digest: str
+    tokens: int
+    #: Samples by spec; None where not known.
+    samples: Mapping[str, int] | None
+    #: Samples before the index that restores jumped over.
+    skipped: int
+    #: Which these are; None where not known.
+    skips: tuple[Range, ...] | None
+
+    def equals(self, other: DigestPoint) -> bool:
+        """Whether both had the same samples before the index."""
+        if self.digest != other.digest or self.skipped != other.skipped:
+            return False
+        return self.skips is None or other.skips is None or self.skips == other.skips
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """Which run the digests are of, and what its order depends on."""
+
+    name: str
+    run: str
+    run_uid: str
+    decides: Mapping[str, Any]
+
+
+class DigestSource(Protocol):
+    """Knows the digests of one run."""
+
+    identity: RunIdentity
+    #: The first and the last sample index that it knows a digest at.
+    first: int
+    end: int
+    #: All that it knows one at; None for every index in between.
+    indices: tuple[int, ...] | None
+    #: Changes of the mixture, as (sample index, digest); None where they are not known.
+    revisions: tuple[tuple[int, str], ...] | None
+
+    def at(self, index: int) -> DigestPoint: ...
+
+
+class ServedRun:
+    """A run of a server, asked over REST."""
+
+    indices: tuple[int, ...] | None = None
+
+    def __init__(self, remote: Remote, run: str, name: str) -> None:
+        """Raises what ``Remote.receipt`` raises."""
+        self._remote = remote
+        self._run = run
+        self._known: dict[int, DigestPoint] = {}
+        receipt = remote.receipt(run)
+        self.first, self.end = receipt.oldest_index, receipt.committed_index
+        self.revisions: tuple[tuple[int, str], ...] | None = tuple(
+            (mark.sample_index, mark.digest) for mark in receipt.revisions
+        )
+        self.identity = RunIdentity(
+            name=name,
+            run=receipt.run,
+            run_uid=receipt.run_uid,
+            decides={**{key: getattr(receipt, key) for key in DECIDES}, "tokenizer": receipt.tokenizer.model_dump()},
+        )
+        self._keep(receipt)
+
+    def at(self, index: int) -> DigestPoint:
+        """Asks the server, once for each index."""
+        return self._known.get(index) or self._keep(self._remote.receipt(self._run, index))
+
+    def _keep(self, receipt: Receipt) -> DigestPoint:
+        point = DigestPoint(
+            index=receipt.sample_index,
+            digest=receipt.digest,
+            tokens=receipt.total_tokens,
+            samples=receipt.samples,
+            skipped=sum(skip.behind - skip.first for skip in receipt.skipped),
+            skips=tuple(receipt.skipped),
+        )
+        self._known[point.index] = point
+        return point
+
+
+class SavedSnapshot:
+    """A snapshot in a file."""
+
+    revisions: tuple[tuple[int, str], ...] | None = None
+
+    def __init__(self, path: Path) -> None:
+        """Reads a checkpoint's file, see ``checkpoint.file.find``. Raises ``SnapshotInvalid``."""
+        document = _snapshot_of(path)
+        points = [_point(document, document)]
+        if (base := document.get("resume_state")) is not None:
+            points.append(_point(base, base))
+            if base["sample_index"] == document["sample_index"]:
+                points.pop(0)
+        self._points = {point.index: point for point in points}
+        self.indices: tuple[int, ...] | None = tuple(sorted(self._points))
+        self.first, self.end = self.indices[0], self.indices[-1]
+        self.identity = RunIdentity(
+            name=str(path),
+            run=str(document.get("run")),
+            run_uid=str(document.get("run_uid")),
+            decides={key: document[key] for key in DECIDES if document.get(key) is not None},
+        )
+
+    def at(self, index: int) -> DigestPoint:
+        return self._points[index]
+
+
+def open_source(named: str, run: str | None, connect: Callable[[str], Remote]) -> DigestSource:
+    """What an argument of the command line names: a server (``http://host:port``, perhaps with ``/run``), or a file.
+
+    Raises ``ConfigError``, ``SnapshotInvalid``, and what asking the server raises.
+    """
+    scheme, colon, _ = named.partition("://")
+    if not colon:
+        if run is not None:
+            raise ConfigError(
+                f"{named}: is a file, which says itself of which run it is; {run!r} is for a server's URL"
+            )
+        return SavedSnapshot(Path(named))
+    if scheme not in ("http", "https"):
+        raise ConfigError(
+            f"{named!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
+        )
+    parts = urllib.parse.urlsplit(named)
+    run_of_path = urllib.parse.unquote(parts.path.strip("/")) or None
+    if run is not None and run_of_path is not None and run != run_of_path:
+        raise ConfigError(f"{named!r} names the run {run_of_path!r}, and the option {run!r}; name it once")
+    address = f"{parts.scheme}://{parts.netloc}"
+    remote = connect(address)
+    name = remote.only_run(run or run_of_path, f"name one: {address}/RUN, or by --run-a, --run-b")
+    return ServedRun(remote, name, f"{address}/{name}")
+
+
+def _point(position: Mapping[str, Any], state: Mapping[str, Any]) -> DigestPoint:
+    datasets = state.get("datasets") or (state.get("resume_state") or {}).get("datasets") or []
+    return DigestPoint(
+        index=position["sample_index"],
+        digest=position["digest"],
+        tokens=position["total_tokens"],
+        samples=None,
+        # Restores jump to where a generation begins, and that is a boundary: none lie between the two points.
+        skipped=sum(dataset.get("skipped_samples", 0) for dataset in datasets),
+        skips=None,
+    )
+
+
+def _snapshot_of(path: Path) -> dict[str, Any]:
+    state = find(path)
+    document = state.document
+    if state.damage is not None:
+        raise SnapshotInvalid(f"{path}: {state.damage}")
+    for position in filter(None, (document, document.get("resume_state"))):
+        for key, kind in (("sample_index", int), ("digest", str), ("total_tokens", int)):
+            if type(position.get(key)) is not kind:
+                raise SnapshotInvalid(
+                    f"{path}: {key} is {position.get(key)!r}, expected {kind.__name__}: only snapshots of Tokenloom "
+                    "have a digest to compare"
+                )
+    return document
