@@ -40,7 +40,7 @@ import yaml
 from tokenloom import RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_server.catalog import built_in_catalog
+from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.order import builder, snapshot
@@ -210,7 +210,7 @@ def measure_restore(data: Data, runs: int) -> list[Row]:
     with Processes(1) as processes:
         mixture = _once_through(data.write(processes.folder))
         index = processes.folder / "index"
-        order = builder.create(config.load(mixture, built_in_catalog()), mixture.parent, index)
+        order = builder.create(config.load(mixture, open_catalog()), mixture.parent, index)
         rows = []
         for place, text in zip(("begin", "middle", "end"), snapshots(order), strict=True):
             row = Row(name=f"{data.name}, {place}")
@@ -350,7 +350,7 @@ def _clocked(what: str, make: Callable[[], PipelineFactory], figures: Figures) -
 
 
 def _created(mixture: Path) -> PipelineFactory:
-    return builder.create(config.load(mixture, built_in_catalog()), mixture.parent, None)
+    return builder.create(config.load(mixture, open_catalog()), mixture.parent, None)
 
 
 def measure_order(sources: int, shards: int, runs: int) -> Row:
@@ -363,7 +363,7 @@ def measure_order(sources: int, shards: int, runs: int) -> Row:
         for run in range(runs + 1):
             figures: Figures = {}
             order = _clocked("create", partial(_created, mixture), figures)
-            loaded = config.load(mixture, built_in_catalog())
+            loaded = config.load(mixture, open_catalog())
             _clocked("load", partial(builder.load, loaded, mixture.parent, None, order.record.to_json()), figures)
             if run:
                 row.runs.append(figures)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_server.catalog import built_in_catalog
+from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -54,7 +54,7 @@ def mixture(policy: str, sources: int, nested: bool) -> RunConfig:
             "mixture": {"policy": policy, "children": leaves},
         },
         where="the mixer's benchmark",
-        catalog=built_in_catalog(),
+        catalog=open_catalog(),
     )
 
 

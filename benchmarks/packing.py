@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
-from tokenloom_server.catalog import built_in_catalog
+from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import builder
 from tokenloom_server.tokenizer.choose import EngineRecord, load_engine
@@ -86,7 +86,7 @@ def measure(folder: Path, length: int, packing: dict[str, Any], runs: int) -> di
         "mixture": {"policy": "sequential", "children": [{"source": "parquet:ids.parquet:ids"}]},
         **packing,
     }
-    order = builder.create(config.parse(document, where="benchmark", catalog=built_in_catalog()), folder, None)
+    order = builder.create(config.parse(document, where="benchmark", catalog=open_catalog()), folder, None)
     seconds, first = [], []
     for _ in range(runs):
         pipeline = order.pipeline(order.initial())

@@ -19,7 +19,8 @@ from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = sorted([*DOCS.glob("sources/*.md"), DOCS / "buckets.md", DOCS / "rows.md"])
+#: The page about plugins has a package for its example, which `test_plugins.py` serves.
+PAGES = sorted({*DOCS.glob("sources/*.md"), DOCS / "buckets.md", DOCS / "rows.md"} - {DOCS / "sources" / "plugins.md"})
 #: What a page's example needs beside files in its folder, by the page's name: environment variables.
 SURROUNDINGS: dict[str, AbstractContextManager[Mapping[str, str]]] = {
     "hf": hub_environment(),

@@ -85,7 +85,7 @@ def test_a_manifest_moves_with_its_folder(folder: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     moved.mkdir()
     (folder / "data").rename(moved / "data")
-    manifest.verify(built, moved)
+    manifest.verify(built, moved, SOURCES)
     assert manifest.build([GLOB], moved).digest == built.digest
 
 
@@ -103,10 +103,10 @@ def test_a_manifest_of_another_format_is_refused() -> None:
 def test_a_changed_modification_time_is_no_change_and_new_files_are_only_listed(folder: Path) -> None:
     built = manifest.build([GLOB], folder)
     os.utime(folder / "data" / "a.txt", (1, 1))
-    manifest.verify(built, folder)
+    manifest.verify(built, folder, SOURCES)
     assert manifest.appeared(built, folder, manifest.Listings(SOURCES)) == ()
     (folder / "data" / "new.txt").write_text("new\n")
-    manifest.verify(built, folder)
+    manifest.verify(built, folder, SOURCES)
     assert manifest.appeared(built, folder, manifest.Listings(SOURCES)) == ("data/new.txt",)
 
 
@@ -122,13 +122,13 @@ def test_every_change_of_a_file_is_refused_by_name(folder: Path) -> None:
     for changed, expected in changes.items():
         path.write_bytes(changed)
         with pytest.raises(SourceChanged) as caught:
-            manifest.verify(built, folder)
+            manifest.verify(built, folder, SOURCES)
         assert f"source 'txt:data/*.txt:text': {expected}" in str(caught.value)
         assert "put the file back as it was, or begin a new run" in str(caught.value)
     path.unlink()
     (folder / "data" / "b.txt").unlink()
     with pytest.raises(SourceChanged, match=r"'data/a10\.txt' is missing .*\(1 more files differ\)"):
-        manifest.verify(built, folder)
+        manifest.verify(built, folder, SOURCES)
 
 
 @pytest.mark.parametrize("size", [0, 1, 65536, 65537, 200_000])

@@ -119,13 +119,13 @@ def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Pat
         said = []
         for listings in (manifest.Listings(SOURCES), None):
             with pytest.raises(SourceChanged) as caught:
-                manifest.verify(frozen, corpus, listings)
+                manifest.verify(frozen, corpus, SOURCES, listings)
             said.append(str(caught.value))
         with pytest.raises(SourceChanged) as caught:
             rows(open_source(spec, corpus, frozen.sources[0].shards), 1, 0)
         return [*said, str(caught.value)]
 
-    manifest.verify(frozen, corpus, manifest.Listings(SOURCES))
+    manifest.verify(frozen, corpus, SOURCES, manifest.Listings(SOURCES))
     store.pipe_file(name, text[:-1])
     assert all(
         f"{shown!r} was shortened: found {len(text) - 1} bytes, expected {len(text)}" in said for said in found()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenloom_server.catalog import built_in_catalog
+from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources.catalog import sources_of
 from tokenloom_server.sources.hub.resolver import HubResolver
 from tokenloom_server.sources.scheme import scheme_of
 
-CATALOG = built_in_catalog()
+CATALOG = open_catalog()
 SOURCES = sources_of(CATALOG)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tokenloom_server.api.grpc.in_process_channel import ChannelWithin
 from tokenloom_server.api.server import INDEX_FOLDER
 from tokenloom_server.api.service import Runs
-from tokenloom_server.catalog import built_in_catalog
+from tokenloom_server.catalog import allowed_plugins, open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.ledger.open import FILE_NAME, open_ledger
 
@@ -28,7 +28,7 @@ class LocalServer:
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
         self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
-        self._config = config.load(mixture, built_in_catalog())
+        self._config = config.load(mixture, open_catalog(allowed_plugins()))
         self._ledger: Ledger | None = None
         self._runs: Runs | None = None
 

@@ -61,6 +61,8 @@ class ServeOptions:
     access: Access = field(default_factory=Access)
     tls: Tls | None = None
     data_roots: DataRoots = field(default_factory=DataRoots)
+    plugins: Sequence[str] = ()
+    """Source schemes from outside the tree that mixtures may name."""
 
 
 class Server:
@@ -87,6 +89,7 @@ class Server:
     def _bring_up(self, options: ServeOptions) -> None:
         rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access, options.tls)
         from tokenloom_server.api.service import Runs
+        from tokenloom_server.catalog import open_catalog
         from tokenloom_server.run.timeouts import Timeouts
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
@@ -98,7 +101,14 @@ class Server:
             storage_timeout_s=options.storage_timeout_s,
         )
         holder = _holder(self.grpc_address)
-        runs = self._runs = Runs(ledger, holder, timeouts, standby=options.standby, data_roots=options.data_roots)
+        runs = self._runs = Runs(
+            ledger,
+            holder,
+            timeouts,
+            standby=options.standby,
+            data_roots=options.data_roots,
+            catalog=open_catalog(options.plugins),
+        )
         rest.start(runs, grpc_address=self.grpc_address)
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenloom_server.catalog import built_in_catalog
+from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
@@ -112,7 +112,7 @@ class Runs:
         self._timeouts = timeouts or Timeouts()
         self._standby = standby
         self._data_roots = data_roots
-        self._catalog = catalog or built_in_catalog()
+        self._catalog = catalog or open_catalog()
         self._runs: dict[str, ServedRun] = {}
 
     def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:

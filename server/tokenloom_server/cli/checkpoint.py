@@ -76,9 +76,11 @@ def checkpoint_probabilities(
 
 
 def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
-    from tokenloom_server.catalog import built_in_catalog
+    from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.tools.checkpoint.content import read
     from tokenloom_server.tools.checkpoint.file import find
 
-    return read(file, find(file, inside), config.load(mixture, built_in_catalog()) if mixture is not None else None)
+    return read(
+        file, find(file, inside), config.load(mixture, open_catalog(allowed_plugins())) if mixture is not None else None
+    )

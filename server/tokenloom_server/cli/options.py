@@ -144,6 +144,15 @@ class MixtureOptions:
             show_default=False,
         ),
     ] = None
+    allow_plugins: Annotated[
+        str | None,
+        typer.Option(
+            help="Source schemes of other installed packages that a mixture may name; their code is run. "
+            "[env: TOKENLOOM_ALLOW_PLUGINS]",
+            metavar="NAME,…",
+            show_default=False,
+        ),
+    ] = None
     dataset_mix: Annotated[
         str | None,
         typer.Option(
@@ -196,10 +205,16 @@ class MixtureOptions:
         return DataRoots.of(self.data_root or from_environment)
 
     def catalog(self) -> Catalog:
-        """What a mixture may name."""
-        from tokenloom_server.catalog import built_in_catalog
+        """What a mixture may name. Raises ``ConfigError`` for a plugin that does not load."""
+        from tokenloom_server.catalog import open_catalog
 
-        return built_in_catalog()
+        return open_catalog(self.plugins())
+
+    def plugins(self) -> list[str]:
+        """What --allow-plugins says, or else the environment."""
+        from tokenloom_server.catalog import allowed_plugins
+
+        return allowed_plugins(self.allow_plugins)
 
     def load(self, file: Path | None) -> LoadedMixture:
         """The mixture of the file or of the short form, of which there must be one. Raises ``ConfigError``."""

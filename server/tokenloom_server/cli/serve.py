@@ -172,6 +172,7 @@ def serve(
             access=Access.find(os.environ, token_file, read_token_file),
             tls=Tls.load(tls_cert, tls_key, tls_client_ca),
             data_roots=short.roots(),
+            plugins=short.plugins(),
         )
     )
     serving.set()

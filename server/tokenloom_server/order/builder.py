@@ -90,7 +90,7 @@ def load(
     manifest = Manifest.from_json(canonical(recorded["manifest"]))
     resources.check_files(manifest)
     listings = Listings(config.catalog.sources)
-    verify(manifest, base_dir, listings)
+    verify(manifest, base_dir, config.catalog.sources, listings)
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
     definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
@@ -142,10 +142,11 @@ def under(
             SourceFiles(source.spec, tuple(more))
             for source in manifest.sources
             if (more := [shard for shard in source.shards if shard not in known_files.get(source.spec, ())])
-        )
+        ),
+        manifest.plugins,
     )
     resources.check_files(new_files)
-    verify(new_files, resources.base_dir)
+    verify(new_files, resources.base_dir, config.catalog.sources)
     file_counts = {
         i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(old.shards)
     }
@@ -210,10 +211,11 @@ def stream_files(resources: RunResources, name: str, mixture: NodeConfig) -> Man
     return manifest
 
 
-def verify_files(resources: RunResources, manifest: Manifest) -> None:
+def verify_files(factory: PipelineFactory, manifest: Manifest) -> None:
     """That files are what they were. Raises ``ConfigError`` and ``SourceChanged``."""
+    resources = factory.resources
     resources.check_files(manifest)
-    verify(manifest, resources.base_dir)
+    verify(manifest, resources.base_dir, factory.record.config.catalog.sources)
 
 
 def check_named(config: RunConfig, resources: RunResources) -> None:

@@ -27,7 +27,14 @@ from tokenloom_server.order.record import estimates_from_json, estimates_to_json
 from tokenloom_server.order.revision import carry, changed, content_of, differences, merged, with_content, without
 from tokenloom_server.packing.base import PackerFactory
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
+from tokenloom_server.sources.manifest import (
+    Manifest,
+    SourceFiles,
+    build,
+    plugins_from_json,
+    plugins_of,
+    plugins_to_json,
+)
 from tokenloom_server.sources.scheme import scheme_of
 
 
@@ -442,6 +449,8 @@ def _content(
     order: PipelineFactory, config: RunConfig, shards: Mapping[str, Sequence[Shard]], excluded: Sequence[ExclusionFile]
 ) -> dict[str, Any]:
     content: dict[str, Any] = content_of(config)
+    if plugins := plugins_of(source.spec for source in config.sources):
+        content["plugins"] = plugins_to_json(plugins)
     if shards:
         content["shards"] = _listed(shards.items())
     if excluded:
@@ -491,7 +500,8 @@ def _revised(order: PipelineFactory, content: Mapping[str, Any]) -> PipelineFact
         for spec, found in content.get("shards", {}).items()
     }
     kept = [SourceFiles(source.spec, given.pop(source.spec, source.shards)) for source in order.record.manifest.sources]
-    manifest = Manifest((*kept, *(SourceFiles(spec, shards) for spec, shards in given.items())))
+    plugins = order.record.manifest.plugins | plugins_from_json(content.get("plugins", {}))
+    manifest = Manifest((*kept, *(SourceFiles(spec, shards) for spec, shards in given.items())), plugins)
     named: dict[str, tuple[str, list[str]]] = {}
     for source in config.sources:
         paths = [shard.path for shard in manifest.shards(source.source)]

@@ -60,7 +60,7 @@ class Streams:
                 record = _record(config, stream.mixture, builder.stream_files(first.resources, name, stream.mixture))
                 stored = ledger.create_run(config.run, name, uuid.uuid4().hex, record)
             manifests[name] = _frozen(config, name, stream.mixture, stored.record)
-            builder.verify_files(first.resources, manifests[name])
+            builder.verify_files(first, manifests[name])
         return cls(first, config, manifests)
 
     @classmethod

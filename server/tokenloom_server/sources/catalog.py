@@ -13,6 +13,7 @@ from tokenloom_server.sources.jsonl.scheme import JsonlScheme
 from tokenloom_server.sources.megatron.scheme import MegatronScheme
 from tokenloom_server.sources.npy.scheme import NpyScheme
 from tokenloom_server.sources.parquet.scheme import ParquetScheme
+from tokenloom_server.sources.plugins import load_plugins, why_unknown
 from tokenloom_server.sources.scheme import Scheme
 from tokenloom_server.sources.txt.scheme import TxtScheme
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
@@ -24,8 +25,11 @@ BUILT_IN: tuple[Scheme, ...] = (*_FILES, HubScheme(_FILES), MegatronScheme(), Np
 class SourceCatalog:
     """Source schemes by name. Implements ``config.catalog.SourceSchemes``."""
 
-    def __init__(self, schemes: Iterable[Scheme] = BUILT_IN) -> None:
-        self.schemes: Mapping[str, Scheme] = {scheme.name: scheme for scheme in schemes}
+    def __init__(self, plugins: Iterable[str] = ()) -> None:
+        """``plugins``: the names of schemes from outside the tree that are loaded, too; see ``load_plugins``."""
+        self.schemes: dict[str, Scheme] = {scheme.name: scheme for scheme in BUILT_IN}
+        if allowed := list(plugins):
+            self.schemes |= {scheme.name: scheme for scheme in load_plugins(allowed, self.schemes)}
 
     @property
     def usages(self) -> str:
@@ -43,7 +47,8 @@ class SourceCatalog:
         source = f"source {redacted(text)!r}"
         scheme = self.schemes.get(name) if colon else None
         if scheme is None:
-            raise ConfigError(f"{source}: the scheme is {name!r}, expected one of {self.usages}")
+            reason = why_unknown(name) if colon else None
+            raise ConfigError(f"{source}: {reason or f'the scheme is {name!r}, expected one of {self.usages}'}")
         try:
             location, column = scheme.parse(rest)
         except ConfigError as error:

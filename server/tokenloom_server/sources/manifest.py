@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenloom_proto.seal import canonical
 
@@ -15,7 +16,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.scheme import scheme_of
+from tokenloom_server.sources.scheme import Plugin, scheme_of
 from tokenloom_server.storage.hub.files import HubPath, is_hub
 from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
@@ -40,6 +41,8 @@ class Manifest:
     """
 
     sources: tuple[SourceFiles, ...]
+    plugins: dict[str, Plugin] = field(default_factory=dict)
+    """By scheme, the packages whose schemes read these files."""
 
     def shards(self, spec: str) -> tuple[Shard, ...]:
         """The shards of a source. Raises ``SourceError`` when the manifest does not have it."""
@@ -58,7 +61,9 @@ class Manifest:
             }
             for source in self.sources
         ]
-        return canonical({"format": FORMAT, "sources": sources})
+        # Only where there are some, so that the digest of a run without plugins stays.
+        plugins = {"plugins": plugins_to_json(self.plugins)} if self.plugins else {}
+        return canonical({"format": FORMAT, "sources": sources, **plugins})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -75,9 +80,10 @@ class Manifest:
                         tuple(Shard(str(s["path"]), int(s["size"]), str(s["fingerprint"])) for s in source["shards"]),
                     )
                     for source in document["sources"]
-                )
+                ),
+                plugins_from_json(document.get("plugins", {})),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
 
     @property
@@ -108,7 +114,14 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     finders = {spec.scheme.name: scheme_of(spec).finder() for spec in specs}
     remote = any(spec.is_remote for spec in specs)
     shards = files.in_threads(lambda spec: finders[spec.scheme.name](spec, base_dir), specs, remote=remote)
-    return Manifest(tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, shards, strict=True)))
+    sources = tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, shards, strict=True))
+    return Manifest(sources, plugins_of(specs))
+
+
+def plugins_of(specs: Iterable[Spec]) -> dict[str, Plugin]:
+    """By scheme, the packages that bring the schemes of these specs, but for those of Tokenloom."""
+    schemes = {spec.scheme.name: scheme_of(spec) for spec in specs}
+    return {name: scheme.plugin for name, scheme in sorted(schemes.items()) if scheme.plugin is not None}
 
 
 class Listings:
@@ -136,13 +149,25 @@ class Listings:
         return self._entries[spec]
 
 
-def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None) -> None:
+def plugins_to_json(plugins: Mapping[str, Plugin]) -> dict[str, Any]:
+    """Plain data, which ``plugins_from_json`` reads."""
+    return {name: asdict(plugin) for name, plugin in plugins.items()}
+
+
+def plugins_from_json(document: Mapping[str, Any]) -> dict[str, Plugin]:
+    """Raises ``TypeError`` and ``AttributeError`` for other data."""
+    return {name: Plugin(**plugin) for name, plugin in document.items()}
+
+
+def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings: Listings | None = None) -> None:
     """Compares every file of the manifest with the one that is there now; files that it does not name are ignored.
 
     ``listings``: remote files are compared with these, instead of being asked for one by one.
 
-    Raises ``SourceChanged`` naming the first file that is missing, shortened, grown or changed.
+    Raises ``SourceChanged`` naming the first file that is missing, shortened, grown or changed, and where a scheme
+    comes from another package, or another version of it.
     """
+    _refuse_other_plugins(manifest, schemes)
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
     if listings is not None:
         files.in_threads(
@@ -162,6 +187,18 @@ def verify(manifest: Manifest, base_dir: Path, listings: Listings | None = None)
         spec, text = found[0]
         more = f" ({len(found) - 1} more files differ)" if len(found) > 1 else ""
         raise SourceChanged(f"source {spec!r}: {text}{more}; {REMEDY}")
+
+
+def _refuse_other_plugins(manifest: Manifest, schemes: SourceSchemes) -> None:
+    for name in {source.spec: None for source in manifest.sources}:
+        scheme = scheme_of(schemes.spec(name))
+        recorded = manifest.plugins.get(scheme.name)
+        if scheme.plugin != recorded:
+            found, expected = (str(plugin or "Tokenloom itself") for plugin in (scheme.plugin, recorded))
+            raise SourceChanged(
+                f"source {name!r}: the scheme {scheme.name!r} comes from {found}, but the run began with {expected}, "
+                "and other code may read other rows; install that again, or begin a new run under another name"
+            )
 
 
 def appeared(manifest: Manifest, base_dir: Path, listings: Listings) -> tuple[str, ...]:

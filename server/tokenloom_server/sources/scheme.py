@@ -54,6 +54,17 @@ class ReadRequest:
         return open_shard(self.spec, shard, self.base_dir, self.io_stats)
 
 
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """The package that brings a scheme from outside the tree."""
+
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
 class Scheme(ABC):
     """A source scheme. Its class attributes say what holds for every source of it; it has no state.
 
@@ -84,6 +95,8 @@ class Scheme(ABC):
     """Whether a location is a folder, and not files."""
     refuses_urls: ClassVar[str] = ""
     """Why the files must lie on a disk of this machine; empty where they need not."""
+    plugin: Plugin | None = None
+    """The package that the scheme was loaded from; None for those of Tokenloom."""
 
     # --- The spec ------------------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ def apply(
 
     Sources are known by their specs, nodes by their aliases. What the file does not have any more is dropped.
     """
-    from tokenloom_server.catalog import built_in_catalog
+    from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.order.revision import as_file
 
-    run_config = config.load(mixture, built_in_catalog())
+    run_config = config.load(mixture, open_catalog(allowed_plugins()))
     revision.make(url, access, {"mixture": as_file(run_config)}, run=run_config.run, ask=not yes)

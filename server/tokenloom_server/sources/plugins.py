@@ -1,0 +1,80 @@
+"""Source schemes from outside the tree: entry points of ``tokenloom.sources``, loaded only where they are allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.sources.scheme import Plugin, Scheme
+
+#: The group of entry points; the name of each is that of its scheme.
+GROUP = "tokenloom.sources"
+#: What allows plugins, as errors name it.
+OPTION = "--allow-plugins"
+
+
+def installed_plugins() -> Mapping[str, metadata.EntryPoint]:
+    """The entry points of all installed packages, by the name of their scheme. None of them is loaded."""
+    found: dict[str, metadata.EntryPoint] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        other = found.setdefault(entry.name, entry)
+        if other is not entry:
+            raise ConfigError(
+                f"the source scheme {entry.name!r} comes from {_package(other)} and from {_package(entry)}; uninstall "
+                "one of them"
+            )
+    return found
+
+
+def load_plugins(names: Iterable[str], built_in: Iterable[str]) -> list[Scheme]:
+    """The schemes of these names, which runs code of the packages that bring them.
+
+    Raises ``ConfigError`` for a name that no package brings, or that is built in, and for a package that does not load.
+    """
+    installed, taken = installed_plugins(), set(built_in)
+    schemes = []
+    for name in dict.fromkeys(names):
+        if name in taken:
+            raise ConfigError(f"{OPTION}: {name!r} is a scheme of Tokenloom's own, which needs no plugin; leave it out")
+        if name not in installed:
+            raise ConfigError(
+                f"{OPTION}: no installed package brings the source scheme {name!r}; there is "
+                f"{', '.join(sorted(installed)) or 'none'}: install the package that does"
+            )
+        schemes.append(_loaded(installed[name]))
+    return schemes
+
+
+def _loaded(entry: metadata.EntryPoint) -> Scheme:
+    try:
+        made = entry.load()
+        scheme = made() if isinstance(made, type) else made
+    except Exception as error:  # whatever the package's code raises
+        raise ConfigError(
+            f"{OPTION}: the source scheme {entry.name!r} of {_package(entry)} cannot be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(scheme, Scheme) or scheme.name != entry.name:
+        raise ConfigError(
+            f"{OPTION}: {_package(entry)} brings {entry.value} as the source scheme {entry.name!r}, expected a "
+            f"tokenloom_server.sources.scheme.Scheme of that name"
+        )
+    assert entry.dist is not None, "entry points of installed packages have one"
+    scheme.plugin = Plugin(entry.dist.name, entry.dist.version)
+    return scheme
+
+
+def why_unknown(name: str) -> str | None:
+    """Why a scheme is not there although a package brings it; None where none does."""
+    entry = installed_plugins().get(name)
+    if entry is None:
+        return None
+    return (
+        f"the scheme {name!r} comes from the package {_package(entry)}, whose code is not run unless you allow it: "
+        f"start with {OPTION} {name}"
+    )
+
+
+def _package(entry: metadata.EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value

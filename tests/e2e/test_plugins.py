@@ -1,0 +1,142 @@
+"""Source schemes from outside the tree: a package that is not Tokenloom's is served, recorded, and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from support.server_process import ServerProcess, run_module
+from support.trainer import World
+from tokenloom_server.config.stream import TRAIN
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.sources.catalog import SourceCatalog
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sources" / "plugins.md"
+ALLOW = ("--allow-plugins", "csv")
+
+
+class Package:
+    """An installed package in a folder of its own: the module of the docs' page, and what pip would write beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        found = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        assert found is not None
+        (folder / "acme_csv.py").write_text(found[1], encoding="utf-8")
+
+    def install(self, version: str = "1.0", entry: str = "csv = acme_csv:CsvScheme", name: str = "acme-csv") -> None:
+        for older in self.folder.glob(f"{name.replace('-', '_')}-*.dist-info"):
+            shutil.rmtree(older)
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[tokenloom.sources]\n{entry}\n")
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    made = Package(tmp_path / "site")
+    made.install()
+    return made
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    for file in range(2):
+        rows = [f'{number % 3},"Row {number} of file {file}, as text"' for number in range(100)]
+        (tmp_path / f"data/{file}.csv").write_text("score,text\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    document = {
+        "run": "tables",
+        "tokenizer": "bytes",
+        "sequence_length": 32,
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [{"source": "csv:data/*.csv:text", "filter": "score >= 1", "shuffle": "shards"}],
+        },
+    }
+    path = tmp_path / "mixture.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def test_a_run_of_a_plugin_is_served_resumed_and_refused_at_another_version(
+    package: Package, mixture: Path, tmp_path: Path
+) -> None:
+    environment = {"PYTHONPATH": str(package.folder)}
+    server = ServerProcess(tmp_path / "server", mixture, options=(), flags=ALLOW, environment=environment)
+    server.start()
+    try:
+        with World(server.url("tables")) as world:
+            state = world.steps(7).state()
+            rest = world.run().receipt.sequence()[7:]
+        text = bytes(token for sample in rest[:4] for token in sample.ids if token < 256).decode()
+        assert "of file 0, as text" in text or "of file 1, as text" in text
+        server.kill()
+        server.start()
+        with World(server.url("tables"), state=state) as world:
+            assert world.run().receipt.sequence(7) == rest
+        server.kill()
+        package.install("2.0")
+        with pytest.raises(RuntimeError, match=r"comes from acme-csv 2\.0, but the run began with acme-csv 1\.0"):
+            server.start()
+    finally:
+        server.kill()
+    ledger = open_ledger(server.ledger, tmp_path)
+    stored = ledger.read_run("tables", TRAIN)
+    ledger.close()
+    assert stored is not None
+    plugins = json.loads(stored.record)["manifest"]["plugins"]
+    assert plugins == {"csv": {"distribution": "acme-csv", "version": "1.0"}}
+
+
+def test_commands_load_it_where_option_or_environment_allow_it(
+    package: Package, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(package.folder))
+    refused = run_module("validate", mixture)
+    assert refused.status == 2
+    output = " ".join(refused.output.split())
+    assert "comes from the package acme-csv 1.0, whose code is not run unless you allow it: start with " in output
+    assert "--allow-plugins csv" in output
+    assert run_module("validate", mixture, *ALLOW).status == 0
+    monkeypatch.setenv("TOKENLOOM_ALLOW_PLUGINS", "csv")
+    assert run_module("plan", mixture, "--json").status == 0
+
+
+def test_one_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no installed package brings the source scheme 'csv'; there is none"):
+        SourceCatalog(["csv"])
+    with pytest.raises(ConfigError, match="the scheme is 'csv', expected one of parquet:GLOB:COLUMN"):
+        SourceCatalog().spec("csv:a.csv:text")
+
+
+@pytest.mark.parametrize(
+    ("install", "fault"),
+    [
+        (lambda p: p.install(entry="csv = acme_nowhere:CsvScheme"), r"of acme-csv 1\.0 cannot be loaded \(ModuleNot"),
+        (lambda p: p.install(entry="csv = acme_csv:table_of"), r"expected a tokenloom_server\.sources\.scheme\.Scheme"),
+        (
+            lambda p: p.install(entry="tsv = acme_csv:CsvScheme"),
+            "as the source scheme 'tsv', expected a .* of that name",
+        ),
+        (lambda p: p.install(entry="txt = acme_csv:CsvScheme"), "'txt' is a scheme of Tokenloom's own"),
+        (lambda p: p.install(name="other-csv"), r"comes from .*-csv 1\.0 and from .*-csv 1\.0; uninstall one"),
+    ],
+)
+def test_one_that_cannot_be_meant_is_refused(
+    package: Package, install: Callable[[Package], None], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(package)
+    monkeypatch.syspath_prepend(str(package.folder))
+    name = re.search(r"^(\w+) =", next(package.folder.glob("acme*/entry_points.txt")).read_text(), re.MULTILINE)
+    assert name is not None
+    with pytest.raises(ConfigError, match=fault):
+        SourceCatalog([name[1]])
