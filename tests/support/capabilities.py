@@ -24,6 +24,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.sources.catalog import BUILT_IN
 from typer.main import get_command
 
+from tests.support.catalog import CATALOG
 from tests.support.memory_service import MemoryService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,7 @@ def _routes() -> Iterator[str]:
 def _mixture_fields() -> Iterator[str]:
     schema = RunConfig.model_json_schema()
     yield from (f"mixture file: {field}" for field in _fields(schema, schema["$defs"], (), once={}))
+    yield f"mixture file: mixture.policy = {' | '.join(CATALOG.policies)}"
     yield from (f"mixture file: source {scheme.usage}" for scheme in BUILT_IN)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.packing.best_fit import Window, windowed_samples
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.packing.unpacked import unpacked_samples
@@ -111,22 +112,42 @@ def measure(factory: PipelineFactory, source_id: int) -> SizeEstimate:
     if factory.config.batching is not None:
         epochs = readers.bucket_epochs(source_id)
         return SizeEstimate(epochs.batches * epochs.size, 1000)
+    return _measure(factory, source_id, LEAST_PLACES)[0]
+
+
+def measure_curve(factory: PipelineFactory, source_id: int) -> TokenCurve:
+    """The tokens of a source over its rows, for plans: of ``MOST_PLACES`` strata where the places of its rows are
+    known. Reads and raises what ``measure`` does."""
+    return _measure(factory, source_id, MOST_PLACES)[1]
+
+
+def _measure(factory: PipelineFactory, source_id: int, places: int) -> tuple[SizeEstimate, TokenCurve]:
+    readers = factory.readers
     reader = readers.open(source_id)
     encoder = factory.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        return _of_many_lines(factory, reader, readers.kept(source_id, reader), encoder)
+        estimate = _of_many_lines(factory, reader, readers.kept(source_id, reader), encoder)
+        return estimate, TokenCurve.of([(estimate.rows, estimate.tokens)])
     counts = readers.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
-    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
+    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts, places))
     budget = _Budget.of(total, len(strata))
-    tokens, lengths = Fraction(0), []
+    by_stratum, lengths = [], []
     for stratum in strata:
-        found = _sample(readers.kept(source_id, reader), encoder, stratum, budget)
-        tokens += found.all_tokens(factory) * stratum.rows / found.rows
-        lengths.append(found.lengths)
-    stood_for = sum(stratum.rows for stratum in strata)
-    return SizeEstimate(sum(counts), round(1000 * _scaled(factory, tokens, lengths) / stood_for))
+        sample = _sample(readers.kept(source_id, reader), encoder, stratum, budget)
+        by_stratum.append(sample.all_tokens(factory) * stratum.rows / sample.rows)
+        lengths.append(sample.lengths)
+    stood_for, rows = sum(stratum.rows for stratum in strata), sum(counts)
+    tokens = sum(by_stratum, Fraction(0))
+    given = _scaled(factory, tokens, lengths)
+    estimate = SizeEstimate(rows, round(1000 * given / stood_for))
+    # What was not looked at is as what was.
+    edges = [total * rows // stood_for for total in accumulate((stratum.rows for stratum in strata), initial=0)]
+    scale = float(given / tokens * rows / stood_for) if tokens else 0.0
+    return estimate, TokenCurve.of(
+        (end - begin, float(own) * scale) for (begin, end), own in zip(pairwise(edges), by_stratum, strict=True)
+    )
 
 
 def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
@@ -151,8 +172,8 @@ def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, 
     )
 
 
-def _strata(chosen: list[int], counts: list[int]) -> Iterator[_Stratum]:
-    parts = max(1, LEAST_PLACES // len(chosen))
+def _strata(chosen: list[int], counts: list[int], places: int) -> Iterator[_Stratum]:
+    parts = max(1, places // len(chosen))
     for shard in chosen:
         edges = [counts[shard] * part // parts for part in range(parts + 1)]
         for begin, end in pairwise(edges):

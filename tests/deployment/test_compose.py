@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 import yaml
 from support.ports import free_port
-from support.redis_server import redis_binary
-from tokenloom_server.cli.options import DATA_ROOTS, data_roots
+from support.redis_server import RedisServer
+from support.server_process import server_forks
+from tokenloom import RemoteDataset
+from tokenloom_server.cli.options import DATA_ROOTS, MixtureOptions
 from tokenloom_server.config.data_roots import DataRoots
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STARTS_WITHIN_S = 30.0
 
 Service = dict[str, Any]
@@ -99,10 +101,10 @@ def _last(instructions: list[tuple[str, str]], name: str) -> str:
 # --- What the files say ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("environment", [{}, {"TOKENLOOM_TOKEN": ""}])
-def test_without_a_token_nothing_is_started(environment: dict[str, str]) -> None:
-    with pytest.raises(RequiredVariable, match="openssl rand -hex 32"):
-        _read_compose(environment)
+def test_without_a_token_nothing_is_started() -> None:
+    for environment in ({}, {"TOKENLOOM_TOKEN": ""}):
+        with pytest.raises(RequiredVariable, match="openssl rand -hex 32"):
+            _read_compose(environment)
 
 
 def test_the_server_gets_the_tokens_and_nobody_else(compose: dict[str, Any], server: Service) -> None:
@@ -147,10 +149,6 @@ def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_major_version(
     assert "ledger" in compose["volumes"]
 
 
-def test_the_server_starts_when_the_ledger_answers(server: Service) -> None:
-    assert server["depends_on"] == {"redis": {"condition": "service_healthy"}}
-
-
 def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Service) -> None:
     binds = _binds(server)
 
@@ -167,7 +165,7 @@ def test_nothing_is_read_outside_of_the_mounted_folder_and_the_urls_that_are_all
     environment = _read_compose(TOKEN | {"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"]["environment"]
     monkeypatch.setenv(DATA_ROOTS, environment[DATA_ROOTS].replace("/config/data", str(tmp_path)))
 
-    assert data_roots(None) == DataRoots.of([str(tmp_path), *urls])
+    assert MixtureOptions().roots() == DataRoots.of([str(tmp_path), *urls])
 
 
 def test_mixture_and_data_follow_the_environment() -> None:
@@ -180,17 +178,6 @@ def test_mixture_and_data_follow_the_environment() -> None:
         "/config/data": "/b",
     }
     assert changed["ports"][0] == "127.0.0.1:1:50051"
-
-
-def test_the_defaults_are_a_sample_that_is_there(server: Service) -> None:
-    binds = _binds(server)
-    mixture = ROOT / binds["/config/mixture.yaml"]["source"]
-    data = ROOT / binds["/config/data"]["source"]
-
-    # Beside each other, so that the same mixture file works without a container.
-    assert mixture.is_file()
-    assert data == mixture.parent / "data"
-    assert sum(path.stat().st_size for path in data.iterdir()) < 16_384
 
 
 def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
@@ -232,63 +219,32 @@ def test_the_package_builds_from_what_the_image_copies(instructions: list[tuple[
 # --- The ledger's command ----------------------------------------------------------------------------------------
 
 
-class ComposeRedis:
-    """Redis, started by the Compose file's command; only its place differs."""
-
-    def __init__(self, command: list[str], folder: Path) -> None:
-        assert command[0] == "redis-server"
-        self.port = free_port()
-        place = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
-        self._command = [redis_binary(), *command[1:], *place]
-        self._log = folder / "redis.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> redis.Redis:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        client = redis.Redis(port=self.port)
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(redis.ConnectionError, redis.BusyLoadingError):
-                client.ping()
-                return client
-            time.sleep(0.01)
-        raise RuntimeError(f"Redis does not start: {self._log.read_text(encoding='utf-8')}")
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
 @pytest.fixture
-def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[ComposeRedis]:
-    server = ComposeRedis(ledger["command"], tmp_path)
+def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[RedisServer]:
+    """Redis, started by the Compose file's command; only its place differs."""
+    program, *arguments = ledger["command"]
+    assert program == "redis-server"
+    server = RedisServer(tmp_path, arguments).start()
     yield server
     server.kill()
 
 
-def test_redis_takes_the_command_and_is_then_safe(compose_redis: ComposeRedis) -> None:
-    with compose_redis.start() as client:
+def test_redis_takes_the_command_and_keeps_what_it_acknowledged_when_it_is_killed(compose_redis: RedisServer) -> None:
+    with compose_redis.client() as client:
         # One at a time: a Redis before 7 takes no more.
         found = {}
         for setting in ("appendonly", "appendfsync", "maxmemory-policy", "save"):
             found |= client.config_get(setting)
 
-    assert found == {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
-
-
-def test_what_redis_acknowledged_is_there_after_it_was_killed(compose_redis: ComposeRedis) -> None:
-    with compose_redis.start() as client:
         client.set("committed", 41)
-        compose_redis.kill()
-
-    with compose_redis.start() as client:
-        assert client.get("committed") == b"41"
+    assert found == {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
+    compose_redis.kill()
+    with compose_redis.start().client() as client:
+        assert client.get("committed") == "41"
 
 
 def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
-    compose_redis: ComposeRedis, ledger: Service, tmp_path: Path
+    compose_redis: RedisServer, ledger: Service, tmp_path: Path
 ) -> None:
     kind, command = ledger["healthcheck"]["test"]
     assert kind == "CMD-SHELL"
@@ -306,8 +262,7 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
         )
         return checked.returncode == 0
 
-    with compose_redis.start():
-        assert healthy()
+    assert healthy()
     compose_redis.kill()
     assert not healthy()
 
@@ -355,27 +310,15 @@ def _health_check(instructions: list[tuple[str, str]], port: int, **environment:
     ).returncode
 
 
-def test_the_health_check_passes_when_the_server_is_ready(
+def test_the_health_check_passes_where_the_server_is_ready_and_asks_no_proxy(
     instructions: list[tuple[str, str]], ready_page: ReadyPage
 ) -> None:
-    assert _health_check(instructions, ready_page.server_port) == 0
-
-
-def test_the_health_check_asks_no_proxy(instructions: list[tuple[str, str]], ready_page: ReadyPage) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
+    proxies = {"http_proxy": nobody, "HTTP_PROXY": nobody, "no_proxy": ""}
 
-    assert _health_check(instructions, ready_page.server_port, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == 0
-
-
-def test_the_health_check_fails_when_the_server_is_not_ready(
-    instructions: list[tuple[str, str]], ready_page: ReadyPage
-) -> None:
+    assert _health_check(instructions, ready_page.server_port, **proxies) == 0
     ready_page.status = 503
-
     assert _health_check(instructions, ready_page.server_port) != 0
-
-
-def test_the_health_check_fails_when_nothing_listens(instructions: list[tuple[str, str]]) -> None:
     assert _health_check(instructions, free_port()) != 0
 
 
@@ -391,31 +334,24 @@ def _place(argument: str, config: Path, redis_port: int) -> str:
 
 
 def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
-    compose_redis: ComposeRedis, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
+    compose_redis: RedisServer, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    from tokenloom import RemoteDataset
-
     config, ready = tmp_path / "config", tmp_path / "ready.json"
     config.mkdir()
     for target, bind in _binds(server).items():
         _copy(ROOT / bind["source"], config / Path(target).name)
     (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
     arguments = [_place(argument, config, compose_redis.port) for argument in server["command"]]
-    launch = [sys.executable, "-c", f"import sys; from {command.module} import main; sys.exit(main())"]
-    with compose_redis.start() as client, (tmp_path / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*launch, *arguments, f"--ready-file={ready}"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=config,
-            env=os.environ | TOKEN,
-        )
+    log = tmp_path / "server.log"
+    process = server_forks().fork(
+        command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config, environment=TOKEN
+    )
+    with compose_redis.client() as client:
         try:
             deadline = time.monotonic() + STARTS_WITHIN_S
             while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert ready.exists(), (tmp_path / "server.log").read_text(encoding="utf-8")
+            assert ready.exists(), log.read_text(encoding="utf-8")
             addresses = json.loads(ready.read_text(encoding="utf-8"))
             port = int(addresses["rest"].rpartition(":")[2])
             assert _health_check(instructions, port) == 0
@@ -434,9 +370,8 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
             assert sorted(set(batch["source_ids"].tolist())) == [0, 1]
             assert client.dbsize() > 0
 
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             grace_s = int(server["stop_grace_period"].removesuffix("s"))
             assert process.wait(timeout=grace_s) == 0
         finally:
             process.kill()
-            process.wait()

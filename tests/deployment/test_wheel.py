@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from support.killed import two_runs
 from tokenloom import RemoteDataset
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"tokenloom": "client", "tokenloom_server": "server", "tokenloom_proto": "proto"}
 
 

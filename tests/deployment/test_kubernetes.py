@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from support.catalog import CATALOG
-from support.ports import free_port
-from support.redis_server import redis_binary
+from support.redis_server import RedisServer
+from support.server_process import MAIN, server_forks
 from tokenloom import RemoteDataset
 from tokenloom_server.config import mixture_file as config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes" / "tokenloom.yaml"
 TOKEN = "a-token-for-kubernetes-0123456789"
 DEADLINE_S = 60.0
@@ -197,17 +192,8 @@ def test_the_trainers_ranks_and_names_fit(objects: dict[tuple[str, str], Object]
 # --- What they run -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    processes: list[subprocess.Popen[bytes]] = []
-    yield processes
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
 def test_with_redis_away_the_server_is_alive_and_not_ready(
-    objects: dict[tuple[str, str], Object], started: list[subprocess.Popen[bytes]], tmp_path: Path
+    objects: dict[tuple[str, str], Object], tmp_path: Path
 ) -> None:
     server, redis = container(pods(objects)["tokenloom"]), container(pods(objects)["tokenloom-redis"])
     folder = tmp_path / "config"
@@ -217,61 +203,48 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     shutil.copytree(ROOT / "examples" / "compose" / "data", folder / "data")
     assert config.load(folder / "mixture.yaml", CATALOG).run == "sample"
 
-    port, log = free_port(), tmp_path / "log"
-
-    def start(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=tmp_path,
-                env=os.environ | variables,
-            )
-        started.append(process)
-        return process
-
-    assert redis["args"][0] == "redis-server"
-    ledger = start([redis_binary(), *redis["args"][1:], "--port", str(port), "--bind", "127.0.0.1"])
+    program, *arguments = redis["args"]
+    assert program == "redis-server"
+    ledger = RedisServer(tmp_path, arguments).start()
 
     def here(argument: str) -> str:
         argument = argument.replace("/config/", f"{folder}/").replace("/index", f"{tmp_path}/index")
-        argument = argument.replace("redis://tokenloom-redis:6379/", f"redis://127.0.0.1:{port}/")
+        argument = argument.replace("redis://tokenloom-redis:6379/", f"redis://127.0.0.1:{ledger.port}/")
         return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", argument)
 
-    ready = tmp_path / "ready.json"
-    command = [sys.executable, "-m", "tokenloom_server", *map(here, server["args"]), f"--ready-file={ready}"]
+    ready, log = tmp_path / "ready.json", tmp_path / "log"
     roots = environment(server)["TOKENLOOM_DATA_ROOTS"]["value"].replace("/config", str(folder))
-    start(command, TOKENLOOM_TOKEN=TOKEN, TOKENLOOM_DATA_ROOTS=roots)
-    wait_for(ready.exists, log)
-    addresses = json.loads(ready.read_text(encoding="utf-8"))
+    process = server_forks().fork(
+        MAIN,
+        [*map(here, server["args"]), f"--ready-file={ready}"],
+        output=log,
+        folder=tmp_path,
+        environment={"TOKENLOOM_TOKEN": TOKEN, "TOKENLOOM_DATA_ROOTS": roots},
+    )
 
     def status(probe: str) -> int:
         assert server[probe]["httpGet"]["port"] == "rest"
         url = f"http://{addresses['rest']}{server[probe]['httpGet']['path']}"
         try:
-            join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with join_handler.open(url, timeout=server[probe].get("timeoutSeconds", 1)) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code
-        except TimeoutError:  # a failed probe, as any
+            return httpx.get(url, trust_env=False, timeout=server[probe].get("timeoutSeconds", 1)).status_code
+        except httpx.TimeoutException:  # a failed probe, as any
             return 0
 
-    with RemoteDataset(f"grpc://{addresses['grpc']}/sample", 4, token=TOKEN) as dataset:
-        assert next(iter(dataset))["input_ids"].shape == (4, 128)
-    wait_for(lambda: status("startupProbe") == 200, log)
-    assert (status("livenessProbe"), status("readinessProbe")) == (200, 200)
-
-    ledger.kill()
-    ledger.wait()
-    wait_for(lambda: status("readinessProbe") == 503, log)
-    assert status("livenessProbe") == 200
-
-    start([redis_binary(), *redis["args"][1:], "--port", str(port), "--bind", "127.0.0.1"])
-    wait_for(lambda: status("readinessProbe") == 200, log)
+    try:
+        wait_for(ready.exists, log)
+        addresses = json.loads(ready.read_text(encoding="utf-8"))
+        with RemoteDataset(f"grpc://{addresses['grpc']}/sample", 4, token=TOKEN) as dataset:
+            assert next(iter(dataset))["input_ids"].shape == (4, 128)
+        wait_for(lambda: status("startupProbe") == 200, log)
+        assert (status("livenessProbe"), status("readinessProbe")) == (200, 200)
+        ledger.kill()
+        wait_for(lambda: status("readinessProbe") == 503, log)
+        assert status("livenessProbe") == 200
+        ledger.start()
+        wait_for(lambda: status("readinessProbe") == 200, log)
+    finally:
+        process.kill()
+        ledger.kill()
 
 
 def wait_for(done: Any, log: Path) -> None:

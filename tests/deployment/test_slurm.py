@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
 #: Importing torch twice, on two busy cores.
 STEPS_DEADLINE_S = 90.0
