@@ -24,7 +24,7 @@ import yaml
 from support.ports import free_port
 from support.redis_server import RedisServer
 from support.server_process import server_forks
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_server.cli.options import DATA_ROOTS, MixtureOptions
 from tokenloom_server.config.data_roots import DataRoots
 
@@ -362,7 +362,7 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
                 rank=0,
                 world_size=1,
                 attempt="compose",
-                token=TOKEN["TOKENLOOM_TOKEN"],
+                connection=ConnectionOptions(token=TOKEN["TOKENLOOM_TOKEN"]),
             )
             with contextlib.closing(dataset):
                 batch = next(iter(dataset))

@@ -15,7 +15,7 @@ import yaml
 from support.catalog import CATALOG
 from support.redis_server import RedisServer
 from support.server_process import MAIN, server_forks
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_server.config import mixture_file as config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,7 +233,9 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     try:
         wait_for(ready.exists, log)
         addresses = json.loads(ready.read_text(encoding="utf-8"))
-        with RemoteDataset(f"grpc://{addresses['grpc']}/sample", 4, token=TOKEN) as dataset:
+        with RemoteDataset(
+            f"grpc://{addresses['grpc']}/sample", 4, connection=ConnectionOptions(token=TOKEN)
+        ) as dataset:
             assert next(iter(dataset))["input_ids"].shape == (4, 128)
         wait_for(lambda: status("startupProbe") == 200, log)
         assert (status("livenessProbe"), status("readinessProbe")) == (200, 200)

@@ -174,11 +174,11 @@ def test_the_client_imports_where_only_the_base_dependencies_are(
     code = (
         "import importlib.util, json\n"
         "import tokenloom\n"
-        "from tokenloom import RemoteDataset, TokenLRScheduler\n"
+        "from tokenloom import LocalDataset, RemoteDataset, TokenLRScheduler\n"
         f"found = [name for name in {sorted(servers)!r} if importlib.util.find_spec(name)]\n"
         "said = []\n"
-        "for local in (False, True):\n"
-        "    try: RemoteDataset('mixture.yaml', 4, local=local)\n"
+        "for kind in (RemoteDataset, LocalDataset):\n"
+        "    try: kind('mixture.yaml', 4)\n"
         "    except ModuleNotFoundError as error: said.append(str(error))\n"
         "print(json.dumps([tokenloom.__file__, found, said, 'tokenloom_server' in sys.modules]))"
     )
@@ -251,7 +251,7 @@ def test_the_client_reads_a_run_with_the_oldest_and_the_newest_packages_that_it_
     code = (
         "import json, google.protobuf, grpc, numpy\n"
         "from tokenloom import RemoteDataset\n"
-        "dataset = RemoteDataset(sys.argv[1], 4, position_ids=True, attention_mask=True)\n"
+        "dataset = RemoteDataset(sys.argv[1], 4, columns=['position_ids', 'attention_mask'])\n"
         "with dataset:\n"
         "    batches = [batch for _, batch in zip(range(50), dataset)]\n"
         "found = [dataset.digest, [int(batch['input_ids'].sum()) for batch in batches]]\n"

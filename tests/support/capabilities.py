@@ -131,8 +131,12 @@ def _client() -> Iterator[str]:
         if not inspect.isclass(value):
             yield from (f"client: {name}({parameter})" for parameter in inspect.signature(value).parameters)
             continue
-        for kind in (kind for kind in value.__mro__ if kind.__module__.startswith("tokenloom")):
-            for member, found in (dict.fromkeys(vars(kind).get("__annotations__", ())) | dict(vars(kind))).items():
+        seen: set[str] = set()
+        for kind in (kind for kind in value.__mro__ if kind.__module__.startswith("tokenloom.")):
+            members = dict.fromkeys(vars(kind).get("__annotations__", ())) | dict(vars(kind))
+            members = {member: found for member, found in members.items() if member not in seen}
+            seen |= members.keys()
+            for member, found in members.items():
                 if not member.startswith("_") or (member == "__init__" and inspect.isfunction(found)):
                     function = getattr(found, "__func__", found)
                     shown = f"{name}.{member}".removesuffix(".__init__")
