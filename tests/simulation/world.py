@@ -23,7 +23,7 @@ from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
 
 from tests.simulation.checker import Checker
-from tests.simulation.corpus import MIXTURES, MemoryOrder, order_of, reference
+from tests.simulation.corpus import MIXTURES, MemoryFactory, order_of, reference
 from tests.simulation.network import Stream
 from tests.simulation.scheduler import Scheduler, Violation
 from tests.simulation.server import Server
@@ -118,9 +118,9 @@ class Plan:
 
 
 @cache
-def _order(mixture: str, window_steps: int) -> tuple[MemoryOrder, str]:
+def _order(mixture: str, window_steps: int) -> tuple[MemoryFactory, str]:
     order = order_of(mixture, window_steps)
-    return order, order.record()
+    return order, order.record.to_json()
 
 
 class World(Scheduler):
