@@ -28,13 +28,11 @@ from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core import state
 from tokenloom_server.demo import corpus, plan, processes, proof, receipts, service
 from tokenloom_server.demo.__main__ import main as demo_main
-from tokenloom_server.demo.evidence import Evidence, wire_type
-from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.main import MARKER, run_demo
 from tokenloom_server.demo.model import GPT
 from tokenloom_server.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
-from tokenloom_server.demo.processes import Processes, wait_until
-from tokenloom_server.demo.proof import Disproved
+from tokenloom_server.demo.processes import DemoFailed, Processes, wait_until
+from tokenloom_server.demo.proof import Disproved, Evidence, wire_type
 from tokenloom_server.demo.receipts import Receipts, ReceiptWriter, Samples, Step
 from tokenloom_server.demo.report import Report
 
