@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import pytest
 import yaml
-from support.corpora import CODE, WIKI, flat, mixture, write_corpus
+from support.corpora import CODE, WIKI, encode_state, flat, mixture, write_corpus
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
@@ -93,7 +93,9 @@ class Rank:
         opening, start = self.joined.opening, self.joined.start
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, f"{start.digest:032x}", base)
-        template = canonical(served.coordinator.order.template(self.joined.uid, "train", opening.generation)).encode()
+        template = canonical(
+            served.coordinator.order.record.template(self.joined.uid, "train", opening.generation)
+        ).encode()
         self.history = History(template, point, loaded)
         self.base = base
         self.buffer: deque[Step] = deque()
@@ -292,9 +294,9 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
         message = coordinator.message_steps(2)
         assert coordinator.group_steps(2, 2) == message
         monkeypatch.setattr("tokenloom_server.run.sizing.SOURCES_PER_MESSAGE", 2)
-        assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.specs) // 2) * message
+        assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.record.specs) // 2) * message
         # Many ranks: less than one message for each, but a step at least.
-        monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.sample_bytes)
+        monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.form.sample_bytes)
         assert [coordinator.group_steps(64, 2), coordinator.group_steps(10_000, 2)] == [3, 1]
     finally:
         place.stop()
@@ -478,7 +480,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
             {"batch_sizes": RAMP},
             "batch size is 2 and also a schedule, 2, 5 from 240 total tokens on, .*: give one of them",
         ),
-        ({"batch_size": ((8, 2),)}, "schedule begins at 8 total tokens; expected 0"),
+        ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
         (
             {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
             r"a step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
@@ -521,7 +523,7 @@ def test_every_resume_point_gives_exactly_what_follows_it(place: Place, restart:
     trainer = Trainer(served)
     assert trainer.take(7) == part(samples, 0, 28)
     state = trainer.state(12)
-    _, saved = place.runs.snapshot(RUN, 17, save=True)
+    _, saved = place.runs.get(RUN).snapshots.take(17, save=True)
     trainer.take(2)
     trainer.settle()
     for ask, begin in (
@@ -554,7 +556,7 @@ def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Plac
     with pytest.raises(NotFound, match=r"resume='9-abc': run 'test' has no snapshot of that id \(newest: none"):
         Trainer(served, resume="9-abc")
     Trainer(served).take(1)
-    _, saved = place.runs.snapshot(RUN, None, save=True)
+    _, saved = place.runs.get(RUN).snapshots.take(None, save=True)
     with pytest.raises(NotFound, match=str(saved)):
         Trainer(served, resume="9-abc")
 
@@ -630,7 +632,7 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
                 Trainer(served, state=ask)
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
-                place.runs.restore(RUN, text=ask.decode())
+                place.runs.get(RUN).start_points.restore(text=ask.decode())
     assert place.stored() == before
     trainer.take(1)
 
@@ -643,7 +645,7 @@ def test_a_cursor_behind_the_files_is_refused_also_where_there_is_nothing_to_go_
     state = Trainer(served, state=trainer.state()).state()
     document = json.loads(state)
     assert document["sample_index"] == 16
-    at_boundary = served.coordinator.order.encode(served.history.forward(served.history.parse(state)))
+    at_boundary = encode_state(served.coordinator.order, served.history.forward(served.history.parse(state)))
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
     assert served.history.parse(seal(document)).base is not None
@@ -666,7 +668,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place) -> None:
     trainer.take(6)
     state = trainer.state(12)
     trainer.settle()
-    assert place.runs.restore(RUN, sample_index=9).sample_index == 9
+    assert place.runs.get(RUN).start_points.restore(sample_index=9).sample_index == 9
     # The generation that is there goes on; the pin survives a restart of the server.
     trainer.take(1)
     served = place.restart()
@@ -677,7 +679,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place) -> None:
     pinned = Trainer(served)
     assert pinned.take(2) == part(samples, 9, 17)
     assert place.stored().pin is None
-    place.runs.restore(RUN, text=state.decode())
+    place.runs.get(RUN).start_points.restore(text=state.decode())
     assert Trainer(served, state=state).index == 12
 
 
@@ -692,7 +694,7 @@ def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
             source.skipped_samples,
             source.skipped_rows,
         )
-        for source in place.runs.stats(RUN).sources
+        for source in place.runs.get(RUN).stats.read().sources
     }
 
 
@@ -705,7 +707,7 @@ def test_any_range_behind_any_point_can_be_skipped(place: Place, end: int) -> No
     trainer.take(44)
     trainer.settle()
     for begin in {0, end // 3, end - 1}:
-        point = place.runs.restore(RUN, sample_index=begin, skip_samples=end - begin)
+        point = place.runs.get(RUN).start_points.restore(sample_index=begin, skip_samples=end - begin)
         assert (point.sample_index, point.skipped_samples, point.start_index) == (begin, end - begin, end)
         behind = Trainer(served, world_size=1, batch_size=1)
         opening = behind.ranks[0].joined.opening
@@ -718,7 +720,7 @@ def test_any_range_behind_any_point_can_be_skipped(place: Place, end: int) -> No
             pipeline.advance(at)
             states.append(pipeline.state().sources)
         assert behind.ranks[0].history.last.digest == digest_hex(pipeline.state().digest)
-        for spec, before, after, last in zip(order.specs, *states, strict=True):
+        for spec, before, after, last in zip(order.record.specs, *states, strict=True):
             skipped = after.samples - before.samples, after.rows - before.rows
             assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
         # The generation's own snapshots carry it on, whichever index they are at.
@@ -737,7 +739,7 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
     trainer.take(3)
     late, early = trainer.state(), trainer.state(4)
     trainer.settle()
-    place.runs.restore(RUN, text=late.decode(), skip_samples=5)
+    place.runs.get(RUN).start_points.restore(text=late.decode(), skip_samples=5)
     served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
         with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
@@ -747,11 +749,11 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
     assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
     # The launch after it, from a state of its own, jumps over nothing.
     with pytest.raises(BeyondHorizon, match="4000 samples behind sample 12 cannot be skipped: the data end at sample"):
-        place.runs.restore(RUN, sample_index=12, skip_samples=4000)
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=4000)
     with pytest.raises(LimitExceeded, match="one restore goes forward through"):
-        place.runs.restore(RUN, sample_index=12, skip_tokens=2**35)
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)
     with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
-        place.runs.restore(RUN, sample_index=12, skip_samples=1, skip_tokens=1)
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=1, skip_tokens=1)
     assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
 
 
@@ -762,7 +764,7 @@ def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(place: Place)
     trainer.settle()
     call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
     assert sum(source.skipped_samples for source in served.peeks.join(call, never).state.sources) == 0
-    place.runs.restore(RUN, sample_index=20, skip_samples=10)
+    place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
     Trainer(served).take(1)
     again = served.peeks.join(call, never)
     assert (again.generation, again.state.sample_index) == (2, 60)
@@ -773,13 +775,13 @@ def test_a_restore_names_one_point_that_exists(place: Place) -> None:
     Trainer(place.serve()).take(1)
     for point in ({}, {"snapshot_id": "a", "sample_index": 1}, {"text": "{}", "sample_index": 1}):
         with pytest.raises(ConfigError, match="names one of snapshot id, sample index and snapshot"):
-            place.runs.restore(RUN, **point)  # type: ignore[arg-type]
+            place.runs.get(RUN).start_points.restore(**point)  # type: ignore[arg-type]
     with pytest.raises(NotFound):
-        place.runs.restore(RUN, snapshot_id="none")
+        place.runs.get(RUN).start_points.restore(snapshot_id="none")
     with pytest.raises(BeyondHorizon):
-        place.runs.restore(RUN, sample_index=10**6)
+        place.runs.get(RUN).start_points.restore(sample_index=10**6)
     with pytest.raises(SnapshotInvalid):
-        place.runs.restore(RUN, text="{}")
+        place.runs.get(RUN).start_points.restore(text="{}")
     assert place.stored().pin is None
 
 
@@ -906,7 +908,7 @@ def counters_of(place: Place) -> dict[str, tuple[int, int]]:
 
 def recount(served: ServedRun, samples: dict[int, Sample]) -> dict[str, tuple[int, int]]:
     given = Counter(sample.source for sample in samples.values())
-    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.coordinator.order.specs)}
+    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.coordinator.order.record.specs)}
 
 
 def test_committed_counters_are_a_recount_of_what_the_ranks_took(place: Place) -> None:
@@ -1093,7 +1095,7 @@ def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> 
         "train",
         coordinator.lease.epoch,
         1,
-        other(commit_of(coordinator.timeline, state, coordinator.order.encode(state))),
+        other(commit_of(coordinator.timeline, state, encode_state(coordinator.order, state))),
         False,
     )
     with pytest.raises(OrderMismatch):
@@ -1114,7 +1116,9 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(place: 
     text = json.loads(served.history.snapshot(12)[0])
     point = served.history.parse(seal(text))
     state = served.history.forward(point)
-    commit = commit_of(coordinator.timeline, state, coordinator.order.encode(point.base or coordinator.order.initial()))
+    commit = commit_of(
+        coordinator.timeline, state, encode_state(coordinator.order, point.base or coordinator.order.initial())
+    )
     coordinator.ledger.commit(coordinator.uid, "train", coordinator.lease.epoch, 1, other(commit), False)
     again = place.restart()
     rank.received = rank.consumed = 12

@@ -6,7 +6,6 @@ import logging
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
@@ -20,15 +19,11 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredRun
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision import as_file, differences_of_files
 from tokenloom_server.order.timeline import Origin, Timeline
-from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.replay.mixture import mixture_info
-from tokenloom_server.replay.receipts import revision_info
-from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.reports.stats import MixtureInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
-from tokenloom_server.reports.trace import TracedSample, TracedStep
+from tokenloom_server.reports.stats import ResumePoint
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
@@ -49,7 +44,11 @@ _ANYWHERE = DataRoots()
 
 
 class Runs:
-    """The runs, by name. Implements ``stats.RunService``."""
+    """The runs of a server, by name. What is asked of one run is asked of its ``ServedRun``.
+
+    Calls may come from any thread, and may block for one round trip of the ledger; those that go forward to a sample
+    take as long as that takes.
+    """
 
     def __init__(
         self,
@@ -89,8 +88,8 @@ class Runs:
 
         ``revise``: where the mixture differs from the one in force, why that is to be a revision.
 
-        Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
-        and ``Order.load`` raise, and the ledger's errors.
+        Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``builder.create``
+        and ``builder.load`` raise, and the ledger's errors.
         """
         self._refuse_one_too_many(where)
         if found.run in self._runs:
@@ -101,13 +100,13 @@ class Runs:
         stored = self._ledger.read_run(found.run, stream)
         order = None
         if stored is None:
-            order = Order.create(found, base_dir, index_dir, self._data_roots)
-            stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
+            order = builder.create(found, base_dir, index_dir, self._data_roots)
+            stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record.to_json())
         change = None
-        if order is None or order.record() != stored.record:
+        if order is None or order.record.to_json() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
             order, change = self._load(found, base_dir, index_dir, stored, revise)
-        for warning in order.warnings():
+        for warning in builder.warnings(order.record):
             _log.warning("%s: %s", found.run, warning)
         streams = Streams.of(order, found, self._ledger)
         coordinator = RunCoordinator(order, self._ledger, stored.uid, self._timeouts)
@@ -130,13 +129,13 @@ class Runs:
 
     def _load(
         self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
-    ) -> tuple[Order, MixtureChange | None]:
+    ) -> tuple[PipelineFactory, MixtureChange | None]:
         """The order of a known run, and the change that its mixture file asks for."""
         different = differences(found, stored.record)
         if not different and revise is None:
-            return Order.load(found, base_dir, index_dir, stored.record, self._data_roots), None
+            return builder.load(found, base_dir, index_dir, stored.record, self._data_roots), None
         refuse(found, {field: both for field, both in different.items() if not field.startswith("mixture.")})
-        order = Order.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
+        order = builder.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
         openings = self._ledger.openings(stored.uid, stored.stream)
         origin = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
@@ -182,86 +181,32 @@ class Runs:
         deadline = time.monotonic() + LET_GO_S
         for served in self._runs.values():
             served.leadership.end(max(0.0, deadline - time.monotonic()))
-            served.coordinator.order.close()
-
-    # What REST and metrics ask, by the name of a run.
+            served.coordinator.order.resources.close()
 
     def names(self) -> list[str]:
         return sorted(self._runs)
 
     def not_ready(self) -> str | None:
+        """Why requests cannot be served now; None where they can."""
         for run, served in self._runs.items():
             reason = served.coordinator.not_ready()
             if reason is not None:
                 return f"run {run}: {reason}"
         return None if self._runs else "no run is served yet"
 
-    def stats(self, run: str) -> RunStats:
-        return self.get(run).stats.read()
-
-    def losses(self, run: str) -> RunLosses:
-        return self.get(run).losses.read()
-
-    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
-        return self.get(run).plan(until_tokens)
-
-    def receipt(self, run: str, sample_index: int | None) -> Receipt:
-        return self.get(run).receipts.receipt(sample_index)
-
-    def report(self, run: str) -> RunReport:
-        return self.get(run).receipts.report()
-
-    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
-        return self.get(run).snapshots.take(sample_index, save=save)
-
-    def snapshots(self, run: str) -> list[SnapshotInfo]:
-        return self.get(run).snapshots.list()
-
-    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
-        return self.get(run).snapshots.text(snapshot_id)
-
-    def restore(self, run: str, **point: Any) -> ResumePoint:
-        return self.get(run).start_points.restore(**point)
-
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
     ) -> ResumePoint:
+        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
+        one), or as the snapshot ``text`` of another run says. Raises ``ConfigError``, ``NotFound``, ``BeyondHorizon``.
+        """
         served = self.get(run)
         served.coordinator.require_lead()
         if (parent is None) == (text is None):
             raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
         if parent is not None:
-            self.get(parent).coordinator.require_lead()
-            text, _ = self.get(parent).history.snapshot(sample_index)
+            text, _ = self.get(parent).snapshots.take(sample_index, save=False)
         elif sample_index is not None:
             raise ConfigError("a snapshot has its own sample index: leave sample_index out")
         assert text is not None
         return served.start_points.fork(text)
-
-    def trace_sample(
-        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = TRAIN
-    ) -> TracedSample:
-        traces = self.get(run).traces
-        if stream == TRAIN:
-            return traces.sample(index, generation, text)
-        if generation is not None:
-            raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
-        return traces.evaluated(stream, index, text)
-
-    def trace_step(
-        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
-    ) -> TracedStep:
-        return self.get(run).traces.step(step, rank, generation, text)
-
-    def mixture(self, run: str) -> MixtureInfo:
-        return mixture_info(run, self.get(run).coordinator.view())
-
-    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
-        served = self.get(run)
-        revision = served.revising.revise(change)
-        return revision_info(served.coordinator.timeline, revision, served.coordinator.committed_through)
-
-    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
-        served = self.get(run)
-        timeline = served.coordinator.timeline
-        return [revision_info(timeline, revision, 0) for revision in served.revising.drop(number)]
