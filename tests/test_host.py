@@ -44,7 +44,8 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.commits import commit_of, resume_state_of
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
