@@ -107,3 +107,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return "inf" if value == float("inf") else value
+
+
+def field_text(value: object) -> str:
+    """A field's value as messages show it."""
+    return f"{value:g}" if isinstance(value, float) else "not given" if value is None else str(value)

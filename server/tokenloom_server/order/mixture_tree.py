@@ -12,8 +12,10 @@ from tokenloom_server.config.node import Child
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.mixture_content import _read, node_from
-from tokenloom_server.order.revision import _SETTABLE, _refuse_another
+from tokenloom_server.order.mixture_content import _read, field_text, node_from
+
+#: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
+SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class MixtureTree:
             child["presence"] = "paused" if setting.paused else "live"
         if not given and setting.paused is None:
             raise ConfigError(
-                f"{where}: sets nothing of {setting.child!r}; expected one of {', '.join(_SETTABLE)}, paused"
+                f"{where}: sets nothing of {setting.child!r}; expected one of {', '.join(SETTABLE)}, paused"
             )
 
     def drop(self, name: str, where: str) -> None:
@@ -78,7 +80,7 @@ class MixtureTree:
                 f"{where}.child.source: {known.source!r} is in the mixture already; use set to change it, and "
                 "paused: false where it is paused"
             )
-        _refuse_another(known, source)
+        refuse_another(known, source)
         assert place.parent is not None
         place.parent["children"].remove(place.child)
         return source.model_dump() | {"id": known.id}
@@ -132,3 +134,15 @@ class MixtureTree:
         for below in child.get("children", ()):
             at = "" if below["presence"] == "dropped" or not path else f"{path}.children.{next(number)}"
             yield from self._places(below, child, at)
+
+
+def refuse_another(known: SourceConfig, found: SourceConfig) -> None:
+    drawn = ("shuffle", "shuffle_window_rows", "lanes")
+    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", "holdout", *drawn):
+        if getattr(known, field) != getattr(found, field):
+            makes = "another order of its rows" if field in drawn else "other documents of the same rows"
+            raise ConfigError(
+                f"{found.source!r}: {field} is {field_text(getattr(known, field))} in this run and "
+                f"{field_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "
+                "new run"
+            )

@@ -15,11 +15,8 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.mixture_content import as_file, child_key, children_of, node_from, validated
-from tokenloom_server.order.mixture_tree import MixtureTree
-
-#: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
-_SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
+from tokenloom_server.order.mixture_content import as_file, child_key, children_of, field_text, node_from, validated
+from tokenloom_server.order.mixture_tree import SETTABLE, MixtureTree, refuse_another
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
@@ -75,7 +72,7 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
                 update: dict[str, Any] = {"id": next_source}
                 next_source += 1
             else:
-                _refuse_another(known, child)
+                refuse_another(known, child)
                 update = {"id": known.id, "presence": "paused" if known.presence == "paused" else "live"}
             fields["children"].append(child.model_dump() | update)
         return fields
@@ -106,7 +103,7 @@ def without(config: RunConfig, gone: Collection[int]) -> RunConfig:
     return validated(config, visit(config.mixture.model_dump()))
 
 
-def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = _SETTABLE) -> list[str]:
+def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = SETTABLE) -> list[str]:
     """What another config changes, a line each, for people; of children only these fields."""
     found = []
     if old.sequence_length != new.sequence_length:
@@ -115,12 +112,12 @@ def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = _SETTABL
     for child in children_of(new):
         was, name = before.get(child_key(child)), child.name
         if was is None:
-            found.append(f"{name}: new, weight {_text(child.weight)}")
+            found.append(f"{name}: new, weight {field_text(child.weight)}")
             continue
         if was.presence != child.presence:
             found.append(f"{name}: {was.presence} → {child.presence}")
         found += [
-            f"{name}: {field} {_text(getattr(was, field))} → {_text(getattr(child, field))}"
+            f"{name}: {field} {field_text(getattr(was, field))} → {field_text(getattr(child, field))}"
             for field in fields
             if field in type(child).model_fields and getattr(was, field) != getattr(child, field)
         ]
@@ -132,20 +129,4 @@ def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = _SETTABL
 def differences_of_files(in_force: RunConfig, file: RunConfig) -> list[str]:
     """What a mixture file changes of the mixture in force, a line each; whatever is paused stays so."""
     new = merged(in_force, node_from(as_file(file), "mixture", file.catalog))
-    return differences(in_force, new, fields=[field for field in _SETTABLE if field != "alias"])
-
-
-def _refuse_another(known: SourceConfig, found: SourceConfig) -> None:
-    drawn = ("shuffle", "shuffle_window_rows", "lanes")
-    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", "holdout", *drawn):
-        if getattr(known, field) != getattr(found, field):
-            makes = "another order of its rows" if field in drawn else "other documents of the same rows"
-            raise ConfigError(
-                f"{found.source!r}: {field} is {_text(getattr(known, field))} in this run and "
-                f"{_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "
-                "new run"
-            )
-
-
-def _text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else "not given" if value is None else str(value)
+    return differences(in_force, new, fields=[field for field in SETTABLE if field != "alias"])
