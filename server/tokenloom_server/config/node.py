@@ -99,8 +99,8 @@ def _is_above_0(points: list[tuple[int, float]], tokens: int, interpolate: str) 
     before = [weight for at, weight in points if at <= tokens] or [points[0][1]]
     if before[-1] > 0 or interpolate == "step":
         return before[-1] > 0
-    behind = [weight for at, weight in points if at > tokens]
-    return points[0][0] <= tokens and tokens not in [at for at, _ in points] and bool(behind) and behind[0] > 0
+    after = [weight for at, weight in points if at > tokens]
+    return points[0][0] <= tokens and tokens not in [at for at, _ in points] and bool(after) and after[0] > 0
 
 
 def _child_kind(value: object) -> str:

@@ -47,7 +47,7 @@ class Comparison:
             ) from None
         if isinstance(value, list) is not operator.endswith("in"):
             expected = "a list" if operator.endswith("in") else "one value (a list is for 'in' and 'not in')"
-            raise ConfigError(f"{text!r}: found {found['value']} behind {operator!r}, expected {expected}")
+            raise ConfigError(f"{text!r}: found {found['value']} after {operator!r}, expected {expected}")
         values = tuple(_constant(text, each) for each in (value if isinstance(value, list) else [value]))
         if not values or len({_kind(each) for each in values}) > 1:
             raise ConfigError(f"{text!r}: expected a list of numbers, or of texts, with something in it")

@@ -54,14 +54,14 @@ from tokenloom_server.packing.unpacked import UnpackedPacker, unpacked_samples
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.sources.held_out import HeldOut
+from tokenloom_server.sources.holdout import HoldoutSource
+from tokenloom_server.sources.loss_mask import SourceWithLossMask
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.sources.paired import PairedSource
 from tokenloom_server.sources.scheme import order_warning
 from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.tensors.source import FeatureSource
-from tokenloom_server.sources.watched import Watched
+from tokenloom_server.sources.timed import TimedSource
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
@@ -656,15 +656,15 @@ class Order:
         self, source_id: int, reader: Source, engine: Engine | None, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
     ) -> Documents:
         source = self.config.sources[source_id]
-        watched: Source = Watched(reader, self.io_stats, source.spec)
+        timed: Source = TimedSource(reader, self.io_stats, source.spec)
         encoder: Encoder = self._encoder(source_id, reader, engine)
         if source.loss_mask is not None:
-            mask = Watched(self._open_mask(source_id, reader, source.loss_mask), self.io_stats, source.spec)
-            watched = PairedSource(watched, mask)
+            mask = TimedSource(self._open_mask(source_id, reader, source.loss_mask), self.io_stats, source.spec)
+            timed = SourceWithLossMask(timed, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
         return Documents(
             source.source,
-            self.kept(source_id, watched),
+            self.kept(source_id, timed),
             encoder,
             self.config.epochs[source_id],
             self.excluded.of(source.source),
@@ -679,7 +679,7 @@ class Order:
     def kept(self, source_id: int, reader: Source) -> Source:
         """A reader of a source with the rows of this side of its holdout; the others are there as empty ones."""
         share = self.config.sources[source_id].holdout
-        return reader if share is None else HeldOut(reader, share, self.config.seed, gives_held=self._gives_held)
+        return reader if share is None else HoldoutSource(reader, share, self.config.seed, gives_held=self._gives_held)
 
     def max_bad_rows(self, source_id: int) -> int | None:
         """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""

@@ -1,6 +1,6 @@
 """Where the blocks of all files of a source begin: looked up many files at once, and kept under their signatures.
 
-A shuffle of rows, lanes and fractions of an epoch need to know how many rows lie before any row; of 10,000 files behind
+A shuffle of rows, lanes and fractions of an epoch need to know how many rows lie before any row; of 10,000 files beyond
 a network, one after the other, that would take minutes at each start.
 """
 

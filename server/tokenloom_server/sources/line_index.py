@@ -49,7 +49,7 @@ class LineIndex:
 
 
 def first_offset(file: File) -> int:
-    """Where a file's first line begins: behind a UTF-8 byte order mark, where there is one."""
+    """Where a file's first line begins: after a UTF-8 byte order mark, where there is one."""
     return len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0
 
 

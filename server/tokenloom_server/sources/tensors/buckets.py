@@ -178,7 +178,7 @@ def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
         if bucketing.edges:
             edges = np.array(bucketing.edges)
             at = np.searchsorted(edges, found, "left")
-            # Keys stay those of the edges, the one behind the last stands for none.
+            # Keys stay those of the edges, the one after the last stands for none.
             own = np.append(np.array([keys.setdefault(int(edge), len(keys)) for edge in edges], np.int32), _LEFT_OUT)
             codes.append(own[at])
             continue

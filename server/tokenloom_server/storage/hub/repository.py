@@ -15,7 +15,7 @@ from tokenloom_server.storage.hub.client import HubClient, HubRefused, retried
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
-#: Bytes of a dataset's card at most: what lies behind them is no header.
+#: Bytes of a dataset's card at most: what comes after them is no header.
 CARD_BYTES = 16 * 2**20
 
 #: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
@@ -63,9 +63,9 @@ class OnlineRepository:
 
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
         """Resolves the revision; one request. Raises ``HubRefused`` and ``HubBusy``."""
-        behind = f"/revision/{quote(revision, safe='')}" if revision else ""
+        suffix = f"/revision/{quote(revision, safe='')}" if revision else ""
         # Alone: without it the answer names every file.
-        info, _ = client.get_json(f"api/datasets/{name}{behind}", {"expand": "sha"})
+        info, _ = client.get_json(f"api/datasets/{name}{suffix}", {"expand": "sha"})
         self._client = client
         try:
             self._name, self._commit = str(info["id"]), str(info["sha"])
