@@ -31,8 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 from tokenloom import RemoteDataset
-from tokenloom.batch import Layout, Message
-from tokenloom.device import Transfer
+from tokenloom.batch.device import Transfer
+from tokenloom.batch.layout import Layout, StepNumbers
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import Message
 
 from benchmarks.client_path import CASES, RUN, Case
 from benchmarks.results import Result, Row, show
@@ -45,13 +47,17 @@ WARM_UP_STEPS = 20
 DOCUMENT_TOKENS = 512
 #: For so many cycles a kernel waits before GPU time is measured: longer than any launch of a batch.
 WAIT_CYCLES = 5_000_000
-DOCUMENTS = {"mask_boundaries": True, "position_ids": True, "document_ids": True, "cu_seqlens": True}
 LAYOUTS = {
     "8 × 2048, 16 bit": Layout(batch_size=8, sequence_length=2_048, id_type="<u2", shifted=True),
     "8 × 2048, 32 bit": Layout(batch_size=8, sequence_length=2_048, id_type="<u4", shifted=True),
     "8 × 8192, 32 bit": Layout(batch_size=8, sequence_length=8_192, id_type="<u4", shifted=True),
     "8 × 8192, 32 bit, documents": Layout(
-        batch_size=8, sequence_length=8_192, id_type="<u4", shifted=True, **DOCUMENTS
+        batch_size=8,
+        sequence_length=8_192,
+        id_type="<u4",
+        shifted=True,
+        mask_boundaries=True,
+        columns=frozenset({"position_ids", "document_ids", "cu_seqlens"}),
     ),
 }
 WAYS = ("to(device)", "pinned", "device=")
@@ -88,20 +94,23 @@ def messages_of(layout: Layout) -> list[Message]:
     samples = MESSAGE_STEPS * layout.batch_size
     count = layout.sequence_length // DOCUMENT_TOKENS if layout.document_starts else 0
     found = []
+    numbers = StepNumbers(
+        begin_indices=[step * layout.batch_size for step in range(MESSAGE_STEPS)],
+        end_indices=[(step + 1) * layout.batch_size for step in range(MESSAGE_STEPS)],
+        slices=[0] * MESSAGE_STEPS,
+        total_tokens=list(range(MESSAGE_STEPS)),
+        tokens=list(range(MESSAGE_STEPS)),
+        label_tokens=list(range(MESSAGE_STEPS)),
+        source_ids=[0] * samples,
+    )
     for _ in range(MESSAGES):
         ids = draws.integers(0, VOCABULARY, samples * layout.width).astype(layout.id_type)
         starts = np.sort(draws.integers(0, layout.sequence_length, (samples, count)), axis=1)
         found.append(
             Message(
                 layout,
-                begin_indices=[step * layout.batch_size for step in range(MESSAGE_STEPS)],
-                end_indices=[(step + 1) * layout.batch_size for step in range(MESSAGE_STEPS)],
-                slices=[0] * MESSAGE_STEPS,
-                total_tokens=list(range(MESSAGE_STEPS)),
-                tokens=list(range(MESSAGE_STEPS)),
-                label_tokens=list(range(MESSAGE_STEPS)),
+                numbers,
                 ids=ids.tobytes(),
-                source_ids=[0] * samples,
                 document_counts=[count] * samples,
                 document_starts=starts.ravel().tolist(),
             )
@@ -111,7 +120,7 @@ def messages_of(layout: Layout) -> list[Message]:
 
 def batches_of(layout: Layout, device: torch.device, way: str) -> tuple[Callable[[int], Batch], Callable[[], int]]:
     """The batch of a step, counted on for ever; and the bytes that crossed since it was last asked."""
-    messages, columns = messages_of(layout), layout.columns()
+    messages, pool = messages_of(layout), ArrayPool.of(layout)
     crossed = 0
 
     def place(step: int) -> tuple[Message, int]:
@@ -138,7 +147,7 @@ def batches_of(layout: Layout, device: torch.device, way: str) -> tuple[Callable
     def moved(step: int) -> Batch:
         nonlocal crossed
         message, number = place(step)
-        batch = dict(message.batch(number, columns))
+        batch = dict(message.batch(number, pool))
         crossed += sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
         return move(batch)
 

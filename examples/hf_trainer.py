@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    dataset = RemoteDataset(options.url, args.per_device_train_batch_size)  # 1. behind TrainingArguments
+    dataset = RemoteDataset(options.url, args.per_device_train_batch_size)  # 1. after TrainingArguments
     tokens = options.samples * 128
 
     config = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64}

@@ -57,7 +57,9 @@ def main(options: argparse.Namespace) -> None:
     pp, cp = mesh["pp"], mesh["cp"]
 
     # 1. On every process: those of one dp rank get the same batches, and one of them joins the run.
-    dataset = mesh_dataset(options.url, mesh, options.batch_size, dp="dp", position_ids=True, resume=options.resume)
+    dataset = mesh_dataset(
+        options.url, mesh, options.batch_size, dp="dp", resume=options.resume, columns=["position_ids"]
+    )
 
     torch.manual_seed(pp.get_local_rank())
     model = Stage(first=pp.get_local_rank() == 0, last=pp.get_local_rank() == pp.size() - 1)

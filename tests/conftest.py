@@ -1,4 +1,4 @@
-"""Fixtures for every test: a real Redis, empty for each test that asks."""
+"""Fixtures for every test: a real Redis, empty for each test that asks, and the command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 from support.redis_server import RedisServer
+from support.server_process import CommandLine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +32,9 @@ def redis_url(redis_server: RedisServer) -> str:
     with redis.Redis(port=redis_server.port) as client:
         client.flushall()
     return redis_server.url()
+
+
+@pytest.fixture(scope="session")
+def tokenloom(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    """The command."""
+    return CommandLine(tmp_path_factory.mktemp("commands"))

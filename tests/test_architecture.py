@@ -65,8 +65,8 @@ def test_the_tables_name_nothing_that_is_not_there(project: Tree) -> None:
 # --- And each rule can fail --------------------------------------------------------------------------------------
 
 GOOD = {
-    "client/tokenloom/__init__.py": "from tokenloom.dataset import RemoteDataset\n__all__ = ['RemoteDataset']",
-    "client/tokenloom/dataset.py": "import torch\nfrom tokenloom.connection import call",
+    "client/tokenloom/__init__.py": "from tokenloom.datasets import RemoteDataset\n__all__ = ['RemoteDataset']",
+    "client/tokenloom/datasets.py": "import torch\nfrom tokenloom.connection import call",
     "client/tokenloom/connection.py": "import grpc\nfrom tokenloom_proto import dataloader_pb2, seal",
     "proto/tokenloom_proto/__init__.py": "",
     "proto/tokenloom_proto/seal.py": "import hashlib",
@@ -120,16 +120,16 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
         "from tokenloom_server.run import generation",
         "run.generation → tokenloom_server.order.pipeline",
     ),
-    (upward, "client/tokenloom/connection.py", "import tokenloom.dataset", "connection imports dataset"),
-    (crossings, "client/tokenloom/dataset.py", "from tokenloom_server import errors", "they meet only in"),
+    (upward, "client/tokenloom/connection.py", "import tokenloom.datasets", "connection imports datasets"),
+    (crossings, "client/tokenloom/datasets.py", "from tokenloom_server import errors", "they meet only in"),
     (crossings, SERVER_FILE + "cli/serve.py", "import tokenloom", "they meet only in"),
     (crossings, "proto/tokenloom_proto/seal.py", "from tokenloom import dataset", "they meet only in"),
-    (undeclared, "client/tokenloom/dataset.py", "def f():\n    import pyarrow", "imports pyarrow"),
+    (undeclared, "client/tokenloom/datasets.py", "def f():\n    import pyarrow", "imports pyarrow"),
     (undeclared, RUN_FILE, "import pandas", "imports pandas"),
     (torch_in_server, RUN_FILE, "from torch import nn", "imports torch.nn"),
     (edges, RUN_FILE, "import grpc", "imports grpc"),
     (edges, SERVER_FILE + "cli/serve.py", "from tokenloom_proto import dataloader_pb2", "peek only"),
-    (edges, "client/tokenloom/dataset.py", "from tokenloom_proto.dataloader_pb2 import Base", "for tokenloom.conn"),
+    (edges, "client/tokenloom/datasets.py", "from tokenloom_proto.dataloader_pb2 import Base", "for tokenloom.conn"),
     (edges, SERVER_FILE + "cli/serve.py", "from fastapi import FastAPI", "tokenloom_server.api.rest only"),
     (edges, SERVER_FILE + "cli/serve.py", "import redis", "ledger only"),
     (edges, RUN_FILE, "import typer", "cli only"),
@@ -150,7 +150,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
         (code_in_data, SERVER_FILE + "cli/serve.py", f"import {name}", f"imports {name}")
         for name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")
     ),
-    (code_in_data, "client/tokenloom/dataset.py", "from pickle import loads", "imports pickle.loads"),
+    (code_in_data, "client/tokenloom/datasets.py", "from pickle import loads", "imports pickle.loads"),
     (code_in_data, "examples/train.py", "import pickle", "imports pickle"),
     (code_in_data, "tests/test_it.py", "import torch\ntorch.load('a')", "without weights_only=True"),
     (code_in_data, "examples/train.py", "torch.load('a', weights_only=False)", "without weights_only=True"),

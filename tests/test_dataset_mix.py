@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.catalog import CATALOG, SOURCES
-from support.server_process import ServerProcess, run_module
+from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
@@ -175,7 +175,7 @@ def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Pat
 OPTIONS = ("--run", "mix", "--sequence-length", "8", "--tokenizer", "bytes")
 
 
-def test_validate_prints_a_file_to_go_on_with(folder: Path) -> None:
+def test_validate_prints_a_file_to_go_on_with(folder: Path, tokenloom: CommandLine) -> None:
     command = [sys.executable, "-m", "tokenloom_server", "validate", "--dataset-mix", "wiki:0.9 code.jsonl:0.1"]
     done = subprocess.run([*command, *OPTIONS, "--print"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -184,7 +184,7 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path) -> None:
     path.write_text(done.stdout, encoding="utf-8")
     try:
         assert [source.weight for source in config.load(path, CATALOG).sources] == [0.9, 0.1]
-        assert run_module("validate", path).status == 0
+        assert tokenloom("validate", path).status == 0
     finally:
         path.unlink()
 
@@ -199,8 +199,10 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path) -> None:
         (("--dataset-mix", "wiki", *OPTIONS, "--policy", "best"), "--dataset-mix: mixture.policy: Input should be"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(arguments: tuple[str, ...], fault: str, folder: Path) -> None:
-    done = run_module("validate", *arguments, folder=folder)
+def test_options_that_do_not_go_together_are_refused(
+    arguments: tuple[str, ...], fault: str, folder: Path, tokenloom: CommandLine
+) -> None:
+    done = tokenloom("validate", *arguments, folder=folder)
     assert done.status == 2
     assert fault in done.output
 

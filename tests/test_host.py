@@ -19,7 +19,8 @@ import yaml
 from support.corpora import CODE, WIKI, flat, mixture, write_corpus
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical, seal, unseal
-from tokenloom_server.api.service import Runs, ServedRun
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import (

@@ -13,9 +13,9 @@ from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
+from tokenloom_server.core.state import MAX_COUNTER, Cursor, SourceState, State
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.balances import carry
+from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.order import foreign_checkpoint
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
@@ -52,6 +52,11 @@ def import_into(order: Order, *entries: dict[str, Any]) -> ResumePoint:
     payload = foreign_checkpoint.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
     assert payload is not None
     return foreign_checkpoint.resume_point(payload, Timeline(order))
+
+
+def consumed(run: config.RunConfig, samples: list[int]) -> list[SourceState]:
+    """Sources that gave so many samples elsewhere."""
+    return [SourceState(samples=count, tokens=count * run.sequence_length) for count in samples]
 
 
 def decoded(order: Order, state: State) -> State:
@@ -157,7 +162,7 @@ def test_the_old_balance_goes_on(folder: Path) -> None:
 
 def test_a_balance_that_is_too_far_off_to_be_counted_is_kept_in_proportion(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE]))
-    billions = carry(order.config, [2**50 // 8, 0, 0], [True] * 3).nodes[0]
+    billions = elsewhere.imported(order.config, consumed(order.config, [2**50 // 8, 0, 0]), [True] * 3).nodes[0]
     assert max(abs(child.credit) for child in billions) <= MAX_COUNTER
     state = state_of(import_into(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0)))
     assert picks(order, state, 40)[0] == 0
@@ -173,7 +178,7 @@ def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there
         child["weight"] = weight
     run = config.parse(document, where="mixture.yaml", catalog=CATALOG)
     before = [samples if known else 0 for _, samples, known in children]
-    carried = carry(run, before, [known for *_, known in children])
+    carried = elsewhere.imported(run, consumed(run, before), [known for *_, known in children])
     weights = [weight for weight, *_ in children]
     begun = [max(samples, (at or 0) / 8) for samples, at in zip(before, carried.baselines, strict=True)]
     # As many samples as it takes until who had the most for its weight is due again.
@@ -286,7 +291,7 @@ def test_a_weight_counts_in_the_baseline(folder: Path) -> None:
 
 
 def test_a_node_that_is_new_begins_at_the_baseline_as_a_whole(order: Order) -> None:
-    carried = carry(order.config, [10, 5, 0, 0], [True, True, False, False])
+    carried = elsewhere.imported(order.config, consumed(order.config, [10, 5, 0, 0]), [True, True, False, False])
     # Of 2 : 1 : 1.5 parts, 80/2 and 40/1 are 40 tokens a part; the integers are 4 : 2 : 3.
     assert carried.baselines == (None, None, 60, 60)
     assert [child.credit for child in carried.nodes[0]] == [0, 0, 0]

@@ -378,7 +378,7 @@ def test_a_run_whose_weights_are_made_anew_often(corpus: Corpus, seed: int) -> N
     # Runs of this size would see it once: the rule is the same with any number of samples.
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixer, "UPDATE_SAMPLES", rng.choice([1, 8, 16]))
+        patch.setattr(mixer, "UPDATE_PICKS", rng.choice([1, 8, 16]))
         drawn = Drawn(rng, corpus)
         drawn.revise(rng.randint(0, 30), rng.randint(0, 3))
         _hold_together(drawn, 4)

@@ -11,7 +11,7 @@ import pytest
 from support.corpora import id_rows, mixture, order_of, parsed, write_jsonl, write_parquet
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
-from tokenloom_server.mixing.varying import UPDATE_SAMPLES
+from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.order.pipeline import BatchPlan
 from tokenloom_server.order.record import Order
 
@@ -91,10 +91,10 @@ def run(order: Order, state: State, burst: int = 50) -> tuple[list[int], list[St
 def test_a_run_goes_on_identically_from_every_kind_of_state(folder: Path, name: str) -> None:
     order = order_named(folder, name)
     sources, states, ended = run(order, order.initial())
-    assert len(sources) > 3 * UPDATE_SAMPLES
+    assert len(sources) > 3 * UPDATE_PICKS
     changes = [k for k in range(1, len(states)) if flags(states[k]) != flags(states[k - 1])]
     assert changes
-    at_updates = [k * UPDATE_SAMPLES for k in range(1, len(states) // UPDATE_SAMPLES, 9)]
+    at_updates = [k * UPDATE_PICKS for k in range(1, len(states) // UPDATE_PICKS, 9)]
     # State k is behind sample k, so that k + 1 samples lie before it: on an update, beside it, and where one goes out.
     for k in sorted({0, 100, *changes, *(at + by for at in at_updates for by in (-2, -1, 0)), len(states) - 2}):
         again = order.decode(order.encode(states[k]))
@@ -114,7 +114,7 @@ def test_what_is_balanced_ends_within_an_update(folder: Path) -> None:
     sources, states, ended = run(order, order.initial())
     assert ended == "every source is exhausted"
     lasts = [max(at for at, source in enumerate(sources) if source == i) for i in range(3)]
-    assert max(lasts) - min(lasts) <= UPDATE_SAMPLES
+    assert max(lasts) - min(lasts) <= UPDATE_PICKS
     # Half-way, each has given half.
     behind = states[len(states) // 2].sources
     total = Counter(sources)
@@ -138,7 +138,7 @@ def test_estimates_come_to_what_there_is(folder: Path) -> None:
     order = order_named(folder, "balance_remaining")
     sources, states, _ = run(order, order.initial())
     total = Counter(sources)
-    for at in range(8 * UPDATE_SAMPLES, len(states), UPDATE_SAMPLES):
+    for at in range(8 * UPDATE_PICKS, len(states), UPDATE_PICKS):
         for i, child in enumerate(states[at].nodes[0]):
             assert abs(child.total - total[i]) <= 0.12 * total[i]
     # From the footers and a sample, before anything is read: this small it is all of it.

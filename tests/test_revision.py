@@ -15,7 +15,7 @@ from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.credits import carried
-from tokenloom_server.mixing.mixer import NOTHING
+from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.round_robin import levelled
 
 LENGTH = 8

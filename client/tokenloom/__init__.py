@@ -5,15 +5,11 @@ Importing this package starts nothing and contacts nobody.
 
 from __future__ import annotations
 
-from tokenloom.batch import Batch
-from tokenloom.connection import Source
-from tokenloom.dataset import RemoteDataset
-from tokenloom.errors import (
+from tokenloom_proto.errors import (
     AttemptUsed,
     BeyondHorizon,
     ConfigError,
     CounterOverflow,
-    EndOfData,
     Fenced,
     Forbidden,
     JoinRefused,
@@ -26,12 +22,10 @@ from tokenloom.errors import (
     NotFound,
     NotLeader,
     OrderMismatch,
-    ProtocolError,
     RankStalled,
     ResumePointNeeded,
     RunBusy,
     ServerStopping,
-    ServerUnavailable,
     SnapshotInvalid,
     SourceChanged,
     SourceError,
@@ -41,19 +35,30 @@ from tokenloom.errors import (
     TooManyPeeks,
     Unauthenticated,
 )
-from tokenloom.lr_scheduler import TokenLRScheduler
-from tokenloom.source_loss import MeanLosses, SourceLoss
-from tokenloom.token_budget import TokenBudget
-from tokenloom.token_losses import token_losses
-from tokenloom.token_progress import TokenProgress
+
+from tokenloom.batch.layout import Batch
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.clock.token_budget import TokenBudget
+from tokenloom.clock.token_progress import TokenProgress
+from tokenloom.connection.join import Source
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.datasets.evaluation import EvaluationDataset
+from tokenloom.datasets.local import LocalDataset
+from tokenloom.datasets.peek import PeekDataset
+from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.errors import EndOfData, ProtocolError, ServerUnavailable
+from tokenloom.losses.source_loss import MeanLosses, SourceLoss
+from tokenloom.losses.token_losses import token_losses
 
 __all__ = [
     "AttemptUsed",
     "Batch",
     "BeyondHorizon",
     "ConfigError",
+    "ConnectionOptions",
     "CounterOverflow",
     "EndOfData",
+    "EvaluationDataset",
     "Fenced",
     "Forbidden",
     "JoinRefused",
@@ -63,10 +68,12 @@ __all__ = [
     "LedgerUnavailable",
     "LedgerUnsafe",
     "LimitExceeded",
+    "LocalDataset",
     "MeanLosses",
     "NotFound",
     "NotLeader",
     "OrderMismatch",
+    "PeekDataset",
     "ProtocolError",
     "RankStalled",
     "RemoteDataset",

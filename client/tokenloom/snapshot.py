@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.seal import CHECKSUM, canonical, seal, unseal
-
-from tokenloom.errors import SnapshotInvalid
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"
@@ -94,7 +93,7 @@ class Loaded:
         return cls(text, index, tokens, digest)
 
     def leads_to(self, start: Point, skipped: int) -> bool:
-        """Whether a server that starts there, behind so many skipped samples, begins at this state."""
+        """Whether a server that starts there, after so many skipped samples, begins at this state."""
         if skipped:
             # The digest at the start has the skipped samples in it; that it began here the server has checked.
             return start.sample_index == self.sample_index + skipped
@@ -157,7 +156,7 @@ class History:
         self._points = deque([start], maxlen=HISTORY_STEPS)
 
     def copy(self) -> History:
-        """One that begins at the last point, for who is handed the batches behind it, in another process perhaps."""
+        """One that begins at the last point, for who is handed the batches after it, in another process perhaps."""
         return History(self.template, self.last, self.loaded if self.last is self.start else None)
 
     @property

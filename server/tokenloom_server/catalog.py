@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 
 from tokenloom_server.config.catalog import Catalog
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.sources.catalog import SourceCatalog
 
 #: Where --allow-plugins is not given: names, separated by commas.
@@ -17,7 +18,7 @@ def open_catalog(plugins: Iterable[str] = ()) -> Catalog:
 
     Raises ``ConfigError`` for one that does not load.
     """
-    return Catalog(SourceCatalog(plugins))
+    return Catalog(SourceCatalog(plugins), policies())
 
 
 def allowed_plugins(option: str | None = None) -> list[str]:

@@ -26,11 +26,11 @@ from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
-from tokenloom_server.api.auth import RPCS, Access, Scope
-from tokenloom_server.api.grpc import GrpcServer
-from tokenloom_server.api.grpc.auth_interceptor import FIGURE_THREADS, PEEK_THREADS
-from tokenloom_server.api.grpc.server import MAX_CALLS, MAX_REQUEST_BYTES
-from tokenloom_server.api.grpc.servicer import MAX_REPORT_BYTES, SMALL_REQUEST_BYTES
+from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.grpc import GrpcServer, servicer
+from tokenloom_server.api.grpc.auth_interceptor import PEEK_THREADS, READ_THREADS
+from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
+from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
@@ -45,7 +45,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.order import snapshot
-from tokenloom_server.run import join
+from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
 
 RUN = "wiki-and-code"
@@ -273,6 +273,9 @@ def test_openapi_says_which_token_a_route_asks_for(http: httpx.Client) -> None:
 
 # gRPC: every method of every service that the server has
 
+#: The least scope of each RPC, by its path.
+RPCS = {path: rpc.scope for path, rpc in servicer.rpcs().items()}
+
 
 def rpcs() -> list[str]:
     services = (
@@ -388,7 +391,7 @@ def test_strangers_take_few_threads_and_none_of_the_trainers(channel: grpc.Chann
 
 
 @pytest.mark.parametrize(
-    ("name", "pool", "most"), [("Stats", "grpc-figures_", FIGURE_THREADS), ("Stream", "grpc-peeks_", PEEK_THREADS)]
+    ("name", "pool", "most"), [("Stats", "grpc-reads_", READ_THREADS), ("Stream", "grpc-peeks_", PEEK_THREADS)]
 )
 def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_of_its_own(
     channel: grpc.Channel, name: str, pool: str, most: int
@@ -536,7 +539,7 @@ def test_a_server_has_so_many_runs_and_the_next_is_refused_before_its_file_is_re
 def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.api.service.MAX_SAVED_SNAPSHOTS", 1)
+    monkeypatch.setattr("tokenloom_server.replay.saved_snapshots.MAX_SAVED_SNAPSHOTS", 1)
     runs.add(mixture_of(tmp_path, "saving"), None)
     text, saved = runs.snapshot("saving", None, True)
     assert saved is not None
@@ -549,11 +552,11 @@ def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
 
 def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() -> None:
     largest = JoinCall(
-        rank=0, world_size=join.MAX_WORLD_SIZE + 1, batch_size=1, attempt="a", nonce="n", resume="", state=b""
+        rank=0, world_size=join_call.MAX_WORLD_SIZE + 1, batch_size=1, attempt="a", nonce="n", resume="", state=b""
     )
     with pytest.raises(JoinRefused, match=r"world size is 4097; expected 1 to 4096"):
-        join._check(largest, sample_bytes=1)
-    join._check(replace(largest, world_size=join.MAX_WORLD_SIZE), sample_bytes=1)
+        join_call.check(largest, sample_bytes=1)
+    join_call.check(replace(largest, world_size=join_call.MAX_WORLD_SIZE), sample_bytes=1)
 
 
 def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +568,7 @@ def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch
 
 def test_the_bounds_fit_together() -> None:
     assert MAX_REQUEST_BYTES > snapshot.MAX_BYTES, "a Join carries a snapshot"
-    assert MAX_CALLS > 2 * join.MAX_WORLD_SIZE, "a whole world reconnects, and somebody looks on"
+    assert MAX_CALLS > 2 * join_call.MAX_WORLD_SIZE, "a whole world reconnects, and somebody looks on"
 
 
 def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api import grpc as grpc_service
-from tokenloom_server.api.grpc import GrpcServer, servicer
+from tokenloom_server.api.grpc import GrpcServer, stream
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.open import open_ledger
@@ -101,7 +101,7 @@ def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> Non
 def test_a_stream_that_is_opened_and_never_begun_is_ended(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servicer, "OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stream, "OPEN_TIMEOUT_S", 0.2)
     ledger = open_ledger("sqlite:///ledger.db", tmp_path)
     runs, server = Runs(ledger), GrpcServer("127.0.0.1:0")
     try:

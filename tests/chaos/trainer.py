@@ -32,6 +32,8 @@ from chaos.records import record_type
 #: What a rank's process returns when it ended with an error of the dataset's.
 FAILED = 3
 _DEADLINE_S = 30.0
+#: How long a rank waits for its servers before it gives up.
+RANK_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class RankPlan:
     pace_s: float
     #: Steps between two states that are written down.
     checkpoint_every: int
-    options: dict[str, Any]
+    takeover: bool
 
     @property
     def name(self) -> str:
@@ -118,7 +120,7 @@ class Ranks:
 
 def train(plan: RankPlan) -> None:
     """Trains until it is told to stop (a file ``stop`` with a sample index), the data end, or an error comes."""
-    from tokenloom import RemoteDataset
+    from tokenloom import ConnectionOptions, RemoteDataset
 
     folder = Path(plan.folder)
     draw = random.Random(plan.name)
@@ -133,8 +135,12 @@ def train(plan: RankPlan) -> None:
         world_size=plan.world_size,
         attempt=plan.attempt,
         resume=plan.resume or None,
-        prefetch_steps=plan.prefetch_steps,
-        **plan.options,
+        takeover=plan.takeover,
+        connection=ConnectionOptions(
+            prefetch_steps=plan.prefetch_steps,
+            connect_timeout_s=RANK_PATIENCE_S,
+            reconnect_timeout_s=RANK_PATIENCE_S,
+        ),
     )
     if plan.state:
         dataset.load_state_dict(json.loads(plan.state))

@@ -273,8 +273,7 @@ class World:
                 prefetch_steps=prefetch_steps,
                 pace_s=0.005,
                 checkpoint_every=draw_checkpoint,
-                options={"connect_timeout_s": 120.0, "reconnect_timeout_s": 120.0}
-                | ({"takeover": True} if takeover else {}),
+                takeover=takeover,
             )
             for draw_checkpoint in [draw.randint(4, 40)]
             for rank in range(world_size)
@@ -471,7 +470,7 @@ def reference(folder: Path, mixture: Path, end_index: int) -> None:
         prefetch_steps=200,
         pace_s=0.0,
         checkpoint_every=2**40,
-        options={},
+        takeover=False,
     )
     (target / "plan.json").write_text(
         json.dumps({"attempt": "reference", "world_size": 1, "batch_size": batch_size, "start": 0}), encoding="utf-8"

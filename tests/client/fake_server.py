@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 from numpy.typing import NDArray
+from tokenloom import ConnectionOptions
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderServicer, add_DataLoaderServicer_to_server
 
@@ -55,6 +56,11 @@ class Script:
     """One Report each fails with the next of these names."""
     on_message: Callable[[int, int], str | None] = field(default=lambda stream, begin: None)
     """(number of the stream, begin index) → 'silent', 'skip', 'end' (the stream, with OK), or an error's name."""
+
+
+def ahead(steps: int, **timeouts: float) -> ConnectionOptions:
+    """Of a client that fetches so many steps ahead."""
+    return ConnectionOptions(prefetch_steps=steps, **timeouts)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenloom.address import Address
+from tokenloom.connection.address import Address
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenloom.batch import Batch, Layout, Message
+from tokenloom.batch.layout import Batch, Layout, StepNumbers, check_columns
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import Message
 from tokenloom.errors import ProtocolError
 
 
@@ -16,22 +18,33 @@ def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | Non
     """Decodes steps of ids [steps, batch size, width], the first of which begins at sample index 100."""
     count, size, width = ids.shape
     shifted = layout.pop("shifted", False)
-    form = Layout(batch_size=size, sequence_length=width - shifted, id_type=ids.dtype.str, shifted=shifted, **layout)
-    message = Message(
-        form,
+    columns = check_columns(layout.pop("columns", ()))
+    form = Layout(
+        batch_size=size,
+        sequence_length=width - shifted,
+        id_type=ids.dtype.str,
+        shifted=shifted,
+        columns=columns,
+        **layout,
+    )
+    numbers = StepNumbers(
         begin_indices=[100 + i * 2 * size for i in range(count)],
         end_indices=[100 + (i + 1) * 2 * size for i in range(count)],
         slices=[i % 2 for i in range(count)],
         total_tokens=[1000 + i for i in range(count)],
         tokens=[50 + i for i in range(count)],
         label_tokens=[40 + i for i in range(count)],
-        ids=ids.tobytes(),
         source_ids=sources,
+    )
+    message = Message(
+        form,
+        numbers,
+        ids=ids.tobytes(),
         document_counts=[len(each) for each in starts or []],
         document_starts=[start for each in starts or [] for start in each],
     )
-    columns = form.columns()
-    return [message.batch(step, columns) for step in range(count)]
+    pool = ArrayPool.of(form)
+    return [message.batch(step, pool) for step in range(count)]
 
 
 @pytest.mark.parametrize(("id_type", "largest"), [("<u1", 255), ("<u2", 65535), ("<u4", 2**32 - 1)])
@@ -79,10 +92,7 @@ def test_padding_samples_are_no_document(shifted: bool) -> None:
         sources=[0, -1],
         starts=[[0, 2], []],
         shifted=shifted,
-        document_ids=True,
-        position_ids=True,
-        attention_mask=True,
-        cu_seqlens=True,
+        columns=["document_ids", "position_ids", "attention_mask", "cu_seqlens"],
     )
 
     assert batch["document_ids"].tolist() == [[0, 0, 1], [-1, -1, -1]]
@@ -106,8 +116,7 @@ def test_positions_and_documents_restart_where_documents_begin_and_at_each_sampl
         np.zeros((1, 4, 6), "<u2"),
         sources=[0, 0, 0, 0],
         starts=[[0, 4], [2], [], [0, 1, 5]],
-        position_ids=True,
-        document_ids=True,
+        columns=["position_ids", "document_ids"],
     )
 
     assert batch["position_ids"].tolist() == [
@@ -125,7 +134,9 @@ def test_positions_and_documents_restart_where_documents_begin_and_at_each_sampl
 
 
 def test_a_document_that_begins_with_the_last_label_of_a_shifted_sample_belongs_to_the_next() -> None:
-    (batch,) = make(np.zeros((1, 2, 5), "<u2"), sources=[0, 0], starts=[[1, 4], [0]], shifted=True, document_ids=True)
+    (batch,) = make(
+        np.zeros((1, 2, 5), "<u2"), sources=[0, 0], starts=[[1, 4], [0]], shifted=True, columns=["document_ids"]
+    )
 
     assert batch["document_ids"].tolist() == [[0, 1, 1, 1], [0, 0, 0, 0]]
     assert "position_ids" not in batch
@@ -134,7 +145,9 @@ def test_a_document_that_begins_with_the_last_label_of_a_shifted_sample_belongs_
 def test_positions_equal_a_plain_loop_on_random_documents() -> None:
     random = np.random.default_rng(7)
     starts = [sorted(set(random.integers(0, 16, random.integers(0, 6)).tolist())) for _ in range(12)]
-    batches = make(np.zeros((3, 4, 16), "<u2"), sources=[0] * 12, starts=starts, position_ids=True, document_ids=True)
+    batches = make(
+        np.zeros((3, 4, 16), "<u2"), sources=[0] * 12, starts=starts, columns=["position_ids", "document_ids"]
+    )
 
     positions, documents = [], []
     for begins in starts:
@@ -155,4 +168,4 @@ def test_a_message_of_the_wrong_size_is_refused_with_both_sizes() -> None:
 
 def test_document_starts_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ProtocolError, match="2 samples of 3 tokens were asked for, but 1 counts"):
-        make(np.zeros((1, 2, 3), "<u2"), sources=[0, 0], starts=[[0]], position_ids=True)
+        make(np.zeros((1, 2, 3), "<u2"), sources=[0, 0], starts=[[0]], columns=["position_ids"])

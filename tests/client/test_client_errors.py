@@ -6,7 +6,7 @@ import inspect
 
 import tokenloom
 import tokenloom_server.errors
-from tokenloom.errors import TokenloomError, named
+from tokenloom_proto.errors import TokenloomError, named
 
 
 def test_every_error_that_the_server_can_send_has_a_class_of_its_own() -> None:

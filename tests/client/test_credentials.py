@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenloom import Forbidden, RemoteDataset, Unauthenticated
+from tokenloom import ConnectionOptions, Forbidden, RemoteDataset, Unauthenticated
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 
@@ -58,7 +58,14 @@ def test_a_token_does_not_travel_in_the_clear_to_another_machine(hosts: tuple[st
 
 def test_a_dataset_refuses_before_it_contacts_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"write grpcs:// .* or, .*TOKENLOOM_PLAINTEXT_HOSTS=192\.0\.2\.1"):
-        RemoteDataset("grpc://192.0.2.1:50051/run", 1, rank=0, world_size=1, attempt="a", token=TOKEN)
+        RemoteDataset(
+            "grpc://192.0.2.1:50051/run",
+            1,
+            rank=0,
+            world_size=1,
+            attempt="a",
+            connection=ConnectionOptions(token=TOKEN),
+        )
     monkeypatch.setenv("TOKENLOOM_TOKEN", TOKEN)
     with pytest.raises(ValueError, match="unencrypted"):
         RemoteDataset("grpc://192.0.2.1:50051/run", 1, rank=0, world_size=1, attempt="a")
@@ -129,7 +136,9 @@ def test_a_refusal_at_the_entry_is_final(refusing: Any, error: type[Exception], 
     url, calls = refusing(error.__name__, status)
     began = time.monotonic()
     with (
-        RemoteDataset(url, 1, rank=0, world_size=1, attempt="a", connect_timeout_s=60) as dataset,
+        RemoteDataset(
+            url, 1, rank=0, world_size=1, attempt="a", connection=ConnectionOptions(connect_timeout_s=60)
+        ) as dataset,
         pytest.raises(error, match="no entry"),
     ):
         next(iter(dataset))

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import Script, base_at, digest_at, eventually, ids_of, serving, template
-from tokenloom import ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
+from fake_server import Script, ahead, base_at, digest_at, eventually, ids_of, serving, template
+from tokenloom import ConnectionOptions, PeekDataset, ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
 from tokenloom_proto.seal import seal, unseal
 from torch.utils.data import DataLoader
 
@@ -72,7 +72,10 @@ def test_a_padded_last_step_marks_what_is_padding() -> None:
 
 
 def test_positions_and_documents_come_on_request() -> None:
-    with serving(Script()) as (server, url, _), RemoteDataset(url, 2, position_ids=True, document_ids=True) as dataset:
+    with (
+        serving(Script()) as (server, url, _),
+        RemoteDataset(url, 2, columns=["position_ids", "document_ids"]) as dataset,
+    ):
         batch = next(iter(dataset))
         asked = server.opens[0].document_starts
 
@@ -111,8 +114,8 @@ def test_the_run_is_known_once_it_is_joined() -> None:
 
 def test_the_state_holds_the_boundary_that_came_with_the_last_step_on_every_rank() -> None:
     with serving(Script(group_steps=2)) as (_, url, _):
-        fast = RemoteDataset(url, 1, rank=0, world_size=2, attempt="a", prefetch_steps=20)
-        slow = RemoteDataset(url, 1, rank=1, world_size=2, attempt="a", prefetch_steps=1)
+        fast = RemoteDataset(url, 1, rank=0, world_size=2, attempt="a", connection=ahead(20))
+        slow = RemoteDataset(url, 1, rank=1, world_size=2, attempt="a", connection=ahead(1))
         pairs = zip(fast, slow, strict=True)
         for sample_index in range(2, 21, 2):
             next(pairs)
@@ -123,7 +126,7 @@ def test_the_state_holds_the_boundary_that_came_with_the_last_step_on_every_rank
 
 
 def test_the_state_of_an_earlier_batch_can_be_asked_for() -> None:
-    with serving(Script()) as (_, url, _), RemoteDataset(url, 2, prefetch_steps=4) as dataset:
+    with serving(Script()) as (_, url, _), RemoteDataset(url, 2, connection=ahead(4)) as dataset:
         batches = iter(dataset)
         states = {}
         for _ in range(5):
@@ -243,13 +246,12 @@ def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, m
         ({"batch_size": [(0, 4), (9, 0)]}, r"batch_size\[1\] has a batch size of 0; expected at least 1"),
         ({"batch_size": [(0, 4), (9, 8), (9, 9)]}, r"batch_size\[2\] begins at 9 total tokens; expected more than 9"),
         ({"batch_size": [(0, 4), (2**53, 8)]}, r"batch_size\[1\] begins at 9007199254740992 .* at most 2\^53 − 1"),
-        ({"batch_size": [(0, 4)], "peek": True}, "peek=True has steps of one batch size; got batch_size="),
         ({"accumulate": 0}, "accumulate must be an integer of at least 1; got 0"),
         ({"accumulate": None}, "accumulate must be an integer of at least 1; got None"),
-        ({"accumulate": 4, "prefetch_steps": 3}, "prefetch_steps is 3; expected at least accumulate, 4"),
-        ({"prefetch_steps": 0}, "prefetch_steps must be an integer of at least 1"),
-        ({"connect_timeout_s": 0}, "connect_timeout_s must be a number of seconds above 0"),
-        ({"reconnect_timeout_s": float("inf")}, "reconnect_timeout_s must be"),
+        ({"columns": ["lengths"]}, r"columns must be a sequence of 'position_ids', .*'cu_seqlens'; got 'lengths'"),
+        ({"columns": "loss_mask"}, r"got the text 'loss_mask': write \('loss_mask',\)"),
+        ({"accumulate": 4, "connection": ahead(3)}, "prefetch_steps is 3; expected at least accumulate, 4"),
+        ({"at_end": "never"}, 'at_end must be "stop" or "raise"; got \'never\''),
         ({"resume": ""}, "resume must be"),
         ({"rank": 2, "world_size": 2, "attempt": "a"}, "rank 2 is not below world_size 2"),
     ],
@@ -259,9 +261,32 @@ def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: s
         RemoteDataset(**{"url": NOBODY, "batch_size": 1, **changes})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prefetch_steps": 0}, "prefetch_steps must be an integer of at least 1"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s must be a number of seconds above 0"),
+        ({"reconnect_timeout_s": float("inf")}, "reconnect_timeout_s must be"),
+        ({"plaintext_hosts": "data0"}, "plaintext_hosts must be a sequence of host names; got the text 'data0'"),
+    ],
+)
+def test_a_wrong_option_of_the_connection_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ConnectionOptions(**fields)
+
+
+def test_options_of_a_connection_travel_and_show_no_secret() -> None:
+    options = ConnectionOptions(token="0123456789abcdef", tls_ca=Path("ca.pem"), prefetch_steps=4)
+
+    assert copy.deepcopy(options) == options
+    assert "0123456789abcdef" not in repr(options)
+    with pytest.raises(AttributeError):
+        options.prefetch_steps = 5  # type: ignore[misc]
+
+
 def test_the_join_carries_what_the_dataset_was_made_with() -> None:
     with serving(Script()) as (server, url, _):
-        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", stream="train", resume="fresh") as dataset:
+        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", resume="fresh") as dataset:
             iter(dataset)
         join = server.joins[0]
 
@@ -274,7 +299,7 @@ def test_the_join_carries_what_the_dataset_was_made_with() -> None:
 
 
 def test_progress_is_reported_when_a_batch_is_returned_and_prefetch_is_bounded() -> None:
-    with serving(Script(group_steps=8)) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=3) as dataset:
+    with serving(Script(group_steps=8)) as (server, url, _), RemoteDataset(url, 1, connection=ahead(3)) as dataset:
         batches = iter(dataset)
         next(batches)
         assert eventually(lambda: bool(server.progress) and server.progress[-1].consumed_through == 1)
@@ -414,7 +439,7 @@ def test_one_of_several_ranks_is_not_handed_to_another_process_once_it_has_joine
     with RemoteDataset(elsewhere, 2, rank=0, world_size=2, attempt="several") as dataset:
         iter(dataset)
         loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
-        with pytest.raises(RuntimeError, match="its other ranks would be left behind: hand it over before"):
+        with pytest.raises(RuntimeError, match="its other ranks would be left where they are: hand it over before"):
             iter(loader)
 
 
@@ -422,7 +447,7 @@ def test_several_workers_are_refused_with_the_reason(monkeypatch: pytest.MonkeyP
     class Worker:
         num_workers = 2
 
-    monkeypatch.setattr("tokenloom.loaders.get_worker_info", Worker)
+    monkeypatch.setattr("tokenloom.datasets.data_loader.get_worker_info", Worker)
 
     with pytest.raises(RuntimeError, match=r"num_workers=2.*one slot.*num_workers=0"):
         iter(RemoteDataset(NOBODY, 1))
@@ -451,7 +476,7 @@ def test_after_a_fork_the_child_is_told_that_the_connection_is_not_its_own(monke
 def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    with serving(Script(end_index=12)) as (server, url, _), RemoteDataset(url, 2, peek=True, resume="4") as dataset:
+    with serving(Script(end_index=12)) as (server, url, _), PeekDataset(url, 2, at="4") as dataset:
         assert (dataset.rank, dataset.world_size) == (0, 1)
         assert len(list(dataset)) == 6
         # Nothing of it is to be committed, so the end of the data ends the stream.
@@ -460,12 +485,6 @@ def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: py
         assert (join.peek, join.rank, join.world_size, join.attempt, join.resume) == (True, 0, 1, "", "4")
         assert (opened.peek, opened.batch_size) == (True, 2)
     assert len(server.opens) == 1, "closing had something to report"
-
-
-@pytest.mark.parametrize("given", [{"rank": 0, "world_size": 1}, {"attempt": "a"}])
-def test_a_peek_is_no_rank_of_an_attempt(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"peek=True takes no part .* leave out {next(iter(given))}="):
-        RemoteDataset(NOBODY, 2, peek=True, **given)
 
 
 def test_a_loaded_state_is_followed_by_what_comes_behind_a_skip_and_is_not_saved_again(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import tokenloom
 import tokenloom_proto
-from fake_server import Script, eventually, serving
+from fake_server import Script, ahead, eventually, serving
 from support.server_process import ServerProcess
-from tokenloom import EndOfData, RemoteDataset
+from tokenloom import ConnectionOptions, EndOfData, EvaluationDataset, PeekDataset, RemoteDataset
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 NOBODY = "grpc://127.0.0.1:1/fake"
@@ -40,13 +40,6 @@ def test_the_end_of_the_data_is_raised_where_that_is_asked_for(accumulate: int) 
     assert copy.copy(e.value).sample_index == 6, "a worker's error cannot travel"
 
 
-def test_the_end_is_either_raised_or_not() -> None:
-    with pytest.raises(ValueError, match='at_end must be "stop" or "raise"; got \'never\''):
-        RemoteDataset(NOBODY, 1, at_end="never")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"stream='validation' is evaluated on.*leave out at_end='raise'"):
-        RemoteDataset(NOBODY, 1, stream="validation", at_end="raise")
-
-
 # --- Length and text ----------------------------------------------------------------------------------------------
 
 
@@ -63,7 +56,7 @@ def test_a_length_that_is_not_known_is_refused_and_samplers_with_it() -> None:
 
 def test_its_text_says_where_it_stands() -> None:
     with serving(Script(end_index=5)) as (_, url, _):
-        with RemoteDataset(url, 2, token="0123456789abcdef") as dataset:
+        with RemoteDataset(url, 2, connection=ConnectionOptions(token="0123456789abcdef")) as dataset:
             assert repr(dataset) == f"<RemoteDataset '{url}', rank 0 of 1, batch_size=2: not joined yet>"
             batches = iter(dataset)
             next(batches)
@@ -77,10 +70,10 @@ def test_its_text_says_where_it_stands() -> None:
             dataset.load_state_dict(state)
             assert ", rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
         assert repr(dataset).endswith(": closed before it joined>")
-    held_out = RemoteDataset(NOBODY, 2, stream="validation")
-    assert repr(held_out).endswith(
-        "stream='validation', rank 0 of 1, batch_size=2: to evaluate on, so far unknown steps>"
-    )
+    held_out = EvaluationDataset(NOBODY, 2)
+    expected = f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2: so far unknown steps>"
+    assert repr(held_out) == expected
+    assert repr(PeekDataset(NOBODY, at=7)) == f"<PeekDataset '{NOBODY}': not joined yet>"
 
 
 # --- Figures ------------------------------------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def test_metrics_are_what_the_rank_has_received_and_waited_for() -> None:
         return None
 
     script = Script(end_index=12, on_message=breaks)
-    with serving(script) as (_, url, _), RemoteDataset(url, 2, prefetch_steps=3) as dataset:
+    with serving(script) as (_, url, _), RemoteDataset(url, 2, connection=ahead(3)) as dataset:
         before = dataset.metrics()
         assert set(before.values()) == {0}
         batches = iter(dataset)

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 from support.features import document, order_of, write_arrow
+from tokenloom.batch.layout import StepNumbers
+from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.errors import ProtocolError
-from tokenloom.features import Bucket, Feature, RowsMessage
 from tokenloom_server.order.pipeline import BatchPlan
 
 ROWS = 8
@@ -59,14 +60,16 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
     samples = group.ids(0, 0, 2)
     message = RowsMessage(
         SIZE,
-        begin_indices=[0, SIZE],
-        end_indices=[SIZE, 2 * SIZE],
-        slices=[0, 0],
-        total_tokens=[SIZE, 2 * SIZE],
-        tokens=[group.real_tokens(step)[0] for step in range(2)],
-        label_tokens=[group.real_tokens(step)[1] for step in range(2)],
+        StepNumbers(
+            begin_indices=[0, SIZE],
+            end_indices=[SIZE, 2 * SIZE],
+            slices=[0, 0],
+            total_tokens=[SIZE, 2 * SIZE],
+            tokens=[group.real_tokens(step)[0] for step in range(2)],
+            label_tokens=[group.real_tokens(step)[1] for step in range(2)],
+            source_ids=[0] * ROWS,
+        ),
         data=b"".join(samples),
-        source_ids=[0] * ROWS,
         buckets=[
             Bucket(
                 group.batch_of(step).bucket,
@@ -93,16 +96,19 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
 
 def message(data: bytes, features: tuple[Feature, ...], **fields: Any) -> RowsMessage:
     given = {"sample_bytes": None, "buckets": 1, "sources": 2} | fields
+    sources = [0] * given["sources"]
     return RowsMessage(
         2,
-        begin_indices=[0],
-        end_indices=[2],
-        slices=[0],
-        total_tokens=[2],
-        tokens=[2],
-        label_tokens=[0],
+        StepNumbers(
+            begin_indices=[0],
+            end_indices=[2],
+            slices=[0],
+            total_tokens=[2],
+            tokens=[2],
+            label_tokens=[0],
+            source_ids=sources,
+        ),
         data=data,
-        source_ids=[0] * given["sources"],
         buckets=[Bucket("b", "s", features, given["sample_bytes"])] * given["buckets"],
     )
 

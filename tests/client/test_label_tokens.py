@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import Script, eventually, serving
+from fake_server import Script, ahead, eventually, serving
 from support.server_process import ServerProcess
 from tokenloom import Batch, RemoteDataset, SourceError
 from torch.nn.functional import cross_entropy
@@ -69,7 +69,7 @@ def test_losses_of_all_ranks_and_steps_over_the_labels_are_the_mean_of_one_large
 def test_an_optimiser_step_is_waited_for_as_a_whole_or_to_the_end_of_the_data() -> None:
     # Steps of 2 samples of 8 tokens; the last of the 7 has one sample of padding.
     script = Script(end_index=13, pad_last_step=True, shifted=True)
-    with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, prefetch_steps=3) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, connection=ahead(3)) as dataset:
         batches = [(batch["global_tokens"], batch["global_label_tokens"]) for batch in dataset]
         assert {progress.credit_steps for progress in server.progress} == {3}
 

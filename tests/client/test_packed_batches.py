@@ -12,7 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
-from tokenloom.batch import IGNORED, Batch, Layout, Message
+from support.messages import message_of
+from tokenloom.batch.layout import IGNORED, OPTIONAL_COLUMNS, Batch, Layout, StepNumbers
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import Message
 from tokenloom.errors import ProtocolError
 from tokenloom_server.order.pipeline import PADDING, BatchPlan
 from tokenloom_server.order.record import Order
@@ -20,7 +23,6 @@ from tokenloom_server.packing.origins import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH = 3
-ALL = ("position_ids", "document_ids", "attention_mask", "loss_mask", "cu_seqlens")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def layout_of(order: Order, *asked: str) -> Layout:
         pads_left=order.form.padding == "left",
         loss_masks=order.form.masked,
         mask_boundaries=order.config.mask_boundaries,
-        **dict.fromkeys(asked, True),
+        columns=frozenset(asked),
     )
 
 
@@ -47,7 +49,7 @@ def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[Docume
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
     state, layout = order.initial(), layout_of(order, *asked)
     parts = {i: order.parts(i, source, 10_000) for i, source in enumerate(state.sources)}
-    pipeline, columns = order.pipeline(state), layout.columns()
+    pipeline, pool = order.pipeline(state), ArrayPool.of(layout)
     plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_steps=2)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
@@ -55,22 +57,9 @@ def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[Docume
         count = len(group.marks)
         if not count:
             return
-        counts, starts = group.document_starts(0, 0, count)
-        message = Message(
-            layout,
-            begin_indices=[group.step_begin(step) for step in range(count)],
-            end_indices=[mark.sample_index for mark in group.marks],
-            slices=[0] * count,
-            total_tokens=[mark.total_tokens for mark in group.marks],
-            tokens=[group.real_tokens(step)[0] for step in range(count)],
-            label_tokens=[group.real_tokens(step)[1] for step in range(count)],
-            ids=b"".join(group.ids(0, 0, count)),
-            source_ids=group.source_ids[0, :count].ravel().tolist(),
-            document_counts=counts,
-            document_starts=starts.tolist(),
-        )
+        message = message_of(layout, group)
         for step in range(count):
-            batch = message.batch(step, columns)
+            batch = message.batch(step, pool)
             yield batch, [next(parts[i]) if i != PADDING else [] for i in batch["source_ids"].tolist()]
 
 
@@ -106,7 +95,7 @@ def test_attention_over_packed_documents_is_that_over_each_alone(folder: Path, n
 
     found = order(folder, name, labels)
     length, seen = found.config.sequence_length, 0
-    for batch, parts in batches(found, *ALL):
+    for batch, parts in batches(found, *OPTIONAL_COLUMNS):
         numbers, filled = batch["document_ids"], batch["attention_mask"].bool()
         assert torch.equal(numbers >= 0, filled)
         same = (numbers[:, :, None] == numbers[:, None, :]) & torch.ones(length, length).tril().bool()
@@ -144,7 +133,7 @@ def test_a_label_is_the_token_that_the_model_is_to_predict_there(
     found = order(folder, name, labels, mask_boundaries=masks)
     length, shifted = found.config.sequence_length, labels == "shifted"
     crossings = 0
-    for batch, parts in batches(found, *ALL):
+    for batch, parts in batches(found, *OPTIONAL_COLUMNS):
         assert torch.equal(batch["loss_mask"].bool(), batch["labels"] != IGNORED)
         for i, own in enumerate(parts):
             # By definition: the ids of the sample, and for each the document that it is of.
@@ -202,11 +191,10 @@ def test_masked_labels_are_those_of_the_rows_masks(tmp_path: Path) -> None:
 
 def test_a_length_beyond_the_sample_is_refused() -> None:
     layout = Layout(batch_size=1, sequence_length=4, id_type="<u2", shifted=False, lengths=True)
-    fields: dict[str, Any] = {
-        "begin_indices": [0], "end_indices": [1], "slices": [0], "total_tokens": [4], "source_ids": [0],
-        "tokens": [4], "label_tokens": [3],
-    }  # fmt: skip
+    numbers = StepNumbers(
+        begin_indices=[0], end_indices=[1], slices=[0], total_tokens=[4], tokens=[4], label_tokens=[3], source_ids=[0]
+    )
     with pytest.raises(ProtocolError, match="a sample of 4 ids came with a length of 5"):
-        Message(layout, ids=bytes(8) + (5).to_bytes(4, "little"), **fields)
+        Message(layout, numbers, ids=bytes(8) + (5).to_bytes(4, "little"))
     with pytest.raises(ProtocolError, match=r"1 × 4 ids .* and what belongs to them are 12 bytes and 1 source ids"):
-        Message(layout, ids=bytes(8), **fields)
+        Message(layout, numbers, ids=bytes(8))

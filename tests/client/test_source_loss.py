@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer, Script, eventually, serving
-from tokenloom import MeanLosses, RemoteDataset, SourceLoss, token_losses
-from tokenloom.connection import reporting
+from tokenloom import MeanLosses, PeekDataset, RemoteDataset, SourceLoss, token_losses
+from tokenloom.connection import reports
 from torch.nn import functional
 
 LENGTH = 8
@@ -211,7 +211,7 @@ def test_rank_0_reports_what_was_reduced() -> None:
         assert (report.run, report.generation, report.attempt) == (
             "fake",
             dataset.generation,
-            dataset._asked.topology.attempt,
+            dataset._request.topology.attempt,
         )
         assert (report.sample_index, report.total_tokens, report.step) == (2, 16, 7)
         assert (report.loss, report.learning_rate) == (found.loss, 0.25)
@@ -226,7 +226,7 @@ def test_other_ranks_and_who_only_looks_report_nothing() -> None:
         for rank in ranks:
             rank.close()
         assert len(server.reports) == 1
-        with joined(server, url, peek=True) as looking, pytest.raises(ValueError, match="peek=True"):
+        with PeekDataset(url, 2) as looking, pytest.raises(ValueError, match="PeekDataset takes no part"):
             SourceLoss(looking).report(mean_losses(a=1.0))
 
 
@@ -253,24 +253,24 @@ def test_what_the_server_refuses_is_dropped_with_one_warning(caplog: pytest.LogC
 def test_a_server_that_is_away_costs_no_time_and_gets_the_newest_reports_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reporting, "PAUSE_S", 0.05)
+    monkeypatch.setattr(reports, "PAUSE_S", 0.05)
     caplog.set_level(logging.WARNING, "tokenloom")
     with serving(Script()) as (server, url, grpc_server):
         dataset = joined(server, url)
         grpc_server.stop(0).wait(5)
         source_loss = SourceLoss(dataset)
         began = time.monotonic()
-        for index in range(1, 2 * reporting.QUEUED + 1):
+        for index in range(1, 2 * reports.QUEUED + 1):
             source_loss.report(mean_losses(index, a=1.0))
         assert time.monotonic() - began < 1.0
         assert eventually(lambda: "losses cannot be reported" in caplog.text)
         port = int(url.split(":")[2].split("/")[0])
     with serving(Script(), port) as (server, _, _):
-        assert eventually(lambda: len(server.reports) >= reporting.QUEUED, 20)
+        assert eventually(lambda: len(server.reports) >= reports.QUEUED, 20)
         dataset.close()
         got = [report.sample_index for report in server.reports]
         assert got == sorted(got)
-        assert got[-reporting.QUEUED :] == list(range(reporting.QUEUED + 1, 2 * reporting.QUEUED + 1))
+        assert got[-reports.QUEUED :] == list(range(reports.QUEUED + 1, 2 * reports.QUEUED + 1))
         assert caplog.text.count("losses cannot be reported") == 1
 
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fake_server import RUN_UID, Script, eventually, serving
+from fake_server import RUN_UID, Script, ahead, eventually, serving
 from tokenloom import (
     AttemptUsed,
+    ConnectionOptions,
     Fenced,
     LedgerRolledBack,
     NotFound,
@@ -18,9 +19,8 @@ from tokenloom import (
     RemoteDataset,
     ServerUnavailable,
     TokenloomError,
-    buffer,
 )
-from tokenloom.connection import channel, stream
+from tokenloom.connection import buffer, channel, stream
 from tokenloom_proto import dataloader_pb2 as wire
 
 
@@ -44,7 +44,7 @@ def test_a_broken_stream_is_reopened_behind_the_last_step_received(
     script = Script(
         end_index=12, on_message=lambda stream, begin: fault if begin == 4 * stream and begin < 12 else None
     )
-    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=12) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(12)) as dataset:
         assert list(samples(dataset)) == list(range(12))
 
         assert len(server.joins) == 1
@@ -57,7 +57,7 @@ def test_a_broken_stream_is_reopened_behind_the_last_step_received(
 
 def test_a_new_stream_tells_what_was_consumed_and_the_highest_commit_seen() -> None:
     script = Script(group_steps=1, on_message=lambda stream, begin: "" if (stream, begin) == (1, 6) else None)
-    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=2) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(2)) as dataset:
         batches = iter(dataset)
         for expected in range(9):
             assert next(batches)["sample_ids"].tolist() == [expected]
@@ -72,7 +72,7 @@ def test_a_new_stream_tells_what_was_consumed_and_the_highest_commit_seen() -> N
 
 def test_a_server_that_is_restarted_on_its_port_is_found_again() -> None:
     with serving(Script()) as (_, url, server):
-        dataset = RemoteDataset(url, 1, prefetch_steps=2)
+        dataset = RemoteDataset(url, 1, connection=ahead(2))
         batches = iter(dataset)
         first = next(batches)["sample_ids"].tolist()
         server.stop(0).wait()
@@ -94,7 +94,7 @@ def test_a_fenced_trainer_gets_none_of_what_was_buffered() -> None:
     def fence(stream: int, begin: int) -> str | None:
         return "Fenced" if begin == 8 and fenced.wait(5) else None
 
-    with serving(Script(on_message=fence)) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=20) as dataset:
+    with serving(Script(on_message=fence)) as (server, url, _), RemoteDataset(url, 1, connection=ahead(20)) as dataset:
         batches = iter(dataset)
         next(batches)
         fenced.set()
@@ -115,7 +115,7 @@ def test_any_other_named_error_comes_after_what_was_buffered_and_is_not_tried_ag
     fault: str, error: type[TokenloomError]
 ) -> None:
     script = Script(on_message=lambda stream, begin: fault if begin == 4 else None)
-    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(8)) as dataset:
         got = []
         with pytest.raises(error, match="as the script says, at 4"):
             got += list(samples(dataset, 4))
@@ -127,7 +127,7 @@ def test_any_other_named_error_comes_after_what_was_buffered_and_is_not_tried_ag
 
 def test_a_server_that_skips_data_is_refused() -> None:
     script = Script(on_message=lambda stream, begin: "skip" if begin == 4 else None)
-    with serving(script) as (_, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, connection=ahead(8)) as dataset:
         with pytest.raises(ProtocolError, match="came for sample index 5, but 4 is next"):
             list(samples(dataset))
 
@@ -138,7 +138,7 @@ def test_a_silent_stream_is_taken_for_broken(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(buffer, "SILENCE_S", 0.5)
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
     script = Script(on_message=lambda stream, begin: "silent" if (stream, begin) == (1, 4) else None)
-    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(8)) as dataset:
         assert list(samples(dataset, 8)) == list(range(8))
 
         assert [open_.received_through for open_ in server.opens[:2]] == [0, 4]
@@ -148,7 +148,7 @@ def test_a_silent_stream_is_taken_for_broken(monkeypatch: pytest.MonkeyPatch, ca
 def test_heartbeats_keep_a_stream_alive_that_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer, "SILENCE_S", 0.5)
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
-    with serving(Script()) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=2) as dataset:
+    with serving(Script()) as (server, url, _), RemoteDataset(url, 1, connection=ahead(2)) as dataset:
         batches = iter(dataset)
         next(batches)
         time.sleep(1.2)  # the trainer is busy, the buffer full
@@ -177,7 +177,10 @@ def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trai
 ) -> None:
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
     script = Script(on_message=lambda number, begin: "silent" if number == 1 else None)
-    with serving(script) as (_, url, _), RemoteDataset(url, 1, batch_timeout_s=0.5) as dataset:
+    with (
+        serving(script) as (_, url, _),
+        RemoteDataset(url, 1, connection=ConnectionOptions(batch_timeout_s=0.5)) as dataset,
+    ):
         batches = iter(dataset)
         with pytest.raises(
             ServerUnavailable, match=r"no batch for 0\.5 s \(batch_timeout_s\); waiting for: the stream"
@@ -191,7 +194,7 @@ def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trai
 
 def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_first() -> None:
     with serving(Script()) as (_, url, server):
-        dataset = RemoteDataset(url, 1, prefetch_steps=4, reconnect_timeout_s=0.5)
+        dataset = RemoteDataset(url, 1, connection=ahead(4, reconnect_timeout_s=0.5))
         batches = iter(dataset)
         next(batches)
         time.sleep(0.3)
@@ -211,7 +214,7 @@ def test_a_server_that_takes_every_stream_and_says_nothing_is_given_up_after_the
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
     monkeypatch.setattr(stream, "SOUND_STREAM_S", 0.05)  # less than each of the streams lasts
     with serving(Script(on_message=lambda number, begin: "silent")) as (server, url, _):
-        dataset = RemoteDataset(url, 1, reconnect_timeout_s=1.0)
+        dataset = RemoteDataset(url, 1, connection=ConnectionOptions(reconnect_timeout_s=1.0))
         with pytest.raises(ServerUnavailable, match=r"gave no stream for 1 s .*silent, without even a heartbeat"):
             next(iter(dataset))
         dataset.close()
@@ -232,7 +235,7 @@ def test_closing_while_the_server_is_away_does_not_wait_for_it() -> None:
 
 def test_a_stream_that_breaks_behind_the_last_step_is_reopened_at_once_for_the_reports() -> None:
     script = Script(end_index=4)
-    with serving(script) as (server, url, _), RemoteDataset(url, 1, prefetch_steps=8) as dataset:
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(8)) as dataset:
         batches = iter(dataset)
         next(batches)
         time.sleep(0.2)
@@ -249,7 +252,7 @@ def test_a_stream_that_breaks_behind_the_last_step_is_reopened_at_once_for_the_r
 
 def test_closing_while_the_stream_is_broken_still_delivers_the_last_report() -> None:
     with serving(Script(end_index=4)) as (server, url, _):
-        dataset = RemoteDataset(url, 1, prefetch_steps=8)
+        dataset = RemoteDataset(url, 1, connection=ahead(8))
         batches = iter(dataset)
         next(batches)
         assert eventually(lambda: dataset._connection is not None and dataset._connection.buffer.received_through == 4)
@@ -269,7 +272,7 @@ def test_a_join_waits_for_a_place_where_all_are_taken(caplog: pytest.LogCaptureF
         next(iter(first))
         leaves = threading.Timer(0.5, first.close)
         leaves.start()
-        with RemoteDataset(url, 1, connect_timeout_s=20) as second:
+        with RemoteDataset(url, 1, connection=ConnectionOptions(connect_timeout_s=20)) as second:
             assert list(samples(second, 2)) == [0, 1]
         leaves.join()
     assert "Concurrent RPC limit" in caplog.text
@@ -289,7 +292,7 @@ def test_a_server_that_never_comes_is_unavailable_after_the_timeout() -> None:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers
         url = f"grpc://127.0.0.1:{taken.getsockname()[1]}/fake"
         with pytest.raises(ServerUnavailable, match=url):
-            iter(RemoteDataset(url, 1, connect_timeout_s=0.5))
+            iter(RemoteDataset(url, 1, connection=ConnectionOptions(connect_timeout_s=0.5)))
 
 
 def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout() -> None:
@@ -298,7 +301,7 @@ def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout() -> Non
         mute.listen()
         url = f"grpc://127.0.0.1:{mute.getsockname()[1]}/fake"
         with pytest.raises(ServerUnavailable, match=url):
-            iter(RemoteDataset(url, 1, connect_timeout_s=0.5))
+            iter(RemoteDataset(url, 1, connection=ConnectionOptions(connect_timeout_s=0.5)))
 
 
 def test_a_refused_join_is_raised_at_once_with_the_servers_message() -> None:
@@ -313,5 +316,8 @@ def test_a_proxy_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) 
     for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
-    with serving(Script()) as (_, url, _), RemoteDataset(url, 1, connect_timeout_s=5) as dataset:
+    with (
+        serving(Script()) as (_, url, _),
+        RemoteDataset(url, 1, connection=ConnectionOptions(connect_timeout_s=5)) as dataset,
+    ):
         assert next(samples(dataset)) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tokenloom.topology import Topology, _shared, resolve
+from tokenloom.connection.topology import Topology, _shared, resolve
 
 VARIABLES = ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"]
 VARIABLES += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"]
@@ -23,15 +23,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def topology(rank: int | None = None, world_size: int | None = None, attempt: str | None = None) -> Topology:
-    return resolve(
-        run="run",
-        stream="train",
-        rank=rank,
-        world_size=world_size,
-        attempt=attempt,
-        process_group=None,
-        timeout_s=5,
-    )
+    return resolve("run", stream="train", rank=rank, world_size=world_size, attempt=attempt, timeout_s=5)
 
 
 def test_a_process_without_a_launcher_is_the_only_rank_and_makes_its_own_attempt() -> None:
@@ -159,10 +151,10 @@ from tokenloom import RemoteDataset
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 url = "grpc://127.0.0.1:1/run"
-made = [RemoteDataset(url, 1), RemoteDataset(url, 1, stream="valid"), RemoteDataset(url, 1)]
+made = [RemoteDataset(url, 1), RemoteDataset(url + "-2", 1), RemoteDataset(url, 1)]
 alone = dist.new_group([rank], use_local_synchronization=True)
 made.append(RemoteDataset(url, 1, process_group=alone))
-print(*[f"{d.rank}/{d.world_size}:{d._asked.topology.attempt}" for d in made])
+print(*[f"{d.rank}/{d.world_size}:{d._request.topology.attempt}" for d in made])
 dist.barrier()
 dist.destroy_process_group()
 """

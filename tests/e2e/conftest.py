@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from support.server_process import CommandLine, ServerProcess
+from support.server_process import ServerProcess
 from support.trainer import Sample, World
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -185,12 +185,6 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     yield start
     for server in servers:
         server.kill()
-
-
-@pytest.fixture(scope="session")
-def tokenloom(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
-    """The command."""
-    return CommandLine(tmp_path_factory.mktemp("commands"))
 
 
 class Rpc:

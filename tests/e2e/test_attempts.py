@@ -12,7 +12,7 @@ from support.redis_server import RedisServer
 from support.server_process import ServerProcess
 from support.trainer import Sample, Trainer, World
 from test_server_restart import wait_for
-from tokenloom import LedgerRolledBack, RankStalled, RemoteDataset, RunBusy
+from tokenloom import ConnectionOptions, LedgerRolledBack, RankStalled, RemoteDataset, RunBusy
 
 LIVENESS_S = 5.0
 
@@ -58,7 +58,9 @@ def test_a_restarted_server_knows_that_the_run_is_alive(trained: tuple[ServerPro
     trainer.pause()  # it will not come back in time to show itself
     server.start()
     with (
-        RemoteDataset(server.url("busy"), 1, resume="latest", connect_timeout_s=1.5) as second,
+        RemoteDataset(
+            server.url("busy"), 1, resume="latest", connection=ConnectionOptions(connect_timeout_s=1.5)
+        ) as second,
         pytest.raises(RunBusy),
     ):
         iter(second)
@@ -76,7 +78,9 @@ def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corp
     # And once more, behind a restart of the server, which hears whose run it is from the stream that comes back.
     server.kill()
     server.start()
-    with RemoteDataset(server.url("again"), 1, resume="latest", connect_timeout_s=30) as third:
+    with RemoteDataset(
+        server.url("again"), 1, resume="latest", connection=ConnectionOptions(connect_timeout_s=30)
+    ) as third:
         next(iter(third))
         assert third.generation == 3
     first.close()

@@ -43,7 +43,7 @@ def documents(corpus: Corpus, source: int, place: int) -> tuple[list[int], list[
 
 
 def test_document_and_position_ids_follow_the_end_of_text_ids(server: ServerProcess, corpus: Corpus) -> None:
-    with World(server.url("same"), 2, 3, document_ids=True, position_ids=True, prefetch_steps=7) as world:
+    with World(server.url("same"), 2, 3, prefetch_steps=7, columns=["document_ids", "position_ids"]) as world:
         places = [0, 0, 0, 0]
         found = {}
         for batch in batches(world):

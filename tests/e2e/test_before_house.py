@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from support.goldens import FOLDER, MIXTURES, write_mixtures
 from support.server_process import ServerProcess
-from tokenloom import RemoteDataset
+from tokenloom import LocalDataset, RemoteDataset
+from tokenloom.datasets.training import TrainingDataset
 
 (WHEEL,) = (FOLDER / "before_house").glob("*.whl")
 #: What the server says to a client of the wheel: None where it serves it, else what the refusal's text has in it.
@@ -51,7 +52,7 @@ def batch_size(run: str) -> int | None:
     return None if "batching" in MIXTURES[run] else 2
 
 
-def read(dataset: RemoteDataset, steps: int = 10**6) -> dict[int, str]:
+def read(dataset: TrainingDataset, steps: int = 10**6) -> dict[int, str]:
     """The digests of its next steps, by sample index."""
     digests: dict[int, str] = {}
     with dataset:
@@ -145,13 +146,15 @@ def test_a_ledger_and_a_state_of_then_go_on_with_equal_digests(
             assert latest == {i: d for i, d in whole[run].items() if i in latest}, f"{run}: the ledger"
             assert not latest or min(latest) > end
 
-            for url, local in ((after.url(run), False), (str(mixtures[[*MIXTURES].index(run)]), True)):
-                dataset = RemoteDataset(url, batch_size(run), local=local, takeover=not local)
+            for dataset in (
+                RemoteDataset(after.url(run), batch_size(run), takeover=True),
+                LocalDataset(mixtures[[*MIXTURES].index(run)], batch_size(run)),
+            ):
                 dataset.load_state_dict(state)
                 assert dataset.sample_index < end
                 found = read(dataset)
                 assert min(found) <= end
-                assert found.items() <= whole[run].items(), f"{run}: the state, local={local}"
+                assert found.items() <= whole[run].items(), f"{run}: the state, by a {type(dataset).__name__}"
     finally:
         after.terminate()
 

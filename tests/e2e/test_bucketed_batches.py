@@ -18,8 +18,9 @@ import yaml
 from conftest import Rpc
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
-from tokenloom import RemoteDataset
-from tokenloom.errors import ProtocolError, TokenloomError
+from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
+from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import TokenloomError
 from tokenloom_server.tools.checkpoint.content import _sources
 from tokenloom_server.tools.checkpoint.difference import place as stands_at
 
@@ -81,7 +82,14 @@ def test_two_ranks_whose_server_is_killed_are_resumed_on_one_without_loss_or_rep
     expected = [caption for batch in whole[0] for caption in batch["caption"]]
     by_sample: dict[int, str] = {}
     two = [
-        RemoteDataset(server.url(RUN), rank=rank, world_size=2, attempt="two", resume="fresh", prefetch_steps=2)
+        RemoteDataset(
+            server.url(RUN),
+            rank=rank,
+            world_size=2,
+            attempt="two",
+            resume="fresh",
+            connection=ConnectionOptions(prefetch_steps=2),
+        )
         for rank in range(2)
     ]
     batches = [iter(dataset) for dataset in two]
@@ -119,7 +127,7 @@ def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(server
 
 def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: object) -> None:
     with (
-        RemoteDataset(server.url(RUN), peek=True, document_ids=True) as dataset,
+        PeekDataset(server.url(RUN), columns=["document_ids"]) as dataset,
         pytest.raises(ProtocolError, match="batches of rows from buckets, which have no documents"),
     ):
         next(iter(dataset))
@@ -128,7 +136,7 @@ def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: objec
 def test_whoever_looks_sees_whole_batches(
     server: ServerProcess, whole: tuple[list[dict[str, Any]], str], tokenloom: CommandLine
 ) -> None:
-    with RemoteDataset(server.url(RUN), peek=True, resume="9") as peek:
+    with PeekDataset(server.url(RUN), at="9") as peek:
         batch: Any = next(iter(peek))
         assert (peek.start_index, batch["sample_ids"].tolist()) == (8, [8, 9, 10, 11])
         assert torch.equal(batch["row"], whole[0][2]["row"])

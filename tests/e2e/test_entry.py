@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives import serialization
 from support.redirecting import Redirecting
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import World
-from tokenloom import Forbidden, RemoteDataset, ServerUnavailable, Unauthenticated
+from support.trainer import World, with_connection
+from tokenloom import ConnectionOptions, Forbidden, PeekDataset, RemoteDataset, ServerUnavailable, Unauthenticated
 
 RUN = "entry"
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
@@ -32,7 +32,7 @@ def mixture(corpus: Corpus) -> Path:
 
 
 def dataset(url: str, **options: Any) -> RemoteDataset:
-    return RemoteDataset(url, 1, **{"rank": 0, "world_size": 1, "connect_timeout_s": 20.0} | options)
+    return RemoteDataset(url, 1, **{"rank": 0, "world_size": 1} | with_connection(options))
 
 
 # Tokens
@@ -61,7 +61,9 @@ def test_who_only_looks_needs_no_more_than_the_token_for_reading(
     file.chmod(0o600)
     with (
         World(server.url(RUN), token=CONTROL) as world,
-        RemoteDataset(server.url(RUN), 1, peek=True, resume="fresh", token=READ, connect_timeout_s=20.0) as peek,
+        PeekDataset(
+            server.url(RUN), 1, at="fresh", connection=ConnectionOptions(token=READ, connect_timeout_s=20.0)
+        ) as peek,
     ):
         batches = [batch["input_ids"].tolist() for batch in itertools.islice(peek, 4)]
         world.steps(4)

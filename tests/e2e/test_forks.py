@@ -10,7 +10,7 @@ from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
 from tokenloom import RemoteDataset
-from tokenloom.errors import JoinRefused, SnapshotInvalid
+from tokenloom_proto.errors import JoinRefused, SnapshotInvalid
 
 ANNEAL = {
     "policy": "weighted",

@@ -22,7 +22,7 @@ import yaml
 from conftest import StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
@@ -110,7 +110,7 @@ class Watched:
 @contextmanager
 def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
     """A rank that takes what it gets, as fast as it can."""
-    dataset = RemoteDataset(url, prefetch_steps=64, **slot)
+    dataset = RemoteDataset(url, **slot, connection=ConnectionOptions(prefetch_steps=64))
 
     def read() -> None:
         try:

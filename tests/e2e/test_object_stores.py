@@ -13,7 +13,7 @@ from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_co
 from support.s3_server import BUCKET, S3Server, for_ever, s3_server
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
-from tokenloom import RemoteDataset, ServerUnavailable, StorageError
+from tokenloom import ConnectionOptions, RemoteDataset, ServerUnavailable, StorageError
 from tokenloom_server.order.pipeline import BatchPlan
 
 PLACE = f"s3://{BUCKET}"
@@ -95,7 +95,7 @@ def test_a_store_that_stops_answering_is_named_to_the_ranks_and_then_an_error(st
     ).start()
     try:
         store.trouble = for_ever
-        with RemoteDataset(server.url("test"), 2, batch_timeout_s=5) as dataset:
+        with RemoteDataset(server.url("test"), 2, connection=ConnectionOptions(batch_timeout_s=5)) as dataset:
             with pytest.raises(
                 ServerUnavailable, match=r"waiting for: storage: source '\w+:s3://corpora/data/.*' \(for "
             ):

@@ -11,7 +11,7 @@ import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Receipt, Sample, World
-from tokenloom import BeyondHorizon, JoinRefused, RemoteDataset
+from tokenloom import BeyondHorizon, JoinRefused, PeekDataset, RemoteDataset
 
 OLD = {"spec": "parquet:gone-*.parquet:text", "shard": "gone-3.parquet", "row_offset": 12, "token_offset": 5000}
 
@@ -89,10 +89,7 @@ def test_a_job_goes_on_from_an_older_checkpoint_and_then_exactly(
 
 
 def iter_peek(server: ServerProcess, run: str, resume: str | None = None, state: Any = None) -> Any:
-    peek = RemoteDataset(server.url(run), 1, peek=True, resume=resume)
-    if state is not None:
-        peek.load_state_dict(state)
-    return iter(peek)
+    return iter(PeekDataset(server.url(run), 1, at=resume if state is None else state))
 
 
 def test_what_the_dataset_says_before_it_joined(corpus: Corpus, start_server: StartServer) -> None:

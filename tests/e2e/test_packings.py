@@ -11,7 +11,7 @@ import pytest
 from conftest import LENGTH, Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom import Batch, RemoteDataset
+from tokenloom import Batch, PeekDataset
 from tokenloom_server.tools.peek.servers import Servers
 from tokenloom_server.tools.peek.view import peek
 
@@ -49,14 +49,14 @@ def test_a_packed_run_is_the_same_after_a_kill_and_on_other_ranks(
     corpus: Corpus, start_server: StartServer, run: str
 ) -> None:
     server = start_server(corpus.mixture(run, **RUNS[run], last_step="pad"))
-    with World(server.url(run), 2, 3, attention_mask=True) as world:
+    with World(server.url(run), 2, 3, columns=["attention_mask"]) as world:
         whole = samples(world, 4)
         state = world.state()
         server.kill()
         server.start()
         whole |= samples(world)
     assert len(whole) > 60
-    with World(server.url(run), 3, 2, state=state, attention_mask=True) as world:
+    with World(server.url(run), 3, 2, state=state, columns=["attention_mask"]) as world:
         again = samples(world)
     assert again == {index: sample for index, sample in whole.items() if index >= 24}
 
@@ -91,7 +91,7 @@ def check_what_is_told(server: ServerProcess, run: str, whole: Seen) -> None:
     shown = peek(Servers(server.url(run), {}), 5, 12).samples
     assert [tuple(sample.ids.tolist()) for sample in shown] == [whole[index][1] for index in range(5, 17)]
     peeked: Seen = {}
-    with RemoteDataset(server.url(run), 4, peek=True, resume="8", attention_mask=True) as dataset:
+    with PeekDataset(server.url(run), 4, at="8", columns=["attention_mask"]) as dataset:
         batches = iter(dataset)
         for _ in range(3):
             add(peeked, next(batches))

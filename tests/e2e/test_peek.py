@@ -16,16 +16,16 @@ import httpx
 import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import Receipt, Sample, World, rolling_digest
+from support.trainer import Receipt, Sample, World, rolling_digest, with_connection
 from tokenizers import Tokenizer
-from tokenloom import BeyondHorizon, JoinRefused, NotFound, RemoteDataset, SnapshotInvalid, TooManyPeeks
+from tokenloom import BeyondHorizon, JoinRefused, NotFound, PeekDataset, SnapshotInvalid, TooManyPeeks
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.replay.peek import AHEAD_SAMPLES, MAX_PEEKS
+from tokenloom_server.replay.past import AHEAD_SAMPLES, MAX_PEEKS
 
 
-def peek(url: str, batch_size: int = 1, **options: Any) -> RemoteDataset:
-    return RemoteDataset(url, batch_size, **({"peek": True, "connect_timeout_s": 20.0} | options))
+def peek(url: str, batch_size: int = 1, **options: Any) -> PeekDataset:
+    return PeekDataset(url, batch_size, **with_connection(options))
 
 
 def peeked(url: str, batch_size: int = 1, steps: int | None = None, **options: Any) -> dict[int, Sample]:
@@ -77,10 +77,10 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     with World(url, 2, 2, prefetch_steps=3) as world:
         world.steps(7)
         before, rows = settled(server, run, 28), ledger_rows(server.ledger_file)
-        assert peeked(url, 3, resume="fresh") == part(sequence, 0, len(sequence) // 3 * 3)
-        assert peeked(url, 1, 5) == peeked(url, 1, 5, resume="latest") == part(sequence, 28, 33)
-        assert peeked(url, 4, 2, resume="11") == part(sequence, 11, 19)
-        with peek(url, resume="5") as dataset:
+        assert peeked(url, 3, at="fresh") == part(sequence, 0, len(sequence) // 3 * 3)
+        assert peeked(url, 1, 5) == peeked(url, 1, 5, at="latest") == part(sequence, 28, 33)
+        assert peeked(url, 4, 2, at=11) == part(sequence, 11, 19)
+        with peek(url, at=5) as dataset:
             batch = next(iter(dataset))
             assert (dataset.rank, dataset.world_size, dataset.generation, dataset.start_index) == (0, 1, 0, 5)
             assert dataset.digest == rolling_digest(sequence[:6])
@@ -101,9 +101,9 @@ def test_a_run_that_nobody_joined_can_be_looked_at_and_begins_as_before(
     run = "untouched"
     server = start_server(corpus.mixture(run), ledger=ledger)
     assert peeked(server.url(run), 2, 9) == part(sequence, 0, 18)
-    assert peeked(server.url(run), 1, 2, resume="30") == part(sequence, 30, 32)
+    assert peeked(server.url(run), 1, 2, at=30) == part(sequence, 30, 32)
     # What a peek has at the end is never committed, and its place is free all the same.
-    finished = [peek(server.url(run), resume=str(len(sequence) - 1)) for _ in range(MAX_PEEKS + 1)]
+    finished = [peek(server.url(run), at=len(sequence) - 1) for _ in range(MAX_PEEKS + 1)]
     assert [len(list(dataset)) for dataset in finished] == [1] * len(finished)
     for dataset in finished:
         dataset.close()
@@ -120,7 +120,7 @@ def test_a_padded_last_step_is_padded_for_who_looks_too(
     run = "padded-peek"
     server = start_server(corpus.mixture(run, last_step="pad"))
     begin = len(sequence) - 5
-    with peek(server.url(run), 4, resume=str(begin)) as dataset:
+    with peek(server.url(run), 4, at=begin) as dataset:
         batches = list(dataset)
         assert [batch["sample_ids"].tolist() for batch in batches] == [
             list(range(begin, begin + 4)),
@@ -138,7 +138,7 @@ def test_a_peek_goes_over_to_the_standby(
     standby = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags)
     both = f"grpc://{standby.grpc},{leader.grpc}/{run}"
     receipt = Receipt()
-    with peek(both, 2, resume="3", prefetch_steps=2) as dataset:
+    with peek(both, 2, at=3, prefetch_steps=2) as dataset:
         batches = iter(dataset)
         for _ in range(4):
             receipt.add(next(batches))
@@ -159,7 +159,7 @@ def test_training_resumes_at_the_state_of_a_peek(
     with World(server.url(run), 2, 2) as world:
         world.steps(5)
         settled(server, run, 20)
-    with peek(server.url(run), 3, resume="10") as dataset:
+    with peek(server.url(run), 3, at=10) as dataset:
         at_once = dataset.state_dict()
         list(islice(dataset, 7))
         state = dataset.state_dict()
@@ -188,9 +188,9 @@ def test_what_cannot_be_looked_at_is_refused_by_name(
     url = server.url(run)
     far = AHEAD_SAMPLES + 1
     with pytest.raises(BeyondHorizon, match=rf"{far} samples beyond sample 0, .* goes {AHEAD_SAMPLES} further at most"):
-        peeked(url, resume=str(far))
+        peeked(url, at=far)
     with pytest.raises(NotFound, match=r"resume='99999999999999999': run 'refusing' has no snapshot of that id"):
-        peeked(url, resume="9" * 17)
+        peeked(url, at="9" * 17)
     with pytest.raises(NotFound, match="there is no run 'nobody' on this server"):
         peeked(server.url("nobody"))
     with pytest.raises(JoinRefused, match="a peek's step of 1000000 samples has 32000000 bytes; expected 1 sample to"):
@@ -201,7 +201,7 @@ def test_what_cannot_be_looked_at_is_refused_by_name(
     with peek(url) as dataset, pytest.raises(SnapshotInvalid, match="run"):
         dataset.load_state_dict(foreign)
         iter(dataset)
-    with peek(url, resume="3") as dataset:
+    with peek(url, at=3) as dataset:
         next(iter(dataset))
         document = unseal(dataset.state_dict()["tokenloom"])
     forged = seal({key: value for key, value in document.items() if key != "checksum"} | {"digest": "1" * 32})
@@ -230,7 +230,7 @@ def test_only_so_many_look_at_once_and_the_next_may_when_one_is_done(
             assert world.steps(3).receipt.sequence() == sequence[:12]
         timer = threading.Timer(0.3, opened[0].close)
         timer.start()
-        assert peeked(url, 1, 3, resume="2") == part(sequence, 2, 5)
+        assert peeked(url, 1, 3, at=2) == part(sequence, 2, 5)
         timer.join()
     finally:
         for dataset in opened:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from conftest import LENGTH, Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
-from support.trainer import Sample, World
+from support.trainer import Sample, World, with_connection
 from tokenloom import (
     NotFound,
     RemoteDataset,
@@ -46,7 +46,7 @@ def state(server: ServerProcess) -> dict[str, str]:
 def join(url: str, **options: Any) -> RemoteDataset:
     """A rank that has joined."""
     loaded = options.pop("state", None)
-    dataset = RemoteDataset(url, options.pop("batch_size", 2), **{"connect_timeout_s": 20.0, **options})
+    dataset = RemoteDataset(url, options.pop("batch_size", 2), **with_connection(options))
     if loaded is not None:
         dataset.load_state_dict(loaded)
     try:

@@ -15,7 +15,7 @@ import torch
 from conftest import Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
-from tokenloom import RemoteDataset, SourceLoss
+from tokenloom import LocalDataset, SourceLoss
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
@@ -34,7 +34,7 @@ def request(world: World, index: int, **fields: Any) -> wire.ReportRequest:
         "run": RUN,
         "run_uid": json.loads(world.ranks[0].state_dict()["tokenloom"])["run_uid"],
         "generation": world.ranks[0].generation,
-        "attempt": world.ranks[0]._asked.topology.attempt,
+        "attempt": world.ranks[0]._request.topology.attempt,
         "sample_index": index,
         "total_tokens": 16 * index,
         "step": index // 4,
@@ -138,13 +138,13 @@ def test_losses_are_shown_and_move_nothing(
 
 
 def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus) -> None:
-    with RemoteDataset(str(corpus.mixture(RUN)), 4, local=True) as dataset:
+    with LocalDataset(str(corpus.mixture(RUN)), 4) as dataset:
         batch = next(iter(dataset))
         source_loss = SourceLoss(dataset)
         source_loss.add(torch.full((4,), 1.5), batch)
         source_loss.log()
         deadline = time.monotonic() + 30
-        stub = DataLoaderStub(dataset._served_here.connect())
+        stub = DataLoaderStub(dataset._request.server.connect())
         reported = None
         while reported is None:
             assert time.monotonic() < deadline

@@ -19,7 +19,7 @@ from support.corpora import write_parquet
 from support.server_process import CommandLine, ServerProcess
 from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.order.record import Order
@@ -261,7 +261,7 @@ def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(
 
 def _peek(server: ServerProcess, run: str) -> RemoteDataset:
     """One that does not look so far ahead that a revision would change what it saw."""
-    return RemoteDataset(server.url(run), 1, peek=True, prefetch_steps=8)
+    return PeekDataset(server.url(run), 1, connection=ConnectionOptions(prefetch_steps=8))
 
 
 def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(

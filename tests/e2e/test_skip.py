@@ -11,7 +11,7 @@ import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
-from tokenloom import JoinRefused, RemoteDataset
+from tokenloom import ConnectionOptions, JoinRefused, PeekDataset, RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import unseal
 
@@ -46,7 +46,7 @@ def assert_counted(
 
 
 def loaded(url: str, state: dict[str, str], batch_size: int = 1) -> RemoteDataset:
-    dataset = RemoteDataset(url, batch_size, connect_timeout_s=30.0)
+    dataset = RemoteDataset(url, batch_size, connection=ConnectionOptions(connect_timeout_s=30.0))
     dataset.load_state_dict(state)
     return dataset
 
@@ -156,7 +156,7 @@ def test_skipped_samples_are_traced_as_such_and_can_still_be_looked_at(
         expected = {11: (1, "committed", 5), 12: (1, "skipped", 6), 16: (1, "skipped", 8), 17: (2, "committed", 0)}
         assert where == expected.get(index, (2, "committed", 2))
     assert told(30, generation=1)["status"] == "rewound"
-    with RemoteDataset(server.url(run), 1, peek=True, resume="13") as dataset:
+    with PeekDataset(server.url(run), 1, at="13") as dataset:
         assert tuple(next(iter(dataset))["input_ids"][0].tolist()) == sequence[13].ids
 
 

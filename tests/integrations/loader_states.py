@@ -9,12 +9,12 @@ import sys
 from typing import Any
 
 import pytest
-from tokenloom import Batch, RemoteDataset
+from tokenloom import Batch, PeekDataset, RemoteDataset
 from tokenloom.integrations.stateful import StatefulLoader
 
 
 def main(url: str) -> None:
-    with RemoteDataset(url, 2, peek=True, resume="0") as peek:
+    with PeekDataset(url, 2, at="0") as peek:
         order = [(batch["sample_ids"].tolist(), peek.state_dict()) for batch, _ in zip(peek, range(8), strict=False)]
 
     loader = StatefulLoader(RemoteDataset(url, 2), num_workers=1, collate_fn=_renamed, prefetch_factor=3)

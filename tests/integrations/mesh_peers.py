@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenloom import ConnectionOptions
 from tokenloom.integrations.mesh import GroupDataset, mesh_dataset
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -42,15 +43,14 @@ def main(url: str, folder: Path) -> None:
     def dataset_of(address: str = url, **options: Any) -> GroupDataset:
         return mesh_dataset(address, mesh, 2, dp=HSDP, **options)
 
-    tell_error("an option", lambda: dataset_of(prefetch_steps=0))
-    tell_error("evaluation", lambda: dataset_of(stream="validation", samples=8))
+    tell_error("an option", lambda: dataset_of(columns=["lengths"]))
     tell_error("no dimension", lambda: mesh_dataset(url, mesh, 2, dp="dp"))
     tell_error("a part", lambda: mesh_dataset(url, mesh["tp"], 2, dp="tp"))
-    with dataset_of(url + "-not-there", connect_timeout_s=20) as dataset:
+    with dataset_of(url + "-not-there", connection=ConnectionOptions(connect_timeout_s=20)) as dataset:
         tell_error("no run", lambda: iter(dataset))
         tell_error("no run, again", lambda: next(iter(dataset)))
 
-    with dataset_of(position_ids=True, document_ids=True, cu_seqlens=True) as dataset:
+    with dataset_of(columns=["position_ids", "document_ids", "cu_seqlens"]) as dataset:
         tell(what="start", rank=dataset.rank, of=dataset.world_size, leads=dataset.leads, state=dataset.state_dict())
         states = []
         for batch in dataset:

@@ -17,15 +17,17 @@ import pytest
 import torch
 import yaml
 from support.server_process import ServerProcess
-from tokenloom import RemoteDataset
-from tokenloom.batch import Layout, Message
-from tokenloom.device import DeviceSteps, Transfer, resolve
-from tokenloom.features import Bucket, Feature, RowsMessage
+from tokenloom import PeekDataset, RemoteDataset
+from tokenloom.batch.device import DeviceSteps, Transfer, resolve
+from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout, StepNumbers
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import Message
+from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
-COLUMNS = ("position_ids", "document_ids", "attention_mask", "loss_mask", "cu_seqlens")
+COLUMNS = frozenset(OPTIONAL_COLUMNS)
 STEPS, SIZE, LENGTH = 3, 4, 37
 
 
@@ -49,16 +51,19 @@ def message_of(layout: Layout, seed: int = 0, steps: int = STEPS) -> Message:
     counts = draws.integers(0, 5, samples) if layout.document_starts else np.zeros(0, int)
     limit = np.minimum(lengths, layout.sequence_length) if layout.lengths else np.full(samples, layout.sequence_length)
     starts = [np.sort(draws.choice(max(1, limit[i]), min(n, max(1, limit[i])), False)) for i, n in enumerate(counts)]
-    return Message(
-        layout,
+    numbers = StepNumbers(
         begin_indices=[100 + i * 2 * layout.batch_size for i in range(steps)],
         end_indices=[100 + (i + 1) * 2 * layout.batch_size for i in range(steps)],
         slices=[i % 2 for i in range(steps)],
         total_tokens=[1000 + i for i in range(steps)],
         tokens=[2000 + i for i in range(steps)],
         label_tokens=[3000 + i for i in range(steps)],
-        ids=np.concatenate(parts, axis=1).tobytes(),
         source_ids=sources,
+    )
+    return Message(
+        layout,
+        numbers,
+        ids=np.concatenate(parts, axis=1).tobytes(),
         document_counts=[len(each) for each in starts],
         document_starts=[int(start) for each in starts for start in each],
     )
@@ -82,13 +87,13 @@ def test_batches_of_all_layouts_equal_those_of_the_cpu(device: str, id_type: str
     flags = ("shifted", "lengths", "pads_left", "loss_masks", "mask_boundaries")
     compared = 0
     for chosen in itertools.product([False, True], repeat=len(flags)):
-        for asked in ((), COLUMNS):
-            options = dict(zip(flags, chosen, strict=True)) | dict.fromkeys(asked, True)
-            layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type=id_type, **options)
-            message, columns = message_of(layout, seed=compared), layout.columns()
+        for asked in (frozenset(), COLUMNS):
+            options = dict(zip(flags, chosen, strict=True))
+            layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type=id_type, columns=asked, **options)
+            message, pool = message_of(layout, seed=compared), ArrayPool.of(layout)
             transfer = Transfer(torch.device(device), layout)
             for step in range(STEPS):
-                expected = message.batch(step, columns)
+                expected = message.batch(step, pool)
                 assert_equal(dict(transfer.batch(message, step)), dict(expected), device)
                 compared += 1
     assert compared == 2 ** len(flags) * 2 * STEPS
@@ -107,25 +112,23 @@ def test_ids_cross_as_narrow_as_they_travelled(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_was_sent_ahead_is_not_sent_again_and_may_be_dropped(device: str) -> None:
     layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type="<u2", shifted=True)
-    message, other, columns = message_of(layout), message_of(layout, seed=1), layout.columns()
+    message, other, pool = message_of(layout), message_of(layout, seed=1), ArrayPool.of(layout)
     transfer = Transfer(torch.device(device), layout)
 
     first = transfer.batch(message, 0)
     transfer.send(message, 1)
     sent = transfer.copied_bytes
-    assert_equal(dict(transfer.batch(message, 1)), dict(message.batch(1, columns)), device)
+    assert_equal(dict(transfer.batch(message, 1)), dict(message.batch(1, pool)), device)
     assert transfer.copied_bytes == sent
 
     transfer.send(message, 2)
-    assert_equal(dict(transfer.batch(other, 2)), dict(other.batch(2, columns)), device)
-    assert_equal(dict(first), dict(message.batch(0, columns)), device)
+    assert_equal(dict(transfer.batch(other, 2)), dict(other.batch(2, pool)), device)
+    assert_equal(dict(first), dict(message.batch(0, pool)), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_are_their_holders_alone(device: str) -> None:
-    layout = Layout(
-        batch_size=SIZE, sequence_length=LENGTH, id_type="<u4", shifted=False, **dict.fromkeys(COLUMNS, True)
-    )
+    layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type="<u4", shifted=False, columns=COLUMNS)
     message, transfer = message_of(layout), Transfer(torch.device(device), layout)
     with torch.inference_mode():  # memory that is made here is used outside, too
         transfer.batch(message, 0)
@@ -135,7 +138,7 @@ def test_tensors_are_their_holders_alone(device: str) -> None:
             before = tensor._version
             tensor.fill_(7)
             assert tensor._version == before + 1, name
-    assert_equal(dict(later), dict(message.batch(2, layout.columns())), device)
+    assert_equal(dict(later), dict(message.batch(2, ArrayPool.of(layout))), device)
     assert all(bool((t == 7).all()) for t in batch.values() if isinstance(t, torch.Tensor))
 
 
@@ -158,14 +161,16 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
     data = (row.tobytes() + caption.encode()) * 2 * 2
     message = RowsMessage(
         2,
-        begin_indices=[0, 2],
-        end_indices=[2, 4],
-        slices=[0, 0],
-        total_tokens=[2, 4],
-        tokens=[2, 2],
-        label_tokens=[0, 0],
+        StepNumbers(
+            begin_indices=[0, 2],
+            end_indices=[2, 4],
+            slices=[0, 0],
+            total_tokens=[2, 4],
+            tokens=[2, 2],
+            label_tokens=[0, 0],
+            source_ids=[0, 0, 1, 1],
+        ),
         data=data,
-        source_ids=[0, 0, 1, 1],
         buckets=[Bucket("b", "s", features, None)] * 2,
     )
     transfer = Transfer(torch.device(device), Layout(batch_size=2, sequence_length=1, id_type="<u2", shifted=False))
@@ -184,10 +189,15 @@ def test_no_memory_is_written_while_the_gpu_still_reads_it() -> None:
     # The GPU is kept behind by kernels that do nothing but wait, and the host goes on: it would overwrite what is not
     # yet copied or widened, if nothing stopped it. Every other step is on a stream of the trainer's own.
     layout = Layout(
-        batch_size=8, sequence_length=1024, id_type="<u2", shifted=True, mask_boundaries=True, position_ids=True
+        batch_size=8,
+        sequence_length=1024,
+        id_type="<u2",
+        shifted=True,
+        mask_boundaries=True,
+        columns=frozenset({"position_ids"}),
     )
     steps = 60
-    message, columns = message_of(layout, steps=steps), layout.columns()
+    message, pool = message_of(layout, steps=steps), ArrayPool.of(layout)
     transfer, own = Transfer(torch.device("cuda"), layout), torch.cuda.Stream()
     kept = []
     for step in range(steps):
@@ -201,7 +211,7 @@ def test_no_memory_is_written_while_the_gpu_still_reads_it() -> None:
             transfer.send(message, step + 1)
     torch.cuda.synchronize()
     for step, found in enumerate(kept):
-        expected = message.batch(step, columns)
+        expected = message.batch(step, pool)
         for name, tensor in found.items():
             assert torch.equal(tensor.cpu(), expected[name]), (step, name)  # type: ignore[literal-required]
 
@@ -233,19 +243,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(url: str, device: str) -> None:
-    asked = dict.fromkeys(COLUMNS, True)
-    with RemoteDataset(url, 4, peek=True, resume="fresh", **asked) as dataset:
+    with PeekDataset(url, 4, at="fresh", columns=COLUMNS) as dataset:
         expected = [(dict(batch), dataset.state_dict()) for batch in dataset]
     assert len(expected) > 10
 
-    with RemoteDataset(url, 4, resume="fresh", takeover=True, device=device, **asked) as dataset:
+    with RemoteDataset(url, 4, resume="fresh", takeover=True, device=device, columns=COLUMNS) as dataset:
         for (batch, place), found in zip(expected[:6], dataset, strict=False):
             assert_equal(dict(found), batch, device)
             # Though the next batch is on its way, the state is that of this one, and so is what the server is told.
             assert index_of(dataset.state_dict()) == index_of(place) == found["sample_index"]
             assert dataset.sample_index == found["sample_index"]
         state = dataset.state_dict()
-    with RemoteDataset(url, 4, takeover=True, device=device, **asked) as dataset:
+    with RemoteDataset(url, 4, takeover=True, device=device, columns=COLUMNS) as dataset:
         dataset.load_state_dict(state)
         rest = list(dataset)
     assert len(rest) == len(expected) - 6
@@ -254,14 +263,14 @@ def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(url: s
 
 
 def test_what_cannot_be_sent_ahead_costs_no_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RemoteDataset(url, 4, peek=True, resume="fresh") as dataset:
+    with PeekDataset(url, 4, at="fresh") as dataset:
         expected = list(dataset)
 
     def out_of_memory(*_: object) -> None:
         raise MemoryError("no pinned memory")
 
     monkeypatch.setattr(DeviceSteps, "send", out_of_memory)
-    with RemoteDataset(url, 4, peek=True, resume="fresh", device="cpu") as dataset:
+    with PeekDataset(url, 4, at="fresh", device="cpu") as dataset:
         found = list(dataset)
     assert len(found) == len(expected)
     for batch, same in zip(found, expected, strict=True):
@@ -288,8 +297,8 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason() -> None:
 
 
 def test_ranks_and_workers_say_where_batches_can_be_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = RemoteDataset(url, 4, peek=True)
-    monkeypatch.setattr(dataset, "_asked", replace(dataset._asked, device=torch.device("cuda")))
+    dataset = PeekDataset(url, 4)
+    monkeypatch.setattr(dataset, "_request", replace(dataset._request, device=torch.device("cuda")))
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
         next(iter(loader))

@@ -26,17 +26,21 @@ from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom import (
     ConfigError,
+    ConnectionOptions,
+    EvaluationDataset,
     LeaseHeld,
+    LocalDataset,
     NotFound,
+    PeekDataset,
     RemoteDataset,
     ServerUnavailable,
     SourceError,
     TokenloomError,
-    child_server,
-    embedded,
 )
-from tokenloom.embedded import machine, reachable_host
-from tokenloom.mixture_file import require_server
+from tokenloom.datasets.order import OrderDataset
+from tokenloom.job_server import child_process, launch
+from tokenloom.job_server.launch import machine, reachable_host
+from tokenloom.job_server.mixture_file import require_server
 from torch.utils.data import DataLoader
 
 
@@ -99,7 +103,7 @@ def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, 
 # --- The same checkpoint in every mode ---------------------------------------------------------------------------
 
 
-def digests(dataset: RemoteDataset, steps: int) -> list[str]:
+def digests(dataset: OrderDataset, steps: int) -> list[str]:
     batches = iter(dataset)
     found = []
     for _ in range(steps):
@@ -109,10 +113,10 @@ def digests(dataset: RemoteDataset, steps: int) -> list[str]:
 
 
 def test_one_checkpoint_goes_on_in_every_mode(mixture: Path, tmp_path: Path) -> None:
-    with RemoteDataset(sample(tmp_path / "alone"), 4, local=True) as dataset:
+    with LocalDataset(sample(tmp_path / "alone"), 4) as dataset:
         expected = digests(dataset, 20)
 
-    with RemoteDataset(mixture, 4, local=True) as dataset:
+    with LocalDataset(mixture, 4) as dataset:
         assert digests(dataset, 5) == expected[:5]
         state = dataset.state_dict()
     server = ServerProcess(tmp_path / "server", mixture).start()
@@ -127,7 +131,7 @@ def test_one_checkpoint_goes_on_in_every_mode(mixture: Path, tmp_path: Path) -> 
         dataset.load_state_dict(state)
         assert digests(dataset, 5) == expected[10:15]
         state = dataset.state_dict()
-    with RemoteDataset(mixture, 2, local=True) as dataset:
+    with LocalDataset(mixture, 2) as dataset:
         dataset.load_state_dict(state)
         assert digests(dataset, 10)[1::2] == expected[15:]
 
@@ -138,10 +142,10 @@ def test_one_checkpoint_goes_on_in_every_mode(mixture: Path, tmp_path: Path) -> 
 def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_server, "SOUND_S", 1000.0)  # however slow this machine is now
-    with RemoteDataset(sample(tmp_path / "alone"), 4, local=True) as dataset:
+    monkeypatch.setattr(child_process, "SOUND_S", 1000.0)  # however slow this machine is now
+    with LocalDataset(sample(tmp_path / "alone"), 4) as dataset:
         expected = digests(dataset, 40)
-    with RemoteDataset(mixture, 4, prefetch_steps=2) as dataset:
+    with RemoteDataset(mixture, 4, connection=ConnectionOptions(prefetch_steps=2)) as dataset:
         assert digests(dataset, 3) == expected[:3]
         (first,) = servers(mixture)
         first.kill()
@@ -158,7 +162,7 @@ def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(
 
 
 def test_a_server_that_cannot_be_started_again_ends_the_training_with_its_reason(mixture: Path) -> None:
-    with RemoteDataset(mixture, 4, prefetch_steps=2) as dataset:
+    with RemoteDataset(mixture, 4, connection=ConnectionOptions(prefetch_steps=2)) as dataset:
         batches = iter(dataset)
         next(batches)
         (mixture.parent / "data" / "fables.txt").unlink()
@@ -171,7 +175,7 @@ def test_a_server_that_cannot_be_started_again_ends_the_training_with_its_reason
 def test_datasets_of_one_file_share_a_server_that_ends_with_the_last_of_them(mixture: Path) -> None:
     with RemoteDataset(mixture, 4) as first:
         assert len(digests(first, 2)) == 2
-        with RemoteDataset(str(mixture), 4, peek=True, resume="fresh") as second:
+        with PeekDataset(str(mixture), 4, at="fresh") as second:
             assert len(servers(mixture)) == 1
             assert digests(second, 2)[-1] == first.digest
         assert len(digests(first, 2)) == 2
@@ -183,18 +187,22 @@ def test_a_stream_to_evaluate_on_is_served_beside_training_and_without_a_server(
     source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": float("inf"), "holdout": 0.3}
     mixture = sample(tmp_path / "mixture", mixture={"policy": "sequential", "children": [source]})
 
-    def validation(local: bool) -> list[list[int]]:
-        with RemoteDataset(mixture, 2, stream="validation", samples=8, local=local) as dataset:
-            return [batch["input_ids"].flatten().tolist() for batch in dataset]
+    def validation(data: EvaluationDataset) -> list[list[int]]:
+        with data:
+            return [batch["input_ids"].flatten().tolist() for batch in data]
 
     with RemoteDataset(mixture, 4) as dataset:
         before = digests(dataset, 2)
-        found = validation(local=False)
+        found = validation(EvaluationDataset(mixture, 2, samples=8))
         assert len(found) == 4
-        assert found == validation(local=True)
+        assert found == validation(dataset.evaluation(batch_size=2, samples=8))
+        assert found == validation(LocalDataset(mixture, 4).evaluation(batch_size=2, samples=8))
         assert len(servers(mixture)) == 1
         after = digests(dataset, 2)
-    with RemoteDataset(mixture, 4, local=True) as dataset:
+        kept = dataset.evaluation(batch_size=2, samples=8)
+    assert found == validation(kept), "the server goes with the last of its datasets"
+    assert servers(mixture) == []
+    with LocalDataset(mixture, 4) as dataset:
         assert digests(dataset, 4) == before + after
 
 
@@ -216,7 +224,7 @@ def test_jobs_of_several_files_in_one_folder_may_start_at_once(mixture: Path) ->
         path.write_text(yaml.safe_dump(found | {"run": name}), encoding="utf-8")
 
     with ThreadPoolExecutor(2) as pool:
-        started = pool.map(lambda path: child_server.ChildServer(path, "127.0.0.1", 60.0), files.values())
+        started = pool.map(lambda path: child_process.ChildServer(path, "127.0.0.1", 60.0), files.values())
         found = dict(zip(files, started, strict=True))
     try:
         assert {name: server.run for name, server in found.items()} == {"one": "one", "two": "two"}
@@ -231,14 +239,14 @@ def test_where_the_folder_is_read_only_each_launch_has_the_same_one_among_tempor
     """For there is the address that the last launch had."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = child_server._folder(mixture)
-    assert folder == child_server._folder(mixture)
+    folder = child_process._folder(mixture)
+    assert folder == child_process._folder(mixture)
     assert folder.is_relative_to(tmp_path)
-    assert folder != child_server._folder(mixture.with_name("other.yaml"))
+    assert folder != child_process._folder(mixture.with_name("other.yaml"))
     # What somebody else may have put there is not used.
     shutil.rmtree(folder.parent)
     folder.parent.symlink_to(mixture.parent)
-    assert child_server._folder(mixture).parent == tmp_path
+    assert child_process._folder(mixture).parent == tmp_path
 
 
 # --- Several ranks, and what is told to all of them --------------------------------------------------------------
@@ -286,11 +294,11 @@ def test_ranks_on_several_machines_meet_at_the_address_that_is_told(
     own = next((a.address for found in psutil.net_if_addrs().values() for a in found if is_outer(a)), None)
     if own is None:
         pytest.skip("this machine has no address but the loopback's")
-    monkeypatch.setattr(embedded, "machine", lambda: str(threading.get_ident()))
+    monkeypatch.setattr(launch, "machine", lambda: str(threading.get_ident()))
     monkeypatch.setenv("TOKENLOOM_HOST", own)
 
     def train(dataset: RemoteDataset) -> tuple[str, list[str]]:
-        return str(dataset._asked.address), digests(dataset, 5)
+        return str(dataset._request.address), digests(dataset, 5)
 
     first, second = on_two_ranks(mixture, "attempt", train)
     assert first == second
@@ -321,7 +329,7 @@ def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pyt
     monkeypatch.setattr(tempfile, "tempdir", None)
     sockets, threads = len(psutil.Process().net_connections()), set(threading.enumerate())
 
-    with RemoteDataset(mixture, 4, local=True) as dataset:
+    with LocalDataset(mixture, 4) as dataset:
         batch = next(iter(dataset))
         assert batch["input_ids"].shape == (4, 128)
         assert list((mixture.parent / "temporary").iterdir()) == [], "who is killed now removes nothing"
@@ -334,7 +342,7 @@ def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pyt
 def test_without_a_server_the_data_end_as_elsewhere(tmp_path: Path) -> None:
     source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": 1}
     mixture = sample(tmp_path / "short", mixture={"policy": "sequential", "children": [source]})
-    with RemoteDataset(mixture, 2, local=True) as dataset:
+    with LocalDataset(mixture, 2) as dataset:
         batches = list(dataset)
         assert dataset.end_reason is not None
     with RemoteDataset(mixture, 2) as dataset:
@@ -342,31 +350,32 @@ def test_without_a_server_the_data_end_as_elsewhere(tmp_path: Path) -> None:
 
 
 def test_without_a_server_a_run_can_be_looked_at(mixture: Path) -> None:
-    with RemoteDataset(mixture, 4, local=True) as dataset:
+    with LocalDataset(mixture, 4) as dataset:
         expected = digests(dataset, 3)
-    with RemoteDataset(mixture, 4, local=True, peek=True) as dataset:
-        assert digests(dataset, 3) == expected
+    with LocalDataset(mixture, 4) as dataset, dataset.peek() as look, dataset.peek(at=4) as later:
+        assert digests(look, 3) == expected
+        assert digests(later, 2) == expected[1:]
 
 
 def test_without_a_server_errors_have_the_names_that_they_have_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sequence_length"):
-        RemoteDataset(sample(tmp_path / "a", sequence_length=-3), 4, local=True)
+        LocalDataset(sample(tmp_path / "a", sequence_length=-3), 4)
     missing = sample(tmp_path / "b")
     (missing.parent / "data" / "fables.txt").unlink()
-    with RemoteDataset(missing, 4, local=True) as dataset, pytest.raises(TokenloomError, match="fables"):
+    with LocalDataset(missing, 4) as dataset, pytest.raises(TokenloomError, match="fables"):
         iter(dataset)
     with (
-        RemoteDataset(sample(tmp_path / "c"), 4, local=True, resume="nothing-of-this-name") as dataset,
+        LocalDataset(sample(tmp_path / "c"), 4, resume="nothing-of-this-name") as dataset,
         pytest.raises(NotFound, match="nothing-of-this-name"),
     ):
         iter(dataset)
 
 
 def test_a_dataloaders_worker_has_the_run_where_it_reads(mixture: Path) -> None:
-    with RemoteDataset(mixture, 4, local=True) as dataset:
+    with LocalDataset(mixture, 4) as dataset:
         expected = [batch["sample_ids"].tolist() for batch, _ in zip(dataset, range(3), strict=False)]
-    for local in (True, False):
-        with RemoteDataset(mixture, 4, local=local) as dataset:
+    for kind in (LocalDataset, RemoteDataset):
+        with kind(mixture, 4) as dataset:
             loader = DataLoader(dataset, batch_size=None, num_workers=1)
             assert [batch["sample_ids"].tolist() for batch, _ in zip(loader, range(3), strict=False)] == expected
 
@@ -374,20 +383,25 @@ def test_a_dataloaders_worker_has_the_run_where_it_reads(mixture: Path) -> None:
 def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None:
     """In the midst of reading ahead: that is what a process that ends does."""
     script = (
-        "from tokenloom import RemoteDataset\n"
-        f"batches = iter(RemoteDataset({str(mixture)!r}, batch_size=4, local=True))\n"
+        "from tokenloom import LocalDataset\n"
+        f"batches = iter(LocalDataset({str(mixture)!r}, batch_size=4))\n"
         "for _ in range(30): next(batches)\n"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert found.stderr == ""
 
 
-def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path) -> None:
-    with pytest.raises(ValueError, match="token"):
-        RemoteDataset(mixture, 4, token="0123456789abcdef")
-    with pytest.raises(ValueError, match="local=True"):
-        RemoteDataset("grpc://127.0.0.1:1/run", 4, local=True)
-    with pytest.raises(ValueError, match="one process alone"):
-        RemoteDataset(mixture, 4, local=True, rank=0, world_size=2, attempt="mine")
+def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (LocalDataset, RemoteDataset):
+        with pytest.raises(ValueError, match="connection has token, which is for the address of a server that runs"):
+            kind(mixture, 4, connection=ConnectionOptions(token="0123456789abcdef"))
+    with pytest.raises(ValueError, match="give the path of a mixture file"):
+        LocalDataset("grpc://127.0.0.1:1/run", 4)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    with pytest.raises(ValueError, match=r"one process alone, and this is rank 0 of 2: use RemoteDataset"):
+        LocalDataset(mixture, 4)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tokenloom\[server\]'"):
         require_server(mixture, ["no_such_package"])

@@ -20,7 +20,7 @@ from support.forks import Forks
 from support.killed import EXAMPLES, two_runs
 from support.scripts import launch
 from support.server_process import ServerProcess
-from tokenloom import RemoteDataset
+from tokenloom import PeekDataset
 from tokenloom_server.reports.stats import RunLosses
 
 SCRIPT = EXAMPLES / "source_losses.py"
@@ -47,7 +47,7 @@ def test_losses_are_the_same_on_every_rank_and_on_any_number_of_ranks(torch_fork
         assert len(alone) == len(first) == 4
 
         # What of which source each step had, from the order itself.
-        with RemoteDataset(urls[0], 8, peek=True, resume="0") as order:
+        with PeekDataset(urls[0], 8, at="0") as order:
             aliases = {}
             counted: list[dict[str, int]] = [{} for _ in alone]
             for step, batch in zip(range(20), order, strict=False):
@@ -171,7 +171,7 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
         until = lines(record, 0)
 
         # The mix followed: in each turn the share of the order is the one that the revision gave.
-        with RemoteDataset(server.url("mixed"), 256, peek=True, resume=str(last)) as order:
+        with PeekDataset(server.url("mixed"), 256, at=str(last)) as order:
             batch = next(iter(order))
         share = batch["source_ids"].eq(0).double().mean().item()
         assert share == pytest.approx(turn["shares"]["hard"], abs=0.02)

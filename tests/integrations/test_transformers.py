@@ -13,7 +13,7 @@ import torch
 import yaml
 from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
-from tokenloom import RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
+from tokenloom import EvaluationDataset, RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -194,7 +194,7 @@ def test_evaluation_reads_the_same_samples_each_time(dataset: RemoteDataset, url
     args = arguments(
         tmp_path, max_steps=2, save_strategy="no", eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4
     )
-    with RemoteDataset(url, 4, stream="questions", samples=12) as questions:
+    with EvaluationDataset(url, 4, stream="questions", samples=12) as questions:
         trainer = TokenloomTrainer(model(), args, train_dataset=dataset, eval_dataset=questions)
         trainer.train()
         again = trainer.evaluate()

@@ -14,8 +14,9 @@ from support.corpora import flat, parsed
 from support.mixing import worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw
-from tokenloom_server.mixing.least_consumed import LeastConsumed
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.least_consumed import LeastConsumedChooser
+from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
 
@@ -123,28 +124,28 @@ def test_choices_are_those_of_the_rule_as_it_is_written(weights: list[int], leng
     shape = NodeShape(
         node_id=0,
         seed=seed,
-        sample_tokens=length,
+        pick_tokens=length,
         weights=tuple(weights),
         child_ids=tuple(range(0, 2 * len(weights), 2)),
     )
     children = Children([0] * len(weights), [0] * len(weights), [False] * len(weights))
-    policy = LeastConsumed(shape, children, (0,) * len(weights))
+    policy = LeastConsumedChooser(shape, children, (0,) * len(weights))
     assert policy.upcoming(300).tolist() == by_the_rule(weights, length, seed, 300)
 
 
 def test_two_children_whose_credits_sum_to_a_hair_below_zero_go_on_in_turn() -> None:
     # What rounding leaves behind an exhaustion: neither child is due, and the rule has no answer.
-    shape = NodeShape(node_id=0, seed=1, sample_tokens=8, weights=(1, 1), child_ids=(0, 2))
+    shape = NodeShape(node_id=0, seed=1, pick_tokens=8, weights=(1, 1), child_ids=(0, 2))
     children = Children([0, 0], [0, 0], [False, False])
-    found = LeastConsumed(shape, children, (0, -1)).upcoming(1000).tolist()
-    pieces = LeastConsumed(shape, children, (0, -1))
+    found = LeastConsumedChooser(shape, children, (0, -1)).upcoming(1000).tolist()
+    pieces = LeastConsumedChooser(shape, children, (0, -1))
     again = []
     for _ in range(1000):
         child = pieces.choose(0)
-        children.samples[child] += 1
+        children.picks[child] += 1
         children.tokens[child] += 8
         # Built anew from its credits each time, as after a restart.
-        pieces = LeastConsumed(shape, children, pieces.credits(pieces.mark(), children.tokens))
+        pieces = LeastConsumedChooser(shape, children, pieces.credits(pieces.mark(), children.tokens))
         again.append(child)
     assert found == again
     assert worst_distance(found, [1, 1]) < 1
@@ -237,6 +238,6 @@ def test_target_shares_follow_the_weights_down_the_tree() -> None:
 
 def test_the_rarest_child_of_the_longest_samples_is_planned_as_it_is_picked() -> None:
     weights = integer_weights([4e-9, 1])
-    shape = NodeShape(node_id=0, seed=7, sample_tokens=2**24, weights=weights, child_ids=(0, 2))
-    policy = LeastConsumed(shape, Children([0, 0], [0, 0], [False, False]), [0, 0])
+    shape = NodeShape(node_id=0, seed=7, pick_tokens=2**24, weights=weights, child_ids=(0, 2))
+    policy = LeastConsumedChooser(shape, Children([0, 0], [0, 0], [False, False]), [0, 0])
     assert policy.upcoming(4096).tolist() == [1] * 4096

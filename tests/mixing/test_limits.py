@@ -10,7 +10,7 @@ from support.catalog import CATALOG
 from support.corpora import flat, parsed
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.mixing.mixer import NOTHING
+from tokenloom_server.mixing.node import NOTHING
 
 POLICIES = (
     *("least_consumed", "weighted", "round_robin", "sequential"),

@@ -14,12 +14,8 @@ from support.catalog import CATALOG
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.mixing.mixer import (
-    NOTHING,
-    initial_nodes,
-    node_shapes,
-    target_shares,
-)
+from tokenloom_server.mixing.mixer import initial_nodes, node_shapes, target_shares
+from tokenloom_server.mixing.node import NOTHING
 
 LENGTH = 8
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes, target_shares
-from tokenloom_server.mixing.schedule import Schedule
+from tokenloom_server.mixing.balance_remaining import BalanceRemaining
+from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.node import NOTHING
+from tokenloom_server.mixing.schedule import WeightCurve
+from tokenloom_server.mixing.soft_sequential import SoftSequential
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
-from tokenloom_server.mixing.varying import UPDATE_SAMPLES, Left, balance_remaining, soft_sequential
+from tokenloom_server.mixing.varying import UPDATE_PICKS, Left
 from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.size_estimates import SizeEstimate
 
@@ -44,15 +47,15 @@ def percent(weights: list[int]) -> list[float]:
 
 def test_soft_sequential_has_the_shares_of_what_is_left() -> None:
     totals, yielded = (25_317, 12_164_382), (25_261, 121_225)
-    shares = soft_sequential([Left(total - given, total) for total, given in zip(totals, yielded, strict=True)])
+    shares = SoftSequential().rule([Left(total - given, total) for total, given in zip(totals, yielded, strict=True)])
     assert percent(shares) == [0.22, 99.78]
     # Counters that are wrongly at zero, which is how such a fault shows.
-    assert percent(soft_sequential([Left(total, total) for total in totals])) == [100, 0]
+    assert percent(SoftSequential().rule([Left(total, total) for total in totals])) == [100, 0]
 
 
 @given(st.lists(st.integers(1, 2**53).flatmap(lambda total: st.tuples(st.integers(1, total), st.just(total)))))
 def test_soft_sequential_is_the_product_as_it_is_written(children: list[tuple[int, int]]) -> None:
-    found = soft_sequential([Left(*child) for child in children])
+    found = SoftSequential().rule([Left(*child) for child in children])
     left, shares = 1.0, []
     for remaining, total in children:
         shares.append(left * remaining / total)
@@ -62,7 +65,7 @@ def test_soft_sequential_is_the_product_as_it_is_written(children: list[tuple[in
 
 
 def test_balance_remaining_weighs_what_is_left() -> None:
-    assert balance_remaining([Left(3, 10), Left(7, 7), Left(1, 10**9)]) == [3, 7, 1]
+    assert BalanceRemaining().rule([Left(3, 10), Left(7, 7), Left(1, 10**9)]) == [3, 7, 1]
 
 
 @pytest.mark.parametrize("capacity", [[300, 1000, 50], [2000, 100, 900], [7, 1500, 800]])
@@ -95,11 +98,11 @@ def test_soft_sequential_goes_from_child_to_child_and_each_begins_before_the_las
 @pytest.mark.parametrize("policy", ESTIMATED)
 def test_weights_are_constant_between_updates(policy: str) -> None:
     # Few samples, so that what is left changes much.
-    walk = Walk(mixture_of(policy, 3), [400, 300, 1000], UPDATE_SAMPLES)
+    walk = Walk(mixture_of(policy, 3), [400, 300, 1000], UPDATE_PICKS)
     known: dict[int, set[tuple[int, ...]]] = {}
     for at in range(1200):
         walk.step()
-        known.setdefault(at // UPDATE_SAMPLES, set()).add(tuple(child.weight for child in walk.present()[0]))
+        known.setdefault(at // UPDATE_PICKS, set()).add(tuple(child.weight for child in walk.present()[0]))
     assert all(len(weights) == 1 for weights in known.values())
     # Once in a while what is left is what was expected, and they stay.
     assert len(set.union(*known.values())) >= len(known) - 1
@@ -120,7 +123,7 @@ def test_a_child_that_goes_out_between_updates_leaves_its_share_at_once() -> Non
 
 
 def test_totals_are_what_the_rows_that_were_picked_say() -> None:
-    total = SourceTotal(rows=1000, tokens_per_1000_rows=50_000, max_tokens=None, sample_tokens=8)
+    total = SourceTotal(rows=1000, tokens_per_1000_rows=50_000, max_tokens=None, pick_tokens=8)
     # Before the first row is at its end, as measured.
     assert total.at(0, 0, 0, 0) == 1000 * 50 // 8
     assert total.at(3, 24, 0, 24) == 3 + (50_000 - 24) // 8
@@ -128,15 +131,14 @@ def test_totals_are_what_the_rows_that_were_picked_say() -> None:
     assert total.at(26, 208, 10, 8) == 26 + (20_000 - 208) // 8
     # The last row is not at its end: a live source has one sample left, whatever was estimated.
     assert total.at(2500, 20_000, 1000, 0) == 2501
-    limited = SourceTotal(rows=1000, tokens_per_1000_rows=50_000, max_tokens=801, sample_tokens=8)
+    limited = SourceTotal(rows=1000, tokens_per_1000_rows=50_000, max_tokens=801, pick_tokens=8)
     assert limited.at(0, 0, 0, 0) == 100
-    endless = SourceTotal(rows=None, tokens_per_1000_rows=0, max_tokens=801, sample_tokens=8)
+    endless = SourceTotal(rows=None, tokens_per_1000_rows=0, max_tokens=801, pick_tokens=8)
     assert endless.at(90, 720, 7, 0) == 100
 
 
 def test_rows_are_those_of_all_epochs() -> None:
-    extent = SizeEstimate(rows=11, tokens_per_1000_rows=1)
-    assert [rows_of(extent, epochs) for epochs in (1.0, 3.0, 0.5, 2.1)] == [11, 33, 6, 24]
+    assert [rows_of(11, epochs) for epochs in (1.0, 3.0, 0.5, 2.1)] == [11, 33, 6, 24]
 
 
 def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> None:
@@ -159,18 +161,18 @@ def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> Non
 
 
 def test_a_schedule_is_linear_between_its_points_and_constant_outside() -> None:
-    schedule = Schedule([[(100, 2), (300, 4)], [(0, 1)]], linear=True)
+    schedule = WeightCurve([[(100, 2), (300, 4)], [(0, 1)]], linear=True)
     shares = [(tokens, *schedule.weights(tokens)) for tokens in (0, 100, 200, 250, 300, 10**15)]
     assert [first / second for _, first, second in shares] == [2, 2, 3, 3.5, 4, 4]
 
 
 def test_a_stepped_schedule_stays_until_the_next_point() -> None:
-    schedule = Schedule([[(100, 2), (300, 4)], [(0, 1)]], linear=False)
+    schedule = WeightCurve([[(100, 2), (300, 4)], [(0, 1)]], linear=False)
     assert [schedule.weights(t)[0] / schedule.weights(t)[1] for t in (0, 100, 299, 300, 301)] == [2, 2, 2, 4, 4]
 
 
 def test_a_weight_on_its_way_to_0_is_not_0_before() -> None:
-    schedule = Schedule([[(0, 1e-300), (2**50, 0)], [(0, 1e300)]], linear=True)
+    schedule = WeightCurve([[(0, 1e-300), (2**50, 0)], [(0, 1e300)]], linear=True)
     assert schedule.weights(2**50 - 1)[0] > 0
     assert schedule.weights(2**50)[0] == 0
 

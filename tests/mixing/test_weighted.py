@@ -12,7 +12,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw, draws, slice_rotation
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.policy import Children, NodeShape
-from tokenloom_server.mixing.weighted import Weighted
+from tokenloom_server.mixing.weighted import WeightedChooser
 from tokenloom_server.mixing.weights import integer_weights
 
 
@@ -61,10 +61,10 @@ def test_the_bounds_of_a_draw_fall_to_the_right_child(
     monkeypatch: pytest.MonkeyPatch, drawn: int, expected: int
 ) -> None:
     monkeypatch.setattr("tokenloom_server.mixing.weighted.draw", lambda *_: drawn)
-    shape = NodeShape(node_id=0, seed=0, sample_tokens=8, weights=integer_weights([1, 1, 2]), child_ids=(0, 2, 4))
+    shape = NodeShape(node_id=0, seed=0, pick_tokens=8, weights=integer_weights([1, 1, 2]), child_ids=(0, 2, 4))
     monkeypatch.setattr("tokenloom_server.mixing.weighted.draws", lambda *_: [drawn])
-    policy = Weighted(shape, Children([0] * 3, [0] * 3, [False] * 3), (0, 0, 0))
-    assert policy.choose(0) == policy.upcoming(1)[0] == expected
+    chooser = WeightedChooser(shape, Children([0] * 3, [0] * 3, [False] * 3))
+    assert chooser.choose(0) == chooser.upcoming(1)[0] == expected
 
 
 def test_draws_of_different_purpose_node_index_and_retry_are_different() -> None:

@@ -10,7 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, write_corpus
-from tokenloom.batch import IGNORED, Batch, Layout, Message
+from support.messages import message_of
+from tokenloom.batch.layout import IGNORED, Batch, Layout
+from tokenloom.batch.memory import ArrayPool
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
 from tokenloom_server.order.record import Order
 
@@ -41,7 +43,7 @@ def layout_of(order: Order) -> Layout:
         pads_left=order.form.padding == "left",
         loss_masks=order.form.masked,
         mask_boundaries=order.config.mask_boundaries,
-        attention_mask=True,
+        columns=frozenset({"attention_mask"}),
     )
 
 
@@ -49,33 +51,16 @@ def steps(order: Order, pipeline: Pipeline | None = None) -> Iterator[list[Batch
     """The batches of all ranks, step by step, from what each rank's stream carries. Groups are filled in bursts."""
     layout = layout_of(order)
     pipeline = pipeline or order.pipeline(order.initial())
-    columns = layout.columns()
+    pool = ArrayPool.of(layout)
     plan = BatchPlan(start_index=pipeline.sample_index, world_size=WORLD, batch_size=BATCH, group_steps=GROUP)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         for burst in (1, 2, 1):
             pipeline.fill(group, burst)
         count = len(group.marks)
-        messages = []
-        for rank in range(WORLD if count else 0):
-            counts, starts = group.document_starts(rank, 0, count)
-            messages.append(
-                Message(
-                    layout,
-                    begin_indices=[group.step_begin(step) for step in range(count)],
-                    end_indices=[mark.sample_index for mark in group.marks],
-                    slices=[group.slice_of(step, rank) for step in range(count)],
-                    total_tokens=[mark.total_tokens for mark in group.marks],
-                    tokens=[group.real_tokens(step)[0] for step in range(count)],
-                    label_tokens=[group.real_tokens(step)[1] for step in range(count)],
-                    ids=b"".join(group.ids(rank, 0, count)),
-                    source_ids=group.source_ids[rank, :count].ravel().tolist(),
-                    document_counts=counts if layout.document_starts else (),
-                    document_starts=starts.tolist() if layout.document_starts else (),
-                )
-            )
+        messages = [message_of(layout, group, rank) for rank in range(WORLD if count else 0)]
         for step in range(count):
-            yield [message.batch(step, columns) for message in messages]
+            yield [message.batch(step, pool) for message in messages]
 
 
 def recount(order: Order, batches: list[Batch]) -> tuple[int, int]:

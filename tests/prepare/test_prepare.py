@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import yaml
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
-from support.server_process import run_module
+from support.server_process import MAIN, CommandLine, server_forks
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import State
@@ -233,27 +230,27 @@ def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path,
     assert run(job_of(folder, mixture()), folder, out).found == done.shards
 
 
-def test_a_killed_command_goes_on(tmp_path: Path) -> None:
+def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> None:
     for number in range(60):
         write_jsonl(tmp_path / f"data/{number:02d}.jsonl", text_rows(300, number, 60))
     document = flat(["jsonl:data/*.jsonl:text"])
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "tokenloom_server", "prepare", "mixture.yaml", "--out", "out", "--threads", "1"]
+    arguments = ("prepare", "mixture.yaml", "--out", "out", "--threads", "1")
     killed = 0
     for _ in range(3):
         journal = tmp_path / "out/journal.jsonl"
         before = journal.stat().st_size if journal.exists() else 0
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = server_forks().fork(MAIN, arguments, output=tmp_path / "log", folder=tmp_path)
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             if journal.exists() and journal.stat().st_size > before + 500:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
                 killed += 1
                 break
             time.sleep(0.0005)
         process.wait(60)
     assert killed, "it was never caught at work"
-    ended = run_module("prepare", tmp_path / "mixture.yaml", "--out", tmp_path / "out", folder=tmp_path)
+    ended = tokenloom("prepare", tmp_path / "mixture.yaml", "--out", tmp_path / "out", folder=tmp_path)
     assert ended.status == 0, ended.output
     assert "were there already" in ended.output
     run(job_of(tmp_path, document, shard_bytes=128_000_000), tmp_path, tmp_path / "whole")
@@ -432,14 +429,14 @@ def test_the_folder_goes_elsewhere_with_its_tokeniser(tmp_path: Path) -> None:
     assert end_of(order).digest == expected.digest
 
 
-def test_the_command_says_what_it_did_and_how_to_serve_it(folder: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_it_did_and_how_to_serve_it(folder: Path, tmp_path: Path, tokenloom: CommandLine) -> None:
     (folder / "mixture.yaml").write_text(yaml.safe_dump(mixture()))
     out = tmp_path / "out"
-    ended = run_module("prepare", folder / "mixture.yaml", "--out", out, folder=tmp_path)
+    ended = tokenloom("prepare", folder / "mixture.yaml", "--out", out, folder=tmp_path)
     assert ended.status == 0, ended.output
     assert "31 rows, 424 tokens, 0.0 MB in 3 shards" in ended.output
     assert f"serve it: tokenloom serve {out}/mixture.yaml" in ended.output
     assert "100%  31 rows, 424 tokens" in ended.output
-    refused = run_module("prepare", folder / "mixture.yaml", "--out", out, "--format", "parquet", folder=tmp_path)
+    refused = tokenloom("prepare", folder / "mixture.yaml", "--out", out, "--format", "parquet", folder=tmp_path)
     assert refused.status == 2
     assert 'shards.format: it was "arrow", it is "parquet"' in refused.output

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tokenloom.snapshot import Base, Point
 from tokenloom_proto.seal import canonical
-from tokenloom_server.api.service import ServedRun
+from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.records import Opening, StoredRun

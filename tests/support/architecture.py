@@ -34,22 +34,18 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     CLIENT: (
-        ("errors", "columns", "loaders", "mixture_file", "waits"),
-        ("ramp",),
-        ("address", "batch", "features", "snapshot", "topology"),
-        ("buffer", "child_server", "device", "local", "token_losses"),
-        ("connection", "embedded"),
-        ("figures",),
-        ("dataset", "lr_scheduler"),
-        ("token_budget",),
-        ("token_progress",),
-        ("source_loss",),
+        ("errors",),
+        ("batch", "snapshot"),
+        ("connection",),
+        ("job_server",),
+        ("datasets",),
+        ("clock", "losses"),
         ("__init__",),
         # Users of what a trainer imports; nothing of the package knows them.
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "seal", "credentials", "resume", "dataloader_pb2"),
+        ("__init__", "errors", "seal", "credentials", "resume", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }
@@ -77,8 +73,8 @@ INTEGRATIONS = f"{CLIENT}.integrations"
 #: Client and server in one process: the demonstration is a user of both.
 USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
 #: The server's part in a process that trains by itself: without a socket there is no wire to meet at. It is imported
-#: where ``local=True`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
-USES_SERVER = f"{CLIENT}.local"
+#: where a ``LocalDataset`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
+USES_SERVER = f"{CLIENT}.job_server.in_process"
 #: A trainer's checkpoint may be a file that only torch reads; where there is no torch, this says so.
 READS_WITH_TORCH = f"{SERVER}.tools.checkpoint"
 
@@ -92,7 +88,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                 f"{SERVER}.tools.peek",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
-                f"{CLIENT}.local",
+                f"{CLIENT}.job_server.in_process",
             }
         ),
     ),

@@ -24,6 +24,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.sources.catalog import BUILT_IN
 from typer.main import get_command
 
+from tests.support.catalog import CATALOG
 from tests.support.memory_service import MemoryService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,7 @@ def _routes() -> Iterator[str]:
 def _mixture_fields() -> Iterator[str]:
     schema = RunConfig.model_json_schema()
     yield from (f"mixture file: {field}" for field in _fields(schema, schema["$defs"], (), once={}))
+    yield f"mixture file: mixture.policy = {' | '.join(CATALOG.policies)}"
     yield from (f"mixture file: source {scheme.usage}" for scheme in BUILT_IN)
 
 
@@ -129,8 +131,12 @@ def _client() -> Iterator[str]:
         if not inspect.isclass(value):
             yield from (f"client: {name}({parameter})" for parameter in inspect.signature(value).parameters)
             continue
-        for kind in (kind for kind in value.__mro__ if kind.__module__.startswith("tokenloom")):
-            for member, found in (dict.fromkeys(vars(kind).get("__annotations__", ())) | dict(vars(kind))).items():
+        seen: set[str] = set()
+        for kind in (kind for kind in value.__mro__ if kind.__module__.startswith("tokenloom.")):
+            members = dict.fromkeys(vars(kind).get("__annotations__", ())) | dict(vars(kind))
+            members = {member: found for member, found in members.items() if member not in seen}
+            seen |= members.keys()
+            for member, found in members.items():
                 if not member.startswith("_") or (member == "__init__" and inspect.isfunction(found)):
                     function = getattr(found, "__func__", found)
                     shown = f"{name}.{member}".removesuffix(".__init__")

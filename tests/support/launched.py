@@ -73,7 +73,7 @@ def trained_on(job: list[Life]) -> list[Sample]:
 def _train(plan: Mapping[str, Any]) -> None:
     import torch
     import torch.distributed as dist
-    from tokenloom import RemoteDataset
+    from tokenloom import ConnectionOptions, RemoteDataset
 
     folder = Path(plan["folder"])
     dist.init_process_group("gloo")
@@ -84,13 +84,15 @@ def _train(plan: Mapping[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     die_at(BEFORE_THE_DATASET)
-    dataset = RemoteDataset(plan["url"], plan["batch_size"], connect_timeout_s=30.0, prefetch_steps=4)
+    dataset = RemoteDataset(
+        plan["url"], plan["batch_size"], connection=ConnectionOptions(connect_timeout_s=30.0, prefetch_steps=4)
+    )
     if (folder / CHECKPOINT).exists():
         dataset.load_state_dict(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8")))
     batches = iter(dataset)
     head = {
         "rank": rank,
-        "attempt": dataset._asked.topology.attempt,
+        "attempt": dataset._request.topology.attempt,
         "generation": dataset.generation,
         "world_size": dataset.world_size,
         "start": dataset.start_index,

@@ -7,8 +7,9 @@ from fractions import Fraction
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, SourceState, State
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, initial_nodes
-from tokenloom_server.mixing.varying import UPDATE_SAMPLES
+from tokenloom_server.mixing.mixer import Mixer, initial_nodes
+from tokenloom_server.mixing.node import NOTHING
+from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.order.revision import carry
 from tokenloom_server.order.size_estimates import SizeEstimate
 
@@ -21,14 +22,14 @@ Nodes = tuple[tuple[ChildState, ...], ...]
 class Walk:
     """Picks from a mixer whose sources hold so many samples each, by source id.
 
-    ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_SAMPLES``); the mixer is
+    ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_PICKS``); the mixer is
     told of so many times as many samples as there were.
     """
 
     def __init__(self, config: RunConfig, capacity: list[int], updates: int = 8) -> None:
         self.capacity = capacity
         self.given = [0] * len(capacity)
-        self._pretended = UPDATE_SAMPLES // updates
+        self._pretended = UPDATE_PICKS // updates
         self.begin_under(config, initial_nodes(config))
 
     def begin_under(self, config: RunConfig, nodes: Nodes) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis
@@ -20,7 +21,7 @@ START_DEADLINE_S = 20.0
 #: Another process may take the port between its choice and its use.
 START_TRIES = 5
 
-SAFE = {"appendonly": "yes", "appendfsync": "always"}
+SAFE = {"save": "", "appendonly": "yes", "appendfsync": "always"}
 
 
 def redis_binary() -> str:
@@ -37,11 +38,15 @@ def redis_binary() -> str:
 
 
 class RedisServer:
-    """``start``, ``kill`` (SIGKILL) and ``start`` again: on the same port and folder."""
+    """``start``, ``kill`` (SIGKILL) and ``start`` again: on the same port and folder.
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    ``arguments`` are those of a ``redis-server``; without them it has safe settings, which ``settings`` change.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str] | None = None, **settings: str) -> None:
         self.folder = folder
-        self.settings = {name.replace("_", "-"): value for name, value in (SAFE | settings).items()}
+        options = SAFE | {name.replace("_", "-"): value for name, value in settings.items()}
+        self.arguments = arguments or [text for name, value in options.items() for text in (f"--{name}", value)]
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -57,10 +62,8 @@ class RedisServer:
         assert self._process is None, "it runs"
         for _ in range(START_TRIES):
             port = self.port or free_port()
-            command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-            command += ["--save", "", "--daemonize", "no"]
-            for name, value in self.settings.items():
-                command += [f"--{name}", value]
+            command = [redis_binary(), *self.arguments, "--port", str(port), "--bind", "127.0.0.1"]
+            command += ["--dir", str(self.folder), "--daemonize", "no"]
             with (self.folder / "redis.log").open("ab") as log:
                 self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             if self._answers(port):

@@ -25,7 +25,7 @@ STOP_DEADLINE_S = 25.0
 COMMAND_DEADLINE_S = 50
 
 
-_MAIN = "tokenloom_server.__main__:main"
+MAIN = "tokenloom_server.__main__:main"
 #: What servers and commands import while they work.
 _WORK = (
     *(
@@ -106,7 +106,7 @@ class ServerProcess:
                     command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | self._environment
                 )
         else:
-            self._process = server_forks().fork(_MAIN, arguments, output=self.log_path, environment=self._environment)
+            self._process = server_forks().fork(MAIN, arguments, output=self.log_path, environment=self._environment)
         deadline = time.monotonic() + START_DEADLINE_S
         while not self.ready_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -173,7 +173,7 @@ class CommandLine:
     def __call__(self, *arguments: object, folder: Path | None = None) -> Finished:
         self._output.unlink(missing_ok=True)
         process = server_forks().fork(
-            _MAIN,
+            MAIN,
             arguments,
             output=self._output,
             folder=folder or self._output.parent,
@@ -184,12 +184,3 @@ class CommandLine:
         finally:
             process.kill()
         return Finished(status, self._output.read_text(encoding="utf-8"))
-
-
-def run_module(*arguments: object, folder: Path | None = None) -> Finished:
-    """``python -m tokenloom_server`` as a user types it."""
-    command: Sequence[str] = [sys.executable, "-m", "tokenloom_server", *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S
-    )
-    return Finished(done.returncode, done.stdout + done.stderr)

@@ -14,13 +14,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from tokenloom import Batch, RemoteDataset
+from tokenloom import Batch, ConnectionOptions, RemoteDataset
 
 from support.forks import Forks
 
@@ -76,6 +77,13 @@ def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str 
     return f"{value:032x}"
 
 
+def with_connection(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a dataset, of which those of its connection go into ``connection``; it waits for 30 s at most."""
+    names = {field.name for field in fields(ConnectionOptions)} & options.keys()
+    connection = ConnectionOptions(**{"connect_timeout_s": 30.0} | {name: options[name] for name in names})
+    return {name: value for name, value in options.items() if name not in names} | {"connection": connection}
+
+
 class World:
     """All ranks of one launch, in this process. ``step`` takes one batch on each."""
 
@@ -98,8 +106,7 @@ class World:
                 rank=rank,
                 world_size=world_size,
                 attempt=attempt,
-                connect_timeout_s=options.pop("connect_timeout_s", 30.0),
-                **options,
+                **with_connection(options),
             )
             for rank in range(world_size)
         ]
@@ -233,7 +240,7 @@ def _main() -> None:
 
     if plan.get("process_group"):
         dist.init_process_group("gloo")
-    dataset = RemoteDataset(plan["url"], plan["batch_size"], connect_timeout_s=30.0, **plan.get("options", {}))
+    dataset = RemoteDataset(plan["url"], plan["batch_size"], **with_connection(plan.get("options", {})))
     if plan.get("state"):
         dataset.load_state_dict(plan["state"])
     with Path(plan["receipt"]).open("w", encoding="utf-8") as receipt:

@@ -1,7 +1,6 @@
-"""The gRPC side: the only place that knows wire types."""
+"""One rank's connection to a run's server: who the rank is, how it joins, and the stream of its steps.
 
-from tokenloom.connection.joining import Opening, Request, Source, sources_at
-from tokenloom.connection.reporting import Report
-from tokenloom.connection.stream import Connection
-
-__all__ = ["Connection", "Opening", "Report", "Request", "Source", "sources_at"]
+In: what a dataset asks for (``join.Request``). Out: steps, in order, each with the point that the trainer has reached
+after it. ``stream.Connection`` owns the gRPC channel and the reader thread; ``buffer.StepBuffer`` owns what that thread
+and ``next()`` share. The only package that knows gRPC and wire types.
+"""

@@ -7,9 +7,10 @@ import time
 
 import grpc
 from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.errors import TokenloomError, named
 
-from tokenloom.address import Address
-from tokenloom.errors import ProtocolError, ServerUnavailable, TokenloomError, named
+from tokenloom.connection.address import Address
+from tokenloom.errors import ProtocolError, ServerUnavailable
 
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.

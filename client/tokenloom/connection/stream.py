@@ -4,7 +4,7 @@
     next()  ── take ──────────▶ steps ◀──────── put ─────── reader thread ◀─ Batches ── Stream
                                 consumed_through ─────────▶ writer ───────── Progress ─▶
 
-The reader thread also owns the reconnects: they stay within the generation, go on behind the last
+The reader thread also owns the reconnects: they stay within the generation, go on after the last
 step received, and never join again. The writer runs on gRPC's own thread, one for each stream.
 """
 
@@ -24,16 +24,18 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
-from tokenloom import topology
-from tokenloom.batch import Batch, Message
-from tokenloom.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
+from tokenloom.batch.device import DeviceSteps, Transfer
+from tokenloom.batch.layout import Batch, StepNumbers
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import Message
+from tokenloom.batch.rows import Bucket, Feature, RowsMessage
+from tokenloom.connection import topology
+from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
 from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
-from tokenloom.connection.joining import Request, base_of, join
-from tokenloom.connection.reporting import Report, Reporter
+from tokenloom.connection.join import Request, base_of, join
+from tokenloom.connection.reports import Report, Reporter
 from tokenloom.connection.response import Response, read
-from tokenloom.device import DeviceSteps, Transfer
 from tokenloom.errors import ProtocolError, ServerUnavailable
-from tokenloom.features import Bucket, Feature, RowsMessage
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
@@ -67,15 +69,15 @@ class Connection:
             self._disconnect()
             raise
         self._base = self.opening.start.base
-        layout, plans = self.opening.layout, self.opening.ramp.plans
+        layout, plans = self.opening.layout, self.opening.schedule.plans
         self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
         self.buffer = StepBuffer(
             self.opening.start,
             accumulate=request.accumulate,
-            ramp=self.opening.ramp,
-            columns=self.opening.layout.columns(),
-            timeout_s=request.batch_timeout_s,
+            schedule=self.opening.schedule,
+            pool=ArrayPool.of(self.opening.layout),
+            timeout_s=request.options.batch_timeout_s,
             counted=request.counted,
         )
         self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
@@ -89,7 +91,7 @@ class Connection:
         self.close()
 
     def take(self) -> tuple[Batch, Point] | None:
-        """The next batch, and where the trainer stands behind it; None at the end of the data. Raises what the
+        """The next batch, and where the trainer stands after it; None at the end of the data. Raises what the
         background thread met."""
         taken = self.buffer.take(self.on_silence)
         if self._transfer is not None and (following := self.buffer.following()) is not None:
@@ -146,7 +148,7 @@ class Connection:
             self.buffer.fail(error)
 
     def _keep_streaming(self) -> None:
-        retry = Retry(self._request.reconnect_timeout_s, len(self._request.address.targets))
+        retry = Retry(self._request.options.reconnect_timeout_s, len(self._request.address.targets))
         while True:
             began, had = time.monotonic(), self.buffer.received_through
             broken = self._stream()
@@ -225,46 +227,33 @@ class Connection:
         begins = [batches.begin_index, *ends[:-1]]
         if not ends or not all(map(lt, begins, ends)):
             raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
-        totals = [info.total_tokens for info in infos]
-        tokens, labels = [info.tokens for info in infos], [info.label_tokens for info in infos]
-        slices = [info.slice for info in infos]
-        layout = self._layouts[self.opening.ramp.number_at(batches.begin_index)]
+        numbers = StepNumbers(
+            begin_indices=begins,
+            end_indices=ends,
+            slices=[info.slice for info in infos],
+            total_tokens=[info.total_tokens for info in infos],
+            tokens=[info.tokens for info in infos],
+            label_tokens=[info.label_tokens for info in infos],
+            source_ids=batches.source_ids[:],
+        )
+        layout = self._layouts[self.opening.schedule.number_at(batches.begin_index)]
         message: Steps
         if layout.rows:
             # Batches of rows have a type of their own, which who asks for a run of them knows.
-            message = cast(
-                "Steps",
-                RowsMessage(
-                    layout.batch_size,
-                    begin_indices=begins,
-                    end_indices=ends,
-                    slices=slices,
-                    total_tokens=totals,
-                    tokens=tokens,
-                    label_tokens=labels,
-                    data=ids,
-                    source_ids=batches.source_ids[:],
-                    buckets=[_bucket(bucket) for bucket in batches.buckets],
-                ),
-            )
+            buckets = [_bucket(bucket) for bucket in batches.buckets]
+            message = cast("Steps", RowsMessage(layout.batch_size, numbers, data=ids, buckets=buckets))
         else:
             message = Message(
                 layout,
-                begin_indices=begins,
-                end_indices=ends,
-                slices=slices,
-                total_tokens=totals,
-                tokens=tokens,
-                label_tokens=labels,
+                numbers,
                 ids=ids,
-                source_ids=batches.source_ids[:],
                 document_counts=batches.document_counts,
                 document_starts=batches.document_starts,
             )
         if self._transfer is not None:
             assert isinstance(message, Message | RowsMessage)
             message = DeviceSteps(message, self._transfer)
-        points = map(Point, ends, totals, [info.digest for info in infos], repeat(self._base))
+        points = map(Point, ends, numbers.total_tokens, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 
     def _check_begin(self, begin_index: int, what: str) -> None:

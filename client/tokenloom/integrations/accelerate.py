@@ -20,25 +20,25 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.layout import Batch
+from tokenloom.datasets.training import TrainingDataset
 
 
 class TokenloomLoader:
     """A dataset's batches on the accelerator's device; ``save_state`` and ``load_state`` have its state.
 
-    Make it behind the ``Accelerator``, which starts the process group, and before ``load_state``. What is saved is the
-    state behind the last batch taken, so ``save_state`` belongs behind ``optimizer.step()`` and is refused between the
+    Make it after the ``Accelerator``, which starts the process group, and before ``load_state``. What is saved is the
+    state after the last batch taken, so ``save_state`` belongs after ``optimizer.step()`` and is refused between the
     batches of one optimiser step (``accumulate``), whose gradients no checkpoint has. A checkpoint may go on on another
     number of processes. Raises ``ValueError`` where the dataset's is not the accelerator's, or its
     ``accumulate`` another.
     """
 
-    def __init__(self, accelerator: Accelerator, dataset: RemoteDataset) -> None:
+    def __init__(self, accelerator: Accelerator, dataset: TrainingDataset) -> None:
         if dataset.world_size != accelerator.num_processes:
             raise ValueError(
                 f"the dataset is rank {dataset.rank} of {dataset.world_size}, but Accelerate runs "
-                f"{accelerator.num_processes} processes: make the RemoteDataset behind the Accelerator, which starts "
+                f"{accelerator.num_processes} processes: make the RemoteDataset after the Accelerator, which starts "
                 "the process group, and without rank and world_size"
             )
         if dataset.accumulate not in (1, steps := accelerator.gradient_accumulation_steps):
@@ -51,7 +51,7 @@ class TokenloomLoader:
         accelerator.register_for_checkpointing(self)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Goes on behind the last batch taken, as the dataset does."""
+        """Goes on after the last batch taken, as the dataset does."""
         return map(self._placed, iter(self._dataset))
 
     def _placed(self, batch: Batch) -> Batch:

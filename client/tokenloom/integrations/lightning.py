@@ -3,7 +3,7 @@
     trainer.fit(model, datamodule=TokenloomDataModule("grpc://127.0.0.1:50051/run", batch_size=8), ckpt_path="last")
 
 Lightning fetches a batch ahead to know when the data end, so the dataset is further than the weights. What is saved is
-the state behind the batch that was trained on last.
+the state after the batch that was trained on last.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
-from tokenloom.lr_scheduler import TokenLRScheduler
+from tokenloom.batch.layout import Batch
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.datasets.evaluation import EvaluationDataset
+from tokenloom.datasets.remote import RemoteDataset
 
-#: Options that only a dataset which is trained on can have.
-_OF_TRAINING = frozenset({"resume", "takeover", "fork_from", "accumulate", "attempt"})
+#: Options that a dataset has whether it is trained or evaluated on.
+_COMMON = frozenset({"rank", "world_size", "process_group", "columns", "device", "connection"})
 
 
 class Place(NamedTuple):
@@ -37,15 +38,15 @@ class TokenloomDataModule(LightningDataModule):
     """The batches of a run as Lightning's training data; ``options`` are those of ``RemoteDataset``.
 
     The dataset is made when a fit begins, where the process group is there already, and closed when it ends. A
-    checkpoint has its state under the name of this class; ``fit(ckpt_path=…)`` goes on behind the last sample that the
+    checkpoint has its state under the name of this class; ``fit(ckpt_path=…)`` goes on after the last sample that the
     weights have seen, on any number of processes. A second ``fit`` without a checkpoint goes on where the first ended.
 
     ``accumulate`` is the Trainer's ``accumulate_grad_batches`` unless it is given, so that a batch's
     ``global_label_tokens`` are those of its optimiser step.
 
-    ``validation`` makes it Lightning's validation data, too: the options of the stream to evaluate on where they
-    differ, such as ``{"samples": 2048}`` or ``{"stream": "held", "batch_size": 16}``; the stream is ``validation``
-    unless it says otherwise. The same samples come each time, and what is saved does not know of them.
+    ``validation`` makes it Lightning's validation data, too: the arguments of ``dataset.evaluation()`` that are not as
+    in training, such as ``{"samples": 2048}`` or ``{"stream": "held", "batch_size": 16}``. The same samples come each
+    time, and what is saved does not know of them.
 
     Training ends with the data, whatever ``max_epochs`` says: an epoch of Lightning is all of the run, or
     ``limit_train_batches`` of it.
@@ -104,14 +105,16 @@ class TokenloomDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Makes the datasets of a fit, or that of a validation."""
         self._stage = stage
-        if self._validation is not None and stage in ("fit", "validate"):
-            common = {name: value for name, value in self._options.items() if name not in _OF_TRAINING}
-            common |= {"batch_size": self._batch_size, "stream": "validation"}
-            self._evaluation = _Evaluation(RemoteDataset(self._url, **(common | dict(self._validation))))
+        if self._validation is not None and stage == "validate":
+            common = {name: value for name, value in self._options.items() if name in _COMMON}
+            common["batch_size"] = self._batch_size
+            self._evaluation = _Evaluation(EvaluationDataset(self._url, **(common | dict(self._validation))))
         if stage != "fit":
             return
         accumulate: int = self._trainer.accumulate_grad_batches
         dataset = RemoteDataset(self._url, self._batch_size, **({"accumulate": accumulate} | self._options))
+        if self._validation is not None:
+            self._evaluation = _Evaluation(dataset.evaluation(**self._validation))
         if self._state:
             dataset.load_state_dict(self._state)
         self._loader = _Loader(dataset)
@@ -144,7 +147,7 @@ class TokenloomDataModule(LightningDataModule):
         return self._evaluation
 
     def state_dict(self) -> dict[str, Any]:
-        """The state behind the last batch that was trained on."""
+        """The state after the last batch that was trained on."""
         return self._loader.state_dict_of_data() if self._loader is not None else self._state
 
     def teardown(self, stage: str) -> None:
@@ -179,7 +182,7 @@ class TokenloomDataModule(LightningDataModule):
 class TokenLRModule(LightningModule):
     """A base for modules whose ``configure_optimizers`` gives a ``TokenLRScheduler``: steps it by the run's tokens.
 
-    Lightning steps a scheduler behind the optimiser: a step has the rate for the tokens before it.
+    Lightning steps a scheduler after the optimiser: a step has the rate for the tokens before it.
     """
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: Any | None) -> None:
@@ -269,11 +272,11 @@ class _Loader:
             self._stepped = self._begun
 
     def state_dict_of_data(self) -> dict[str, Any]:
-        """The state behind the last batch that was trained on; before the first, where the dataset stood."""
+        """The state after the last batch that was trained on; before the first, where the dataset stood."""
         return self._state_at(self._trained)
 
     def state_dict_of_weights(self) -> dict[str, Any]:
-        """The state behind the last batch that the optimiser has stepped on."""
+        """The state after the last batch that the optimiser has stepped on."""
         return self._state_at(self._stepped)
 
     def _state_at(self, place: Place | None) -> dict[str, Any]:
@@ -284,7 +287,7 @@ class _Loader:
         return dict(self.dataset.state_dict())
 
     # Lightning takes a loader with these two for one that can go on mid-epoch, and warns of any other. The state is the
-    # data module's: Lightning hands a loader its state only in some restarts, not behind a whole epoch.
+    # data module's: Lightning hands a loader its state only in some restarts, not after a whole epoch.
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -296,7 +299,7 @@ class _Loader:
 class _Evaluation:
     """The same samples each time. Lightning makes an iterator more than it uses, so it begins with the first batch."""
 
-    def __init__(self, dataset: RemoteDataset) -> None:
+    def __init__(self, dataset: EvaluationDataset) -> None:
         # Lightning looks for an IterableDataset under "dataset", and warns of one that has a length.
         self.data = dataset
 
@@ -310,13 +313,13 @@ class _Evaluation:
 class _Follower(Callback):
     """Tells a loader which batch is trained on, ends the fit with the data, and sets checkpoints that Lightning makes
     between the batches of an optimiser step back to the last one: it does not save gradients, and begins with such a
-    save behind each resume (the number of steps has not changed, but by its own account it has not saved there)."""
+    save after each resume (the number of steps has not changed, but by its own account it has not saved there)."""
 
     def __init__(self, key: str, loader: _Loader) -> None:
         self._key = key
         self._loader = loader
         self._global_step = 0
-        #: Lightning's counters of batches behind the last optimiser step.
+        #: Lightning's counters of batches after the last optimiser step.
         self._progress: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -22,14 +22,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from tokenloom_proto.errors import JoinRefused, named
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from tokenloom.batch import IGNORED, Batch
-from tokenloom.connection import Source, sources_at
-from tokenloom.dataset import RemoteDataset
-from tokenloom.errors import JoinRefused, named
-from tokenloom.ramp import Schedule
+from tokenloom.batch.frame import frame_layout, read_frame, write_frame
+from tokenloom.batch.layout import IGNORED, Batch
+from tokenloom.connection.batch_schedule import Schedule
+from tokenloom.connection.join import RunFacts, Source
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.datasets.base import ResumableDataset
+from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
 #: What a message is.
@@ -91,7 +94,7 @@ def peers_of(rank: int) -> list[int]:
     return [process for process, other in enumerate(ranks) if int(other) == rank]
 
 
-class GroupDataset(IterableDataset[Batch]):
+class GroupDataset(ResumableDataset):
     """A rank's batches on each process of its model-parallel group.
 
     ``rank`` and ``world_size`` are data parallel; ``peers`` are the group's processes by their global ranks, the same
@@ -102,6 +105,8 @@ class GroupDataset(IterableDataset[Batch]):
     the same on all, with its tensors on the CPU. So is the state: ``state_dict()`` waits for nobody, so any process may
     save. Where the leader's call raises, it raises on each peer, too: an error of Tokenloom's as it is, any other as a
     ``RuntimeError`` that names it.
+
+    To evaluate, each process may have an ``EvaluationDataset`` of its own, with this one's ``rank`` and ``world_size``.
     """
 
     def __init__(
@@ -112,48 +117,58 @@ class GroupDataset(IterableDataset[Batch]):
         rank: int,
         world_size: int,
         peers: Sequence[int],
+        connection: ConnectionOptions | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        for name in ("process_group", "peek"):
-            if options.get(name):
-                raise ValueError(f"{name} is not for a model-parallel group, whose place says which rank it is")
+        if options.get("process_group"):
+            raise ValueError("process_group is not for a model-parallel group, whose place says which rank it is")
         if options.get("device") is not None:
             raise ValueError("device: batches are handed on to peers on the CPU; move them to the device yourself")
-        if options.get("stream", "train") not in ("", "train"):
-            raise ValueError(
-                f"stream={options['stream']!r} is evaluated on, for which each process may have a dataset of its own: "
-                f"RemoteDataset(url, batch_size, stream=…, rank={rank}, world_size={world_size})"
-            )
+        connection = connection or ConnectionOptions()
         self._rank = rank
         self._world_size = world_size
-        self._line = _Line.open(peers, _patience_s(options))
+        self._line = _Line.open(peers, _peer_timeout_s(connection))
         self._dataset: RemoteDataset | None = None
         self._batches: Iterator[Batch] | None = None
-        self._given = False
-        self._history: History | None = None
-        self._opening: dict[str, Any] = {}
         self._layout: dict[str, Any] = {}
-        self._told: Base | None = None
+        #: The last boundary that the peers were sent.
+        self._base: Base | None = None
         self._end: Exception | None = None
-        self._closed = False
+        self._end_reason: str | None = None
         if self.leads:
             try:
-                self._dataset = RemoteDataset(url, batch_size, rank=rank, world_size=world_size, **options)
+                self._dataset = RemoteDataset(
+                    url, batch_size, rank=rank, world_size=world_size, connection=connection, **options
+                )
             except Exception as error:
                 self._line.send_error(error)
                 raise
-            standing = self._dataset.state_dict()
-            self._line.send(MADE, standing)
+            start = self._dataset.state_dict()
+            self._line.send(MADE, start)
         else:
-            standing = self._line.receive(MADE).document
-        #: Where the trainer stands as long as it has not joined.
-        self._standing = Loaded.read(standing)
+            start = self._line.receive(MADE).document
+        self._start = Loaded.read(start)
 
     @property
     def leads(self) -> bool:
         """Whether this process is the one of its group that is a rank of the run."""
         return self._line.leads
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank of this process's group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self._world_size
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the data ended; None while it has not."""
+        return self._dataset.end_reason if self._dataset is not None else self._end_reason
 
     # Batches
 
@@ -170,60 +185,57 @@ class GroupDataset(IterableDataset[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
-            raise RuntimeError("this dataset is closed: make a new one to go on")
+        self._check_not_closed()
         if self._end is not None:
-            raise self._end  # was told once; the peers are not asked again
-        if self._history is None:
-            raise RuntimeError("call iter() on the dataset first, which joins the run")
+            raise self._end  # was raised once; the peers are not asked again
+        history = self.history
         try:
-            return self._take(self._history) if self._batches else self._receive(self._history)
+            return self._take(history) if self._batches else self._receive(history)
         except Exception as error:
             self._end = error
             raise
 
     def _open(self) -> None:
+        """Joins, on the leader; the peers hear what it was answered."""
         if self._dataset is None:
-            self._opening = self._line.receive(OPENED).document
-            given, (index, tokens, digest, base) = self._opening["given"], self._opening["start"]
-            if self._given and self._standing.text != given:
+            opened = self._line.receive(OPENED).document
+            if self._loaded is not None and self._loaded.text != opened["loaded"]:
                 raise JoinRefused(
                     f"this process (global rank {dist.get_rank()}) loaded another state than the leader of its "
                     f"model-parallel group (global rank {self._line.leader}): all of them load one checkpoint"
                 )
-            self._told = _base(base)
-            loaded = Loaded.read({KEY: given}) if self._opening["own"] else None
+            index, tokens, digest, base = opened["start"]
+            self._base = _base(base)
+            loaded = Loaded.read({KEY: opened["loaded"]}) if opened["own"] else None
             assert not isinstance(loaded, Older)
-            self._history = History(
-                self._opening["template"].encode(), Point(index, tokens, digest, self._told), loaded
-            )
+            self._history = History(opened["template"].encode(), Point(index, tokens, digest, self._base), loaded)
+            sources = [Source(*source) for source in opened["facts"]["sources"]]
+            self._facts = RunFacts(**(opened["facts"] | {"sources": sources}))
             return
         try:
             self._batches = iter(self._dataset)
-            history = self._dataset.history
-            start = history.last
-            self._opening = {
-                "given": self._standing.text,
-                "own": history.loaded is not None and start is history.start,
-                "template": history.template.decode(),
-                "start": [*start[:3], _told(start.base)],
-                "generation": self._dataset.generation,
-                "sequence_length": self._dataset.sequence_length,
-                "labels": self._dataset.labels,
-                "sources": [[source.id, source.spec, source.alias] for source in self._dataset.sources],
-            }
         except Exception as error:
             self._line.send_error(error)
             raise
-        self._line.send(OPENED, self._opening)
-        self._told, self._history = start.base, history
+        history, facts = self._dataset.history.copy(), self._dataset.facts
+        start = history.last
+        opened = {
+            "loaded": (self._loaded or self._start).text,
+            "own": history.loaded is not None,
+            "template": history.template.decode(),
+            "start": [*start[:3], _plain(start.base)],
+            "facts": facts._asdict()
+            | {"sources": [[source.id, source.spec, source.alias] for source in facts.sources]},
+        }
+        self._line.send(OPENED, opened)
+        self._base, self._history, self._facts = start.base, self._dataset.history, facts
 
     def _take(self, history: History) -> Batch:
-        """The leader's next batch, which it tells its peers."""
+        """The leader's next batch, which it sends to its peers."""
         assert self._batches is not None and self._dataset is not None
         try:
             batch = next(self._batches)
-            layout = _layout(batch)
+            layout = frame_layout(batch)
         except StopIteration:
             self._line.send(END, {"reason": self._dataset.end_reason})
             raise
@@ -234,125 +246,43 @@ class GroupDataset(IterableDataset[Batch]):
         document: dict[str, Any] = {}
         if layout != self._layout:
             self._layout = document["layout"] = layout
-        if point.base is not self._told:
-            self._told, document["base"] = point.base, _told(point.base)
+        if point.base is not self._base:
+            self._base, document["base"] = point.base, _plain(point.base)
         self._line.send(BATCH, document, point, batch, layout)
         return batch
 
     def _receive(self, history: History) -> Batch:
+        """What the leader sends: its next batch."""
         message = self._line.receive(BATCH, END)
         if message.kind == END:
-            self._opening["end_reason"] = message.document["reason"]
+            self._end_reason = message.document["reason"]
             raise StopIteration
         self._layout = message.document.get("layout", self._layout)
         if "base" in message.document:
-            self._told = _base(message.document["base"])
-        assert self._told is not None
-        batch = _batch(message.body, self._layout)
-        history.append(Point(*message.place, self._told))
+            self._base = _base(message.document["base"])
+        assert self._base is not None
+        batch = read_frame(message.body, self._layout)
+        history.append(Point(*message.place, self._base))
         return batch
 
-    # State
-
-    def state_dict(self, at: int | None = None) -> dict[str, str]:
-        """The state after the last batch yielded, or after that which ended at sample index ``at``; equal on every
-        process of every group."""
-        if self._history is not None:
-            return {KEY: self._history.text(at)}
-        if at is not None and at != self._standing.sample_index:
-            raise ValueError(f"there is no state at sample index {at}: no batch was yielded yet")
-        return {KEY: self._standing.text}
+    # State, reports and the end
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keeps a state for the first ``iter()``; on every process the same."""
-        if self._history is not None or self._closed:
-            raise RuntimeError(
-                "load_state_dict comes before the first iter(), which joins the run at that state; "
-                "to go back, close() this dataset and make a new one"
-            )
-        self._standing, self._given = Loaded.read(state), True
+        super().load_state_dict(state)
         if self._dataset is not None:
             self._dataset.load_state_dict(state)
 
-    @property
-    def sample_index(self) -> int:
-        """End of the last batch yielded, in the run's one global order."""
-        return self._place.sample_index
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run up to there, over all ranks and restarts."""
-        return self._place.total_tokens
-
-    @property
-    def digest(self) -> str:
-        """Rolling digest of all samples up to there."""
-        return self._place.digest
-
-    @property
-    def _place(self) -> Point | Loaded | Older:
-        return self._history.last if self._history is not None else self._standing
-
-    # The run
-
-    @property
-    def rank(self) -> int:
-        """The data-parallel rank of this process's group."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self._world_size
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a sample."""
-        return int(self._known("sequence_length"))
-
-    @property
-    def labels(self) -> str:
-        """``"same"``: labels are the input ids; ``"shifted"``: they are the ids one further."""
-        return str(self._known("labels"))
-
-    @property
-    def sources(self) -> list[Source]:
-        """The run's sources as far as the last batch yielded, by the ids that ``source_ids`` holds."""
-        opened = [Source(*source) for source in self._known("sources")]
-        assert self._history is not None
-        return sources_at(self._history.last.base, opened)
-
-    @property
-    def generation(self) -> int:
-        """The run's fencing number, made by this attempt."""
-        return int(self._known("generation"))
-
-    @property
-    def end_reason(self) -> str | None:
-        """Why the data ended; None while it has not."""
-        return self._dataset.end_reason if self._dataset is not None else self._opening.get("end_reason")
-
-    def _known(self, name: str) -> Any:
-        if not self._opening:
-            raise RuntimeError("only known once the run is joined: call iter() on the dataset first")
-        return self._opening[name]
-
-    def report(self, losses: Mapping[int, tuple[float, int]], **place: Any) -> None:
+    def report(self, losses: Mapping[int, tuple[float, int]], **numbers: Any) -> None:
         """As ``RemoteDataset``'s, for all processes of a group to call, or its leader alone: it is sent once."""
         if self._dataset is not None:
-            self._dataset.report(losses, **place)
+            self._dataset.report(losses, **numbers)
 
     def close(self) -> None:
         """Ends the leader's stream; waits for no peer. The state stays readable."""
         self._closed = True
         if self._dataset is not None:
             self._dataset.close()
-
-    def __enter__(self) -> GroupDataset:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balanced: bool = False) -> Batch:
@@ -450,7 +380,7 @@ class _Line:
         rest = np.empty(len(text) + (0 if fits else size), np.uint8)
         rest[: len(text)] = np.frombuffer(text, np.uint8)
         if batch is not None and layout is not None:
-            _write(batch, layout, frame[8 * HEADER :] if fits else rest[len(text) :])
+            write_frame(batch, layout, frame[8 * HEADER :] if fits else rest[len(text) :])
         self._broadcast(frame)
         if len(rest):
             self._broadcast(rest)
@@ -485,68 +415,15 @@ class _Line:
         return error if type(error).__name__ == name else RuntimeError(str(error))
 
 
-def _layout(batch: Batch) -> dict[str, Any]:
-    """How a batch lies in a body: its whole numbers, then its tensors, each from a multiple of 8 on."""
-    numbers = [name for name, value in batch.items() if type(value) is int]
-    tensors = [
-        [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    values = {
-        name: value for name, value in batch.items() if type(value) is not int and not isinstance(value, torch.Tensor)
-    }
-    for name, value in values.items():
-        for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, str | None):
-                raise TypeError(
-                    f"column {name!r} has a {type(item).__name__}, which is not handed on to a model-parallel peer: "
-                    "leave it out of batching.columns"
-                )
-    size = 8 * len(numbers)
-    for value in batch.values():
-        if isinstance(value, torch.Tensor):
-            size += _padded(value.numel() * value.itemsize)
-    return {"numbers": numbers, "tensors": tensors, "values": values, "bytes": size}
-
-
-def _write(batch: Batch, layout: Mapping[str, Any], body: NDArray[np.uint8]) -> None:
-    columns = cast("dict[str, Any]", batch)
-    at = 8 * len(layout["numbers"])
-    body[:at].view(np.int64)[:] = [columns[name] for name in layout["numbers"]]
-    for name, *_ in layout["tensors"]:
-        flat = columns[name].detach().reshape(-1).view(torch.uint8)
-        torch.from_numpy(body[at : at + len(flat)]).copy_(flat)
-        at += _padded(len(flat))
-
-
-def _batch(body: NDArray[np.uint8], layout: Mapping[str, Any]) -> Batch:
-    """Tensors over the body's memory. None is a view of another, as autograd sees it."""
-    numbers = layout["numbers"]
-    at = 8 * len(numbers)
-    batch: dict[str, Any] = dict(zip(numbers, body[:at].view(np.int64).tolist(), strict=True))
-    for name, dtype, shape in layout["tensors"]:
-        kind = getattr(torch, dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        batch[name] = torch.from_numpy(body[at : at + size]).view(kind).reshape(shape)
-        at += _padded(size)
-    return cast("Batch", batch | layout["values"])
-
-
-def _padded(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-def _told(base: Base) -> list[Any]:
+def _plain(base: Base) -> list[Any]:
+    """A boundary as JSON has it."""
     return [base.sample_index, base.resume_state.decode()]
 
 
-def _base(told: Sequence[Any]) -> Base:
-    return Base(told[0], told[1].encode())
+def _base(plain: Sequence[Any]) -> Base:
+    return Base(plain[0], plain[1].encode())
 
 
-def _patience_s(options: Mapping[str, Any]) -> float:
-    """How long a peer waits for its leader: as long as that may wait for the server, by RemoteDataset's defaults."""
-    defaults = RemoteDataset.__init__.__kwdefaults__ or {}
-    names = ("connect_timeout_s", "reconnect_timeout_s", "batch_timeout_s")
-    return float(sum(options.get(name, defaults[name]) for name in names)) + MARGIN_S
+def _peer_timeout_s(options: ConnectionOptions) -> float:
+    """How long a peer waits for its leader: as long as that may wait for the server."""
+    return options.connect_timeout_s + options.reconnect_timeout_s + options.batch_timeout_s + MARGIN_S

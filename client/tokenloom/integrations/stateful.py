@@ -1,7 +1,7 @@
 """A ``DataLoader`` whose state is that of the batch trained on, whatever its worker has fetched ahead.
 
 A torch ``DataLoader`` with a worker has the dataset, and with it the state, in another process, some batches ahead of
-the trainer. Here each batch comes with the point behind it, so the trainer's process can write the state at any batch
+the trainer. Here each batch comes with the point after it, so the trainer's process can write the state at any batch
 that it was given, with no question to the worker.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.layout import Batch
+from tokenloom.datasets.order import OrderDataset
 from tokenloom.snapshot import KEY, History
 
 
@@ -32,7 +32,7 @@ class StatefulLoader:
 
     def __init__(
         self,
-        dataset: RemoteDataset,
+        dataset: OrderDataset,
         *,
         num_workers: int = 0,
         collate_fn: Callable[[Batch], Any] | None = None,
@@ -47,11 +47,11 @@ class StatefulLoader:
             if name in options:
                 raise ValueError(
                     f"{name}={options[name]!r}: the server makes batches and their order, so leave it out; the samples "
-                    "of a batch are RemoteDataset's batch_size"
+                    "of a batch are the dataset's batch_size"
                 )
-        if dataset.stream != "train":
+        if not isinstance(dataset, OrderDataset):
             raise ValueError(
-                "a stream to evaluate on begins anew each time, so it has no state: use torch's DataLoader"
+                f"a {type(dataset).__name__} has no state that a worker could be ahead of: use torch's DataLoader"
             )
         self.dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
@@ -115,9 +115,9 @@ class StatefulLoader:
 
 
 class _Pointed(IterableDataset[Any]):
-    """The dataset's history as it stands, then each batch with the point behind it."""
+    """The dataset's history as it stands, then each batch with the point after it."""
 
-    def __init__(self, dataset: RemoteDataset, collate_fn: Callable[[Batch], Any] | None) -> None:
+    def __init__(self, dataset: OrderDataset, collate_fn: Callable[[Batch], Any] | None) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
 

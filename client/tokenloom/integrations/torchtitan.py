@@ -1,7 +1,7 @@
 """A data loader for torchtitan's trainer: its ``BaseDataLoader`` in all but the base class, which needs no torchtitan.
 
 torchtitan makes a loader on every process, tells it its data-parallel rank only, takes pairs of inputs and labels from
-it, and gives it to its checkpointer, which asks for ``state_dict()`` behind a step and writes it in the background.
+it, and gives it to its checkpointer, which asks for ``state_dict()`` after a step and writes it in the background.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
+from tokenloom.batch.layout import Batch
+from tokenloom.datasets.connected import TRAIN
+from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.integrations.mesh import GroupDataset, peers_of
 
 
@@ -28,8 +29,12 @@ class TokenloomConfig:
     positions: bool = True
     """Give ``positions`` beside ``input``: counted from 0 in each document. Without, for models that take none."""
 
+    stream: str = TRAIN
+    """What to read: ``train``, or a stream to evaluate on, such as ``validation``."""
+
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``RemoteDataset``, such as ``{"takeover": True}``."""
+    """Further arguments of ``RemoteDataset``, such as ``{"takeover": True}``; of ``EvaluationDataset`` where a stream
+    is evaluated on, such as ``{"samples": 2048}``."""
 
 
 class TokenloomDataLoader:
@@ -75,11 +80,15 @@ class TokenloomDataLoader:
             raise ValueError("give max_context_length and num_tokens_per_batch, or seq_len and local_batch_size")
         self._positions = config.positions
         self._url = config.url
-        self._dataset: GroupDataset | RemoteDataset
-        options = config.options | {"position_ids": config.positions}
-        if options.get("stream", "train") not in ("", "train"):
+        self._dataset: GroupDataset | EvaluationDataset
+        options = dict(config.options)
+        if config.positions:
+            options["columns"] = {*options.get("columns", ()), "position_ids"}
+        if config.stream != TRAIN:
             # Who evaluates takes no slot of the run, so each process may have a stream of its own.
-            self._dataset = RemoteDataset(config.url, size, rank=dp_rank, world_size=dp_world_size, **options)
+            self._dataset = EvaluationDataset(
+                config.url, size, stream=config.stream, rank=dp_rank, world_size=dp_world_size, **options
+            )
             return
         one_each = not dist.is_initialized() or dp_world_size == dist.get_world_size()
         self._dataset = GroupDataset(
@@ -115,15 +124,17 @@ class TokenloomDataLoader:
         return inputs, batch["labels"]
 
     def state_dict(self) -> dict[str, str]:
-        """The state after the last batch yielded; before the first one, too, as the checkpointer asks then."""
-        return self._dataset.state_dict()
+        """The state after the last batch yielded; before the first one, too, as the checkpointer asks then. Empty of a
+        stream that is evaluated on, which begins anew each time."""
+        return self._dataset.state_dict() if isinstance(self._dataset, GroupDataset) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keeps a state for the first ``iter()``. Raises ``SnapshotInvalid``, also for the state of another loader."""
-        self._dataset.load_state_dict(state)
+        if isinstance(self._dataset, GroupDataset):
+            self._dataset.load_state_dict(state)
 
     @property
-    def dataset(self) -> GroupDataset | RemoteDataset:
+    def dataset(self) -> GroupDataset | EvaluationDataset:
         """Where the batches come from: ``sample_index``, ``total_tokens``, ``digest``, …"""
         return self._dataset
 

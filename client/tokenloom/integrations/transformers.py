@@ -25,17 +25,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from tokenloom.batch import Batch
-from tokenloom.dataset import RemoteDataset
-from tokenloom.lr_scheduler import TokenLRScheduler
-from tokenloom.token_budget import TokenBudget
-from tokenloom.token_progress import TokenProgress
+from tokenloom.batch.layout import Batch
+from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.clock.token_budget import TokenBudget
+from tokenloom.clock.token_progress import TokenProgress
+from tokenloom.datasets.connected import ConnectedDataset
+from tokenloom.datasets.training import TrainingDataset
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
     from transformers import TrainerControl, TrainerState, TrainingArguments
 else:
-    _Trainer = object  # a mixin: the Trainer that it is for stands behind it
+    _Trainer = object  # a mixin: the Trainer that it is for comes after it among the bases
 
 log = logging.getLogger("tokenloom")
 
@@ -55,7 +56,7 @@ _UNKNOWN_STEPS = 1
 class TokenloomMixin(_Trainer):
     """Makes any ``Trainer`` train on a ``RemoteDataset``: ``class MyTrainer(TokenloomMixin, SomeTrainer)``.
 
-    ``train_dataset`` is a ``RemoteDataset`` with this process's rank; make it behind ``TrainingArguments``, which start
+    ``train_dataset`` is a ``RemoteDataset`` with this process's rank; make it after ``TrainingArguments``, which start
     the process group. ``target_tokens`` is where the training ends, in tokens of the whole run; ``max_steps`` follows
     from it on any number of processes (where both are given, the first one reached ends the training).
 
@@ -65,7 +66,7 @@ class TokenloomMixin(_Trainer):
     ``TokenLRScheduler`` in ``optimizers`` is stepped alike. ``progress`` shows where the run stands, by tokens, with
     the loss and the rate of Trainer's last log.
 
-    Each checkpoint gets ``tokenloom.json``, the dataset's state behind the last batch that the weights have seen, and
+    Each checkpoint gets ``tokenloom.json``, the dataset's state after the last batch that the weights have seen, and
     ``train(resume_from_checkpoint=…)`` loads it: ``True`` takes the last checkpoint that was saved whole.
 
     Where batches say how many labels their step has on all ranks, losses are normalised by that, with no all-reduce.
@@ -106,7 +107,7 @@ class TokenloomMixin(_Trainer):
         #: Of the batch in training.
         self._total_tokens: int | None = None
         #: Where the data of the last steps end, by Trainer's number of steps: callbacks save before an optimiser step
-        #: and behind it.
+        #: and after it.
         self._ends: dict[int, int] = {}
         self._resumed_step = 0
         self._saved_step: int | None = None
@@ -127,7 +128,7 @@ class TokenloomMixin(_Trainer):
         if dataset.world_size != self.args.world_size:
             raise ValueError(
                 f"the dataset is rank {dataset.rank} of {dataset.world_size}, but Trainer runs on "
-                f"{self.args.world_size} processes: make the RemoteDataset behind TrainingArguments, which start the "
+                f"{self.args.world_size} processes: make the RemoteDataset after TrainingArguments, which start the "
                 "process group, and without rank and world_size (tensor, context and pipeline parallelism are not for "
                 "this Trainer)"
             )
@@ -150,7 +151,7 @@ class TokenloomMixin(_Trainer):
                 f"{accumulate}: give the RemoteDataset accumulate={accumulate}, too"
             )
         if size is None or isinstance(size, int):
-            size = dataset._joined.opening.layout.batch_size
+            size = dataset.facts.batch_size
             if size != self.args.train_batch_size:
                 raise ValueError(
                     f"per_device_train_batch_size={self.args.per_device_train_batch_size} (for "
@@ -169,7 +170,7 @@ class TokenloomMixin(_Trainer):
         found = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(found, str):
             found = self.eval_dataset[found]
-        if isinstance(found, RemoteDataset):
+        if isinstance(found, ConnectedDataset):
             return _loader(found, _inputs)
         loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
         return loader
@@ -273,7 +274,7 @@ class TokenloomMixin(_Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # Behind this, rank 0 writes what makes the checkpoint count as whole, and deletes older ones.
+        # After this, rank 0 writes what makes the checkpoint count as whole, and deletes older ones.
         self.accelerator.wait_for_everyone()
 
     # Logs
@@ -289,11 +290,11 @@ class TokenloomMixin(_Trainer):
         super().log(logs, *rest, **named)
 
     @property
-    def _tokenloom_dataset(self) -> RemoteDataset:
-        found = self.train_dataset
-        if not isinstance(found, RemoteDataset):
-            raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(found).__name__}")
-        return found
+    def _tokenloom_dataset(self) -> TrainingDataset:
+        dataset = self.train_dataset
+        if not isinstance(dataset, TrainingDataset):
+            raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(dataset).__name__}")
+        return dataset
 
     def _steps_left(self, size: Any) -> int:
         """Optimiser steps from here to the target."""
@@ -305,10 +306,10 @@ class TokenloomMixin(_Trainer):
             return 0
         # Steps are counted from here, which may be in the middle of what would be a step on other ranks.
         sizes = [(0, size)] if isinstance(size, int) else size
-        behind = [(tokens - here, own) for tokens, own in sizes if tokens > here]
+        later = [(tokens - here, own) for tokens, own in sizes if tokens > here]
         budget = TokenBudget(
             context_length=length,
-            batch_size=[(0, sizes[-1 - len(behind)][1]), *behind],
+            batch_size=[(0, sizes[-1 - len(later)][1]), *later],
             world_size=dataset.world_size,
             accumulate=self.args.gradient_accumulation_steps,
             dataset_samples=samples,
@@ -320,7 +321,7 @@ class TokenloomMixin(_Trainer):
         """Whether the model's labels are those that the server counts: all, and where it shifts them, all but the first
         of each sample."""
         dataset = self._tokenloom_dataset
-        return not dataset._joined.opening.layout.rows and (dataset.labels == "shifted") != self._loss_shifts_labels
+        return not dataset.facts.rows and (dataset.labels == "shifted") != self._loss_shifts_labels
 
     @property
     def _share(self) -> float:
@@ -403,7 +404,7 @@ def _whole(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return batch
 
 
-def _loader(dataset: RemoteDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
+def _loader(dataset: ConnectedDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
     # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it
     # was without a resume.
     return DataLoader(_Steps(dataset), batch_size=None, collate_fn=collate, generator=torch.Generator())
@@ -412,7 +413,7 @@ def _loader(dataset: RemoteDataset, collate: Callable[[Any], Any]) -> DataLoader
 class _Steps(IterableDataset[Batch]):
     """A dataset without a length: where a run ends, and what an epoch is, is said by its mixture."""
 
-    def __init__(self, dataset: RemoteDataset) -> None:
+    def __init__(self, dataset: ConnectedDataset) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,6 +1,6 @@
 """TRL's ``SFTTrainer`` on a run's batches: rows with loss masks, or packed documents.
 
-    dataset = RemoteDataset("grpc://host:50051/run", args.per_device_train_batch_size, attention_mask=True)
+    dataset = RemoteDataset("grpc://host:50051/run", args.per_device_train_batch_size, columns=["attention_mask"])
     trainer = TokenloomSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
 
 Reading, tokenising, chat templates, masks and packing are the mixture file's business here; SFTTrainer's own loss,
@@ -14,19 +14,19 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from tokenloom.dataset import RemoteDataset
+from tokenloom.datasets.training import TrainingDataset
 from tokenloom.integrations.transformers import TokenloomMixin
 
 
 class TokenloomSFTTrainer(TokenloomMixin, SFTTrainer):
-    """``trl.SFTTrainer`` on a ``RemoteDataset`` with ``attention_mask=True``: see ``TokenloomMixin``.
+    """``trl.SFTTrainer`` on a ``RemoteDataset`` with the column ``attention_mask``: see ``TokenloomMixin``.
 
     ``args`` is an ``SFTConfig``. Raises ``ValueError`` for what of it would prepare data: ``packing``,
     ``padding_free``, ``completion_only_loss`` and ``assistant_only_loss``.
     """
 
-    def __init__(self, model: Any, args: SFTConfig, *, train_dataset: RemoteDataset, **named: Any) -> None:
-        if not isinstance(train_dataset, RemoteDataset):
+    def __init__(self, model: Any, args: SFTConfig, *, train_dataset: TrainingDataset, **named: Any) -> None:
+        if not isinstance(train_dataset, TrainingDataset):
             raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(train_dataset).__name__}")
         for name, instead in (
             ("packing", "packing"),

@@ -1,7 +1,4 @@
-"""Who may do what: tokens, their scopes, and the scope that each RPC and each route asks for.
-
-Both tables name everything that can be asked. What they lack needs the control token, and fails a test.
-"""
+"""Who may do what: tokens, and the scopes that routes and RPCs ask for."""
 
 from __future__ import annotations
 
@@ -25,28 +22,6 @@ class Scope(enum.IntEnum):
     """Looking: figures, metrics, snapshots, peeks, traces. Moves nothing."""
     CONTROL = 2
     """Everything: training, reporting losses, saving a snapshot, pinning a restore."""
-
-
-_DATA_LOADER = "/tokenloom.v1.DataLoader"
-
-#: The least that an RPC asks for. Where more than this depends on what the request says, the servicer checks it.
-RPCS: Mapping[str, Scope] = {
-    f"{_DATA_LOADER}/Join": Scope.READ,  # control, but to peek
-    f"{_DATA_LOADER}/Stream": Scope.READ,  # control, but to peek
-    f"{_DATA_LOADER}/Snapshot": Scope.READ,  # control where it is to be saved
-    f"{_DATA_LOADER}/Restore": Scope.CONTROL,
-    f"{_DATA_LOADER}/Stats": Scope.READ,
-    f"{_DATA_LOADER}/Plan": Scope.READ,
-    f"{_DATA_LOADER}/Tokenizer": Scope.READ,
-    f"{_DATA_LOADER}/Report": Scope.CONTROL,
-    "/grpc.health.v1.Health/Check": Scope.OPEN,
-    # It stays open for as long as the caller likes; a stranger could take every place with it.
-    "/grpc.health.v1.Health/Watch": Scope.READ,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Scope.READ,
-}
-
-#: The RPCs of trainers: each of a world has one open, all the time.
-TRAINING = frozenset({f"{_DATA_LOADER}/Join", f"{_DATA_LOADER}/Stream"})
 
 
 class Access:

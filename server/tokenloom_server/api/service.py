@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import began_with, differences, refuse
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.records import StoredRun, StoredSnapshot
+from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.revision import as_file, differences_of_files, places
+from tokenloom_server.order.revision import as_file, differences_of_files
 from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.planning.planner import Planner
-from tokenloom_server.replay.evaluation import Evaluations
-from tokenloom_server.replay.peek import Peeks
-from tokenloom_server.replay.receipts import Receipts, revision_info
-from tokenloom_server.replay.trace import Traces
+from tokenloom_server.replay.mixture import mixture_info
+from tokenloom_server.replay.receipts import revision_info
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
+from tokenloom_server.reports.stats import MixtureInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
 from tokenloom_server.reports.trace import TracedSample, TracedStep
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.fork import Forking
 from tokenloom_server.run.history import History
-from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.leadership import Leadership
-from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.producer import Producer
-from tokenloom_server.run.revise import Revising
-from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -55,41 +45,11 @@ STOP_S = 5.0
 LET_GO_S = 2.0
 #: Each has its threads, its window of samples, and a tokeniser.
 MAX_RUNS = 64
-#: In the ledger, of one run. Each may be as large as its state, and the list of them is read as a whole.
-MAX_SAVED_SNAPSHOTS = 1000
-#: A restore goes forward through what it skips: at some ten million tokens a second that takes half an hour.
-MAX_SKIPPED_TOKENS = 2**34
 _ANYWHERE = DataRoots()
 
 
-class ServedRun:
-    """One run with everything that answers for it."""
-
-    def __init__(
-        self,
-        coordinator: RunCoordinator,
-        leadership: Leadership,
-        streams: Streams,
-        other: Callable[[str], History | None] = lambda run: None,
-    ) -> None:
-        """``other`` finds another run of the server, for forks."""
-        self.coordinator = coordinator
-        self.leadership = leadership
-        self.history = History(coordinator)
-        self.revising = Revising(coordinator)
-        self.forking = Forking(coordinator, self.history, other)
-        self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
-        self.losses = Losses(coordinator)
-        self.stats = StatsReader(coordinator, self.losses)
-        self.peeks = Peeks(coordinator, self.history)
-        self.evaluations = Evaluations(coordinator, streams)
-        self.planner = Planner()
-        self.accounts = Receipts(coordinator, self.history, self.peeks, self.stats)
-        self.traces = Traces(coordinator, self.history, self.peeks, self.evaluations)
-
-
 class Runs:
-    """Implements ``stats.RunService``."""
+    """The runs, by name. Implements ``stats.RunService``."""
 
     def __init__(
         self,
@@ -224,10 +184,17 @@ class Runs:
             served.leadership.end(max(0.0, deadline - time.monotonic()))
             served.coordinator.order.close()
 
-    # --- stats.RunService --------------------------------------------------------------------------
+    # What REST and metrics ask, by the name of a run.
 
     def names(self) -> list[str]:
         return sorted(self._runs)
+
+    def not_ready(self) -> str | None:
+        for run, served in self._runs.items():
+            reason = served.coordinator.not_ready()
+            if reason is not None:
+                return f"run {run}: {reason}"
+        return None if self._runs else "no run is served yet"
 
     def stats(self, run: str) -> RunStats:
         return self.get(run).stats.read()
@@ -236,127 +203,31 @@ class Runs:
         return self.get(run).losses.read()
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
-        served = self.get(run)
-        view = served.coordinator.view()
-        return served.planner.plan(view.timeline, view.state, until_tokens)
-
-    def plan_from_start(self, run: str, until_tokens: int | None) -> RunPlan:
-        """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at
-        how far the run is, all ranks are told the same, and those of a later launch, too."""
-        served = self.get(run)
-        timeline = served.coordinator.timeline
-        return served.planner.plan(timeline, timeline.initial(), until_tokens or MAX_COUNTER)
+        return self.get(run).plan(until_tokens)
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
-        return self.get(run).accounts.receipt(sample_index)
+        return self.get(run).receipts.receipt(sample_index)
 
     def report(self, run: str) -> RunReport:
-        return self.get(run).accounts.report()
+        return self.get(run).receipts.report()
 
     def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
-        served = self.get(run)
-        coordinator = served.coordinator
-        coordinator.require_lead()
-        if (
-            save
-            and (saved := len(coordinator.ledger.snapshots(coordinator.uid, coordinator.stream))) >= MAX_SAVED_SNAPSHOTS
-        ):
-            raise LimitExceeded(
-                f"run {run!r} has {saved} saved snapshots, and the ledger keeps at most {MAX_SAVED_SNAPSHOTS}; take "
-                "this one without saving it (the Snapshot RPC), or out of a trainer's checkpoint"
-            )
-        text, index = served.history.snapshot(sample_index)
-        if not save:
-            return text, None
-        snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        coordinator.ledger.save_snapshot(
-            coordinator.uid,
-            coordinator.stream,
-            StoredSnapshot(id=snapshot_id, sample_index=index, saved_at=time.time(), text=text),
-        )
-        return text, snapshot_id
+        return self.get(run).snapshots.take(sample_index, save=save)
 
     def snapshots(self, run: str) -> list[SnapshotInfo]:
-        coordinator = self.get(run).coordinator
-        return [
-            SnapshotInfo(id=entry.id, sample_index=entry.sample_index, saved_at=entry.saved_at)
-            for entry in coordinator.ledger.snapshots(coordinator.uid, coordinator.stream)
-        ]
+        return self.get(run).snapshots.list()
 
     def saved_snapshot(self, run: str, snapshot_id: str) -> str:
-        coordinator = self.get(run).coordinator
-        found = coordinator.ledger.snapshot(coordinator.uid, coordinator.stream, snapshot_id)
-        if found is None:
-            raise NotFound(f"run {run!r} has no snapshot {snapshot_id!r}; GET /v1/runs/{run}/snapshots lists them")
-        return found.text
+        return self.get(run).snapshots.text(snapshot_id)
 
-    def restore(
-        self,
-        run: str,
-        *,
-        snapshot_id: str | None = None,
-        sample_index: int | None = None,
-        text: str | None = None,
-        skip_samples: int = 0,
-        skip_tokens: int = 0,
-    ) -> ResumePoint:
-        served = self.get(run)
-        given: Sequence[object] = [value for value in (snapshot_id, sample_index, text) if value is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                f"a restore names one of snapshot id, sample index and snapshot, but {len(given)} are given"
-            )
-        if skip_samples and skip_tokens:
-            raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
-        if snapshot_id is not None:
-            text = self.saved_snapshot(run, snapshot_id)
-        elif sample_index is not None:
-            text, _ = served.history.snapshot(sample_index)
-        assert text is not None
-        coordinator = served.coordinator
-        coordinator.require_lead()
-        point = served.history.parse(text)
-        stored = coordinator.ledger.read_run(run, coordinator.stream)
-        if stored is not None:
-            served.history.refuse_foreign(point, stored)
-        timeline, begin = coordinator.timeline, point.sample_index
-        skip = skip_samples or timeline.index_at(timeline.tokens_at(begin) + skip_tokens) - begin
-        tokens = timeline.tokens_at(begin + skip) - timeline.tokens_at(begin)
-        if tokens > MAX_SKIPPED_TOKENS:
-            raise LimitExceeded(
-                f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
-                f"{MAX_SKIPPED_TOKENS} at most"
-            )
-        pin = served.peeks.pin(text, skip)
-        for note in point.notes:
-            _log.info("%s: %s", run, note)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin)
-        start = point.sample_index + skip
-        _log.info("%s: the next generation starts at sample %d, and %d are skipped (pinned)", run, start, skip)
-        digest = point.digest or served.history.pinned(pin).point.digest
-        assert digest is not None, "what is pinned has been gone forward to"
-        return ResumePoint(sample_index=point.sample_index, digest=digest, skipped_samples=skip, start_index=start)
-
-    def trace_sample(
-        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = TRAIN
-    ) -> TracedSample:
-        if stream != TRAIN:
-            if generation is not None:
-                raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
-            return self.get(run).traces.evaluated(stream, index, text)
-        return self.get(run).traces.sample(index, generation, text)
-
-    def trace_step(
-        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
-    ) -> TracedStep:
-        return self.get(run).traces.step(step, rank, generation, text)
+    def restore(self, run: str, **point: Any) -> ResumePoint:
+        return self.get(run).start_points.restore(**point)
 
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
     ) -> ResumePoint:
         served = self.get(run)
-        coordinator = served.coordinator
-        coordinator.require_lead()
+        served.coordinator.require_lead()
         if (parent is None) == (text is None):
             raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
         if parent is not None:
@@ -365,52 +236,25 @@ class Runs:
         elif sample_index is not None:
             raise ConfigError("a snapshot has its own sample index: leave sample_index out")
         assert text is not None
-        stored = coordinator.ledger.read_run(run, coordinator.stream)
-        if stored is not None and stored.opening is not None:
-            raise ConfigError(
-                f"run {run!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give it "
-                "another name in its mixture file"
-            )
-        own = served.forking.fork(text)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.peeks.pin(own, 0))
-        point = served.history.parse(own)
-        assert point.digest is not None, "a fork begins from a snapshot"
-        _log.info("%s: begins at sample %d, forked (pinned)", run, point.sample_index)
-        return ResumePoint(
-            sample_index=point.sample_index,
-            digest=point.digest,
-            skipped_samples=0,
-            start_index=point.sample_index,
-        )
+        return served.start_points.fork(text)
+
+    def trace_sample(
+        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = TRAIN
+    ) -> TracedSample:
+        traces = self.get(run).traces
+        if stream == TRAIN:
+            return traces.sample(index, generation, text)
+        if generation is not None:
+            raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
+        return traces.evaluated(stream, index, text)
+
+    def trace_step(
+        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
+    ) -> TracedStep:
+        return self.get(run).traces.step(step, rank, generation, text)
 
     def mixture(self, run: str) -> MixtureInfo:
-        view = self.get(run).coordinator.view()
-        timeline, index = view.timeline, view.commit.sample_index
-        config = timeline.at(index).config
-        return MixtureInfo(
-            run=run,
-            sample_index=index,
-            sequence_length=config.sequence_length,
-            mixture=as_file(config),
-            paused=[
-                place if isinstance(child, NodeConfig) and child.alias is None else child.name
-                for place, child in places(config)
-                if child.presence == "paused"
-            ],
-            dropped=[source.name for source in config.sources if source.presence == "dropped"],
-            phases=[
-                PhaseInfo(
-                    number=segment.phase,
-                    sample_index=segment.begin,
-                    total_tokens=segment.tokens,
-                    sequence_length=segment.order.config.sequence_length,
-                )
-                for segment in timeline.segments
-                if segment.phase is not None
-            ],
-            revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-            first_revisable=view.first_revisable,
-        )
+        return mixture_info(run, self.get(run).coordinator.view())
 
     def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
         served = self.get(run)
@@ -421,10 +265,3 @@ class Runs:
         served = self.get(run)
         timeline = served.coordinator.timeline
         return [revision_info(timeline, revision, 0) for revision in served.revising.drop(number)]
-
-    def not_ready(self) -> str | None:
-        for run, served in self._runs.items():
-            reason = served.coordinator.not_ready()
-            if reason is not None:
-                return f"run {run}: {reason}"
-        return None if self._runs else "no run is served yet"

@@ -36,7 +36,7 @@ def plan(
     """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
 
     Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
-    tokens are planned. Drawn policies are planned at their mean.
+    tokens are planned. Beyond two million samples, drawn policies are planned at their mean.
     """
     from tokenloom_server.core.amounts import parse_amount
     from tokenloom_server.order.record import Order

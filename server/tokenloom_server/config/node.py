@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator, model_validator
 
 from tokenloom_server.config.base import Epochs, MaxTokens, Name, OnExhausted, Presence, Section, Weight
+from tokenloom_server.config.catalog import PolicyRules, catalog_of
 from tokenloom_server.config.source import SourceConfig
 
 
@@ -19,15 +20,7 @@ class NodeConfig(Section):
     id: int = -1
     """The node id: given once, by ``RunConfig`` or a revision."""
     presence: Presence = "live"
-    policy: Literal[
-        "least_consumed",
-        "weighted",
-        "round_robin",
-        "sequential",
-        "soft_sequential",
-        "balance_remaining",
-        "schedule",
-    ]
+    policy: str
     """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws. ``round_robin``: a
     sample of each child in turn. ``sequential``: one child after the other. ``soft_sequential``: the same, but each
     begins while the one before it comes to its end. ``balance_remaining``: all end together. ``schedule``: weights by
@@ -54,53 +47,33 @@ class NodeConfig(Section):
     def name(self) -> str:
         return self.alias or f"node {self.id}"
 
+    _rules: PolicyRules = PrivateAttr()
+
     @property
-    def estimates(self) -> bool:
-        """Whether weights follow from what the sources below have left."""
-        return self.policy in ("soft_sequential", "balance_remaining")
+    def rules(self) -> PolicyRules:
+        """What its policy is, in the catalog that it was read against."""
+        return self._rules
+
+    @field_validator("policy")
+    @classmethod
+    def _is_in_the_catalog(cls, value: str, info: ValidationInfo) -> str:
+        known = catalog_of(info.context).policies
+        if value not in known:
+            *some, last = map(repr, known)
+            raise ValueError(f"Input should be {', '.join(some)} or {last}; found {value!r}")
+        return value
 
     @model_validator(mode="after")
-    def _weights_have_a_meaning(self) -> Self:
-        for i, child in enumerate(self.children):
-            if self.policy in ("round_robin", "sequential", "soft_sequential", "balance_remaining"):
-                if child.weight != 1.0:
-                    raise ValueError(
-                        f"children.{i}.weight: found {_short_weight(child.weight)}, but the policy {self.policy!r} "
-                        "knows no weights; leave it out, or take the policy 'least_consumed' or 'weighted'"
-                    )
-            elif self.policy != "schedule" and isinstance(child.weight, list):
-                raise ValueError(
-                    f"children.{i}.weight: found {_short_weight(child.weight)}, but the policy {self.policy!r} takes "
-                    "one number; give one, or take the policy 'schedule'"
-                )
-        if self.policy == "schedule":
-            self._some_weight_at_every_token()
-        for option, policy in (("unit", "weighted"), ("interpolate", "schedule")):
-            if getattr(self, option) != type(self).model_fields[option].default and self.policy != policy:
-                raise ValueError(f"{option}: is for the policy {policy!r}, but this is {self.policy!r}; leave it out")
+    def _weights_have_a_meaning(self, info: ValidationInfo) -> Self:
+        policies = catalog_of(info.context).policies
+        self._rules = policies[self.policy]
+        options = {"unit": self.unit, "interpolate": self.interpolate}
+        self.rules.check([child.weight for child in self.children], options)
+        for option, found in options.items():
+            if found != type(self).model_fields[option].default and option not in self.rules.options:
+                owner = next(policy.name for policy in policies.values() if option in policy.options)
+                raise ValueError(f"{option}: is for the policy {owner!r}, but this is {self.policy!r}; leave it out")
         return self
-
-    def _some_weight_at_every_token(self) -> None:
-        """Weights are above 0 somewhere between two points of any child if they are at one of them."""
-        points = [child.weight if isinstance(child.weight, list) else [(0, child.weight)] for child in self.children]
-        for tokens in sorted({0, *(at for weights in points for at, _ in weights)}):
-            if not any(_is_above_0(weights, tokens, self.interpolate) for weights in points):
-                raise ValueError(
-                    f"children: at {tokens} tokens every weight is 0, and nothing could be given; let the weight of "
-                    "one child begin earlier or end later"
-                )
-
-
-def _short_weight(weight: float | list[tuple[int, float]]) -> str:
-    return f"{len(weight)} points" if isinstance(weight, list) else f"{weight:g}"
-
-
-def _is_above_0(points: list[tuple[int, float]], tokens: int, interpolate: str) -> bool:
-    before = [weight for at, weight in points if at <= tokens] or [points[0][1]]
-    if before[-1] > 0 or interpolate == "step":
-        return before[-1] > 0
-    after = [weight for at, weight in points if at > tokens]
-    return points[0][0] <= tokens and tokens not in [at for at, _ in points] and bool(after) and after[0] > 0
 
 
 def _child_kind(value: object) -> str:
@@ -140,7 +113,7 @@ def check_ends(child: Child, path: str, endless: bool = False, estimated: str | 
     endless = endless or math.isinf(child.epochs)
     if isinstance(child, NodeConfig):
         for i, below in enumerate(child.children):
-            check_ends(below, f"{path}.children.{i}", endless, child.policy if child.estimates else estimated)
+            check_ends(below, f"{path}.children.{i}", endless, child.policy if child.rules.estimates else estimated)
     elif endless and estimated is not None and child.presence != "dropped":
         raise ValueError(
             f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; give "

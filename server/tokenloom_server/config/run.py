@@ -90,11 +90,11 @@ class RunConfig(RunFields):
         def below(node: NodeConfig, estimated: bool) -> Iterator[int]:
             for child in node.children:
                 if isinstance(child, NodeConfig):
-                    yield from below(child, estimated or child.estimates)
+                    yield from below(child, estimated or child.rules.estimates)
                 elif estimated and child.presence != "dropped" and not math.isinf(self.epochs[child.id]):
                     yield child.id
 
-        return tuple(sorted(below(self.mixture, self.mixture.estimates)))
+        return tuple(sorted(below(self.mixture, self.mixture.rules.estimates)))
 
     @cached_property
     def nodes(self) -> tuple[NodeConfig, ...]:

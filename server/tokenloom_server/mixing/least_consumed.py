@@ -22,8 +22,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.core.hashing import Purpose, draws
-from tokenloom_server.mixing.credits import carried, rescaled
-from tokenloom_server.mixing.policy import Children, Choices, NodeShape
+from tokenloom_server.mixing.credits import balanced, begun, carried, rescaled
+from tokenloom_server.mixing.policy import (
+    Children,
+    Choices,
+    Chooser,
+    Elsewhere,
+    NodeChange,
+    NodeShape,
+    NodeStart,
+    Policy,
+    Weighed,
+)
 
 #: Deadlines are kept in 2^-20 tokens.
 _DEADLINE_BITS = 20
@@ -50,8 +60,38 @@ class _Anchor:
     totals: tuple[int, ...] = ()
 
 
-class LeastConsumed:
-    """Implements ``Policy``. Credits are in 1/W tokens, W being the sum of the live children's weights."""
+class OwesTokens(Policy):
+    """A policy of which a child's credit is what it is owed, in 1/W tokens, where W is the sum of the live children's
+    weights. Such credits keep their meaning when a revision puts one of these in place of another."""
+
+    credit = "owed tokens"
+
+    def revised(self, change: NodeChange) -> Sequence[int]:
+        if change.old_policy is None or change.old_policy.credit != self.credit:
+            return [0] * len(change.new)
+        owed = [child.credit if child is not None else 0 for child in change.old]
+        if list(change.old_weights) == list(change.new_weights):
+            return owed
+        return carried(owed, change.old_weights, change.new_weights, change.pick_tokens)
+
+
+class LeastConsumed(Weighed, OwesTokens):
+    """The child that is furthest behind its share is next."""
+
+    name = "least_consumed"
+
+    def chooser(self, node: NodeStart) -> Chooser:
+        return LeastConsumedChooser(node.shape, node.children, [child.credit for child in node.states])
+
+    def imported(self, node: Elsewhere) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Balances go on: what each child had there counts, and a new one begins as ``baseline`` says."""
+        weights = [weight if live else 0 for weight, live in zip(node.weights, node.live, strict=True)]
+        balances = begun(node.baseline, weights, node.tokens, node.known)
+        return balanced(weights, balances), balances
+
+
+class LeastConsumedChooser(Chooser):
+    """Implements ``Chooser``. Credits are in 1/W tokens, W being the sum of the live children's weights."""
 
     def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
         self._shape = shape
@@ -67,9 +107,6 @@ class LeastConsumed:
             self._planned, self._at = self._plan(max(count, self._ahead)), 0
             self._ahead = min(2 * self._ahead, _AHEAD)
         return self._planned[self._at : self._at + count]
-
-    def choose(self, retry: int) -> int:
-        return int(self.upcoming(1)[0])
 
     def issued(self, count: int) -> None:
         self._at += count
@@ -92,7 +129,7 @@ class LeastConsumed:
             self._anchor = replace(anchor, totals=totals)
             return
         owed = self.credits(anchor, self._children.tokens)
-        self._rebuild(carried(owed, anchor.weights, weights, self._shape.sample_tokens), weights, totals)
+        self._rebuild(carried(owed, anchor.weights, weights, self._shape.pick_tokens), weights, totals)
 
     def weights(self) -> Sequence[int]:
         return self._anchor.weights
@@ -108,9 +145,6 @@ class LeastConsumed:
             credit + weight * issued - anchor.live_weight * own if weight else credit
             for credit, weight, own in zip(anchor.credits, anchor.weights, given, strict=True)
         )
-
-    def made(self, mark: object) -> Sequence[tuple[int, int]]:
-        return ()
 
     @staticmethod
     def _anchor_of(mark: object) -> _Anchor:
@@ -169,11 +203,11 @@ class _Jobs:
     its place among all by deadline, tie and child; ``child_of_rank``, whose it is (among the live ones).
     """
 
-    def __init__(self, policy: LeastConsumed, count: int) -> None:
-        anchor, counters, shape, live = policy._anchor, policy._children, policy._shape, policy._live
-        length, pairs = shape.sample_tokens, 2 * len(live) - 2
+    def __init__(self, chooser: LeastConsumedChooser, count: int) -> None:
+        anchor, counters, shape, live = chooser._anchor, chooser._children, chooser._shape, chooser._live
+        length, pairs = shape.pick_tokens, 2 * len(live) - 2
         sample = anchor.live_weight * length
-        credit = policy.credits(anchor, counters.tokens)
+        credit = chooser.credits(anchor, counters.tokens)
         # In units of 1 / (pairs × weight) tokens from now, exactly: job k of a child is due a sample before
         # begin + k × period, and its deadline is end + k × period. Quotient and remainder stay within 64 bits.
         period = pairs * sample
@@ -207,7 +241,7 @@ class _Jobs:
         if same.any():
             tied = by_deadline[np.append(same, False) | np.insert(same, 0, False)]
             ids = np.array([shape.child_ids[i] for i in live], np.uint64)[child[tied]]
-            samples = np.array([counters.samples[i] for i in live], np.int64)[child[tied]] + k[tied]
+            samples = np.array([counters.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
             ties[tied] = draws(shape.seed, Purpose.TIE, ids, samples.astype(np.uint64))
             by_deadline = np.lexsort((child, ties, fractions, ends))
         ranks = np.empty(len(child), np.int64)

@@ -1,242 +1,43 @@
 """The mixture as a tree: leaves are sources, inner nodes carry a policy.
 
-What is decided is a *pick*: one sample, or with ``batching`` a whole global batch. In this folder "sample" means a
-pick, and ``sample_tokens`` its tokens, but for the states that come in and go out.
-
-A parent is the sole authority for its children's counters. A child is exhausted when a pick from it
-fails, as part of that sample's decision, and never earlier.
+What is decided is a *pick*: one sample, or with ``batching`` a whole global batch. States that come in and go out count
+samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from tokenloom_server.config.node import Child, NodeConfig
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
-from tokenloom_server.mixing.least_consumed import LeastConsumed
-from tokenloom_server.mixing.policy import Children, NodeShape, Policy
-from tokenloom_server.mixing.round_robin import RoundRobin
-from tokenloom_server.mixing.schedule import Points, Schedule
-from tokenloom_server.mixing.sequential import Sequential
+from tokenloom_server.mixing.leap import Leaps
+from tokenloom_server.mixing.node import Node, NodeWeights, Picks
+from tokenloom_server.mixing.policy import NodeShape
 from tokenloom_server.mixing.totals import SizeEstimate, SourceTotal, rows_of
-from tokenloom_server.mixing.varying import (
-    UPDATE_SAMPLES,
-    Estimated,
-    Scheduled,
-    balance_remaining,
-    soft_sequential,
-)
-from tokenloom_server.mixing.weighted import Weighted
+from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.mixing.weights import integer_weights
 
-#: Returned in place of a source id when a node has nothing more to give.
-NOTHING = -1
-
-#: Source ids of consecutive samples.
-Picks = npt.NDArray[np.int32]
-
-#: The rows counter of a source, and the offset of its cursor, behind its last picked sample.
+#: The rows counter of a source, and the offset of its cursor, after its last pick.
 RowsPicked = Callable[[int], tuple[int, int]]
 
-_FIXED: dict[str, Callable[[NodeShape, Children, Sequence[int]], Policy]] = {
-    "least_consumed": LeastConsumed,
-    "weighted": Weighted,
-    "round_robin": RoundRobin,
-    "sequential": Sequential,
-}
-_RULES = {"soft_sequential": soft_sequential, "balance_remaining": balance_remaining}
-
-
-class NodeRegime(NamedTuple):
-    """What of a node changes only when a child turns out to be out, or weights are made anew: immutable, shared by
-    many marks."""
-
-    exhausted: tuple[bool, ...]
-    credits: object
-
-
 #: Of every node, in node-id order.
-MixWeights = tuple[NodeRegime, ...]
+MixWeights = tuple[NodeWeights, ...]
 
 
-class _Node:
-    """One node at work. ``children`` holds a source id for a leaf, else a node."""
+class Ending(NamedTuple):
+    """What has no more to give, and why. ``source``: its id; None for a node."""
 
-    def __init__(
-        self,
-        shape: NodeShape,
-        config: NodeConfig,
-        children: tuple[int | _Node, ...],
-        states: Sequence[ChildState],
-        pick_samples: int,
-    ) -> None:
-        """``pick_samples``: samples of one decision. All that is counted here is counted in these."""
-        self.id = shape.node_id
-        self.config = config
-        self.children = children
-        self.exhausted = [child.exhausted for child in states]
-        self._pick_samples = pick_samples
-        #: The counters when this node was built, in samples.
-        self.states = tuple(states)
-        if pick_samples > 1:
-            states = [
-                replace(child, samples=child.samples // pick_samples, total=child.total // pick_samples)
-                for child in states
-            ]
-        self.counters = Children(
-            [child.samples for child in states],
-            [child.tokens for child in states],
-            [
-                was.exhausted or of.presence != "live" or (isinstance(child, _Node) and child.waits)
-                for was, of, child in zip(states, config.children, children, strict=True)
-            ],
-        )
-        self._sample_tokens = shape.sample_tokens
-        self._leaves = np.array([NOTHING if isinstance(child, _Node) else child for child in children], np.int32)
-        self._inner = [(i, child) for i, child in enumerate(children) if isinstance(child, _Node)]
-        # Of leaves: a node knows its own.
-        self._limited = {
-            i: of.max_tokens
-            for i, of in enumerate(config.children)
-            if of.max_tokens is not None and not isinstance(of, NodeConfig)
-        }
-        self._ends = [_ends_node(child, config) for child in config.children]
-        self._stopped = any(out and ends for out, ends in zip(self.exhausted, self._ends, strict=True))
-        self._live = self.counters.out.count(False)
-        self.policy = _policy_of(shape, config, self.counters, states)
-
-    @property
-    def is_over(self) -> bool:
-        return not self._live or self._stopped or not self.room()
-
-    @property
-    def waits(self) -> bool:
-        """Whether it gives nothing only because what it has left is paused."""
-        return not (self._live or self._stopped) and self.room() > 0 and self.has_paused
-
-    @property
-    def has_paused(self) -> bool:
-        """Whether a child that is not at its end is paused, or waits itself."""
-        return any(
-            not exhausted and (of.presence == "paused" or (of.presence == "live" and out))
-            for exhausted, out, of in zip(self.exhausted, self.counters.out, self.config.children, strict=True)
-        )
-
-    def nodes(self) -> Iterator[_Node]:
-        """This one and all below."""
-        yield self
-        for _, child in self._inner:
-            yield from child.nodes()
-
-    def plan(self, count: int) -> Picks:
-        """The sources of the node's next ``count`` samples while no child is out; NOTHING behind one that is."""
-        if self.is_over:
-            return np.full(count, NOTHING, np.int32)
-        choices = self.policy.upcoming(count)
-        picks: Picks = self._leaves[choices]
-        for position, child in self._inner:
-            at = np.flatnonzero(choices == position)
-            if len(at):
-                picks[at] = child.plan(len(at))
-        for position in self._limited:
-            left = self._left(position)
-            if left < count:
-                picks[np.flatnonzero(choices == position)[left:]] = NOTHING
-        if (room := self.room()) < count:
-            picks[room:] = NOTHING
-        return picks
-
-    def issue(self, count: int) -> None:
-        """Counts the first ``count`` samples of the plan, here and below."""
-        counts = np.bincount(self.policy.upcoming(count), minlength=len(self.children))
-        for position, child in self._inner:
-            if counts[position]:
-                child.issue(int(counts[position]))
-        for position in np.flatnonzero(counts).tolist():
-            self._count(position, int(counts[position]))
-        self.policy.issued(count)
-
-    def pick(self, has_sample: Callable[[int], bool]) -> int:
-        """Decides one sample and counts it; children that turn out to be out are marked so."""
-        retry = 0
-        while not self.is_over:
-            position = self.policy.choose(retry)
-            child, source, waits = self.children[position], NOTHING, False
-            if isinstance(child, _Node):
-                source = child.pick(has_sample)
-                waits = child.waits
-            elif self._left(position) and has_sample(child):
-                source = child
-            if source != NOTHING:
-                self._count(position, 1)
-                self.policy.issued(1)
-                return source
-            self.counters.out[position] = True
-            if not waits:
-                self.exhausted[position] = True
-                self._stopped = self._stopped or self._ends[position]
-            self._live -= 1
-            retry += 1
-            self.policy.lost(position)
-        return NOTHING
-
-    def mix_weights(self) -> NodeRegime:
-        return NodeRegime(tuple(self.exhausted), self.policy.mark())
-
-    def states_at(self, mix_weights: NodeRegime, given: Sequence[int]) -> tuple[ChildState, ...]:
-        """The children's states under a regime; ``given`` is how many samples each gave since the node was built."""
-        pick = self._pick_samples
-        samples = [was.samples + more for was, more in zip(self.states, given, strict=True)]
-        tokens = [was.tokens + more * self._sample_tokens // pick for was, more in zip(self.states, given, strict=True)]
-        owed = self.policy.credits(mix_weights.credits, tokens)
-        made = self.policy.made(mix_weights.credits) or [(0, 0)] * len(given)
-        return tuple(
-            ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
-            for own, own_tokens, credit, exhausted, (weight, total) in zip(
-                samples, tokens, owed, mix_weights.exhausted, made, strict=True
-            )
-        )
-
-    def update(self, totals: Sequence[int], run_tokens: int) -> None:
-        """Makes the weights anew, of the totals of the children or of the run's tokens, as the policy has it."""
-        if isinstance(self.policy, Estimated):
-            self.policy.update(totals)
-        elif isinstance(self.policy, Scheduled):
-            self.policy.update(run_tokens)
-
-    def room(self) -> int:
-        """How many more samples its own ``max_tokens`` allow."""
-        if self.config.max_tokens is None:
-            return MAX_COUNTER
-        return max(0, self.config.max_tokens - sum(self.counters.tokens)) // self._sample_tokens
-
-    def reached(self) -> list[str]:
-        """The children that are out because they had their ``max_tokens``, by name."""
-        return [
-            of.name
-            for i, (of, child) in enumerate(zip(self.config.children, self.children, strict=True))
-            if self.exhausted[i] and not (child.room() if isinstance(child, _Node) else self._left(i))
-        ]
-
-    def _left(self, position: int) -> int:
-        """How many more samples a leaf's ``max_tokens`` allow."""
-        most = self._limited.get(position)
-        return MAX_COUNTER if most is None else max(0, most - self.counters.tokens[position]) // self._sample_tokens
-
-    def _count(self, position: int, samples: int) -> None:
-        self.counters.samples[position] += samples
-        self.counters.tokens[position] += samples * self._sample_tokens
+    name: str
+    source: int | None
+    why: str
 
 
 class Mixer:
-    """Decides, sample by sample, which source is next."""
+    """Decides, pick by pick, which source is next."""
 
     def __init__(
         self,
@@ -248,79 +49,79 @@ class Mixer:
         ``RunConfig.measured_sources``, by id."""
         shapes = {shape.node_id: (shape, state) for (_, shape), state in zip(node_shapes(config), states, strict=True)}
         # Children before parents.
-        self._upwards: list[_Node] = []
+        self._upwards: list[Node] = []
 
-        def build(node: NodeConfig) -> _Node:
+        def build(node: NodeConfig) -> Node:
             shape, state = shapes[node.id]
             children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
-            self._upwards.append(_Node(shape, node, children, state, config.pick_samples))
+            self._upwards.append(Node(shape, node, children, state, config.pick_samples))
             return self._upwards[-1]
 
         self._config = config
         self._root = build(config.mixture)
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
-        self._varies = [node for node in self._nodes if isinstance(node.policy, Estimated | Scheduled)]
+        self._varying = [node for node in self._nodes if node.policy.makes_weights]
         self._size_estimates = size_estimates or {}
         self._source_totals: dict[int, SourceTotal] = {}
-        estimated = {below for node in self._nodes if isinstance(node.policy, Estimated) for below in node.nodes()}
+        estimated = {below for node in self._nodes if node.policy.estimates for below in node.nodes()}
         self._estimated = [node for node in self._upwards if node in estimated]
         #: What a state has beside the counters, now.
         self.mix_weights: MixWeights = self._mix_weights()
 
-    def begin(self, sample_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
+    def begin(self, pick_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
         """To be called before each decision, with the run's position in picks: makes weights anew where that is due,
         from the counters here. Returns how many picks may be decided before it is to be called again."""
-        if not self._varies:
+        if not self._varying:
             return MAX_COUNTER
         # At an end nothing changes any more: a state there is the same however often it is asked.
         if not self._root.is_over:
-            due = not sample_index % UPDATE_SAMPLES
-            nodes = [node for node in self._varies if not node.is_over and (due or not any(node.policy.weights()))]
-            if nodes:
-                totals = self._totals(rows_picked) if any(node in self._estimated for node in nodes) else {}
-                for node in nodes:
-                    node.update(totals.get(node, ()), total_tokens)
-                self.mix_weights = self._mix_weights()
-        return UPDATE_SAMPLES - sample_index % UPDATE_SAMPLES
+            due = not pick_index % UPDATE_PICKS
+            self._update(
+                [n for n in self._varying if not n.is_over and (due or not any(n.chooser.weights()))],
+                total_tokens,
+                rows_picked,
+            )
+        return UPDATE_PICKS - pick_index % UPDATE_PICKS
 
     def plan(self, count: int) -> Picks:
-        """The source ids of the next ``count`` samples if each source has them (int32, [count]; NOTHING where
+        """The source ids of the next ``count`` picks if each source has them (int32, [count]; NOTHING where
         none can be named). Decides nothing: ``issue`` as many as there are, then ``pick``."""
         return self._root.plan(count)
 
     def issue(self, count: int) -> None:
-        """Decides and counts the first ``count`` samples of the plan: their sources have them."""
+        """Decides and counts the first ``count`` picks of the plan: their sources have them."""
         self._root.issue(count)
 
     def pick(self, has_sample: Callable[[int], bool]) -> int:
-        """Decides and counts the next sample where a source of the plan may be out: its source id, or ``NOTHING``
-        at the end of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
+        """Decides and counts the next pick where a source of the plan may be out: its source id, or ``NOTHING`` at the
+        end of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
         source = self._root.pick(has_sample)
         self.mix_weights = self._mix_weights()
         return source
 
     def states(self, mix_weights: MixWeights, given: Sequence[int]) -> tuple[tuple[ChildState, ...], ...]:
-        """The nodes' states under an earlier regime of this mixer, once each source gave so many samples since
+        """The nodes' states under earlier weights of this mixer, once each source gave so many samples since
         the mixer was made (by source id)."""
-        below: dict[_Node, list[int]] = {}
+        below: dict[Node, list[int]] = {}
         for node in self._upwards:
-            below[node] = [sum(below[child]) if isinstance(child, _Node) else given[child] for child in node.children]
+            below[node] = [sum(below[child]) if isinstance(child, Node) else given[child] for child in node.children]
         return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights, strict=True))
 
     def exhausted(self, mix_weights: MixWeights) -> tuple[bool, ...]:
-        """Which sources are out under a regime of this mixer, by source id, as their parents have it."""
-        found = {
+        """Which sources are out under these weights of this mixer, by source id, as their parents have it."""
+        by_source = {
             child: out
             for node, now in zip(self._nodes, mix_weights, strict=True)
             for child, out in zip(node.children, now.exhausted, strict=True)
-            if not isinstance(child, _Node)
+            if not isinstance(child, Node)
         }
-        return tuple(found[source] for source in range(len(found)))
+        return tuple(by_source[source] for source in range(len(by_source)))
 
     def weights(self) -> dict[int, tuple[int, ...]]:
         """By node id, the weights in force of its children; 0 for one that gets nothing."""
         return {
-            node.id: (0,) * len(node.children) if node.is_over else tuple(node.policy.weights()) for node in self._nodes
+            node.id: (0,) * len(node.children) if node.is_over else tuple(node.chooser.weights())
+            for node in self._nodes
         }
 
     def shares(self) -> tuple[float, ...]:
@@ -328,11 +129,11 @@ class Mixer:
         shares: dict[int, Fraction] = {}
         weights = self.weights()
 
-        def visit(node: _Node, share: Fraction) -> None:
+        def visit(node: Node, share: Fraction) -> None:
             total = sum(weights[node.id])
             for child, weight in zip(node.children, weights[node.id], strict=True):
                 own = share * Fraction(weight, total) if total else Fraction(0)
-                if isinstance(child, _Node):
+                if isinstance(child, Node):
                     visit(child, own)
                 else:
                     shares[child] = own
@@ -341,7 +142,7 @@ class Mixer:
         return tuple(float(shares[source]) for source in sorted(shares))
 
     def why_over(self) -> str:
-        """Why there is no further sample, once a pick found none."""
+        """Why there is no further pick, once one failed."""
         root, sources = self._root, self._config.sources
         out = self.exhausted(self.mix_weights)
         if root.waits:
@@ -357,57 +158,82 @@ class Mixer:
         reached = [name for node in self._nodes for name in node.reached()]
         return f"{reason} (max_tokens reached: {', '.join(reached)})" if reached else reason
 
-    def _mix_weights(self) -> MixWeights:
-        return tuple(node.mix_weights() for node in self._nodes)
+    def endings(self) -> dict[tuple[int, int], Ending]:
+        """What is exhausted, by the id of its node and its position there, children before parents."""
+        return {
+            (node.id, position): Ending(
+                node.config.children[position].name, None if isinstance(child, Node) else child, node.why_out(position)
+            )
+            for node in self._upwards
+            for position, child in enumerate(node.children)
+            if node.exhausted[position]
+        }
 
-    def _totals(self, rows_picked: RowsPicked) -> dict[_Node, list[int]]:
-        """Of each node from which an estimate is made, its children's totals in samples."""
-        found: dict[_Node, list[int]] = {}
+    def leap(self, most: int, left: Sequence[int], total_tokens: int, rows_picked: RowsPicked) -> dict[int, int] | None:
+        """Decides up to ``most`` picks at once, by each policy's mean shares: how many each source gives, by id; none
+        where a child turns out to be out instead. ``left``: the picks that each source has. None where nothing is
+        ever out, so that there are no bounds.
+
+        Not at the end of data; and no pick is decided one by one after that.
+        """
+        self._update([node for node in self._varying if not node.is_over], total_tokens, rows_picked)
+        given = self._leaps.leap(most, left, total_tokens)
+        self.mix_weights = self._mix_weights()
+        return given
+
+    @cached_property
+    def _leaps(self) -> Leaps:
+        return Leaps(self._upwards)
+
+    @property
+    def is_over(self) -> bool:
+        return self._root.is_over
+
+    @property
+    def room(self) -> int:
+        """How many more picks the root's own ``max_tokens`` allow."""
+        return self._root.room()
+
+    def _mix_weights(self) -> MixWeights:
+        return tuple(node.weights() for node in self._nodes)
+
+    def _update(self, nodes: Sequence[Node], total_tokens: int, rows_picked: RowsPicked) -> None:
+        """Makes the weights of these nodes anew."""
+        if not nodes:
+            return
+        totals = self._totals(rows_picked) if any(node in self._estimated for node in nodes) else {}
+        for node in nodes:
+            node.chooser.update(totals.get(node, ()), total_tokens)
+        self.mix_weights = self._mix_weights()
+
+    def _totals(self, rows_picked: RowsPicked) -> dict[Node, list[int]]:
+        """Of each node from which an estimate is made, its children's totals in picks."""
+        by_node: dict[Node, list[int]] = {}
         for node in self._estimated:
-            samples, tokens = node.counters.samples, node.counters.tokens
+            picks, tokens = node.counters.picks, node.counters.tokens
             # What is out gives no more than it gave.
-            totals = list(samples)
+            totals = list(picks)
             for i in node.counters.live:
                 child = node.children[i]
-                if isinstance(child, _Node):
-                    rest = sum(found[child]) - sum(child.counters.samples)
+                if isinstance(child, Node):
+                    rest = sum(by_node[child]) - sum(child.counters.picks)
                     totals[i] += max(1, min(rest, child.room()))
                 else:
-                    totals[i] = self._source_total(child).at(samples[i], tokens[i], *rows_picked(child))
-            found[node] = totals
-        return found
+                    totals[i] = self._source_total(child).at(picks[i], tokens[i], *rows_picked(child))
+            by_node[node] = totals
+        return by_node
 
     def _source_total(self, source: int) -> SourceTotal:
-        known = self._source_totals.get(source)
-        if known is None:
-            of = self._config.sources[source]
-            extent = self._size_estimates[source] if source in self._config.measured_sources else None
-            known = self._source_totals[source] = SourceTotal(
-                rows=rows_of(extent, self._config.epochs[source]) if extent is not None else None,
-                tokens_per_1000_rows=extent.tokens_per_1000_rows if extent is not None else 0,
-                max_tokens=of.max_tokens,
-                sample_tokens=self._config.pick_tokens,
+        if source not in self._source_totals:
+            measured = source in self._config.measured_sources
+            estimate = self._size_estimates[source] if measured else None
+            self._source_totals[source] = SourceTotal(
+                rows=rows_of(estimate.rows, self._config.epochs[source]) if estimate is not None else None,
+                tokens_per_1000_rows=estimate.tokens_per_1000_rows if estimate is not None else 0,
+                max_tokens=self._config.sources[source].max_tokens,
+                pick_tokens=self._config.pick_tokens,
             )
-        return known
-
-
-def _policy_of(shape: NodeShape, config: NodeConfig, counters: Children, states: Sequence[ChildState]) -> Policy:
-    if config.policy == "schedule":
-        points = [_points(child) for child in config.children]
-        return Scheduled(shape, counters, states, Schedule(points, linear=config.interpolate == "linear"))
-    if config.policy in _RULES:
-        return Estimated(shape, counters, states, _RULES[config.policy])
-    return _FIXED[config.policy](shape, counters, [child.credit for child in states])
-
-
-def _points(child: Child) -> Points:
-    return [(0, child.weight)] if isinstance(child.weight, float) else child.weight
-
-
-def _ends_node(child: Child, node: NodeConfig) -> bool:
-    """Whether the child's end is the node's."""
-    own = None if isinstance(child, NodeConfig) else child.on_exhausted
-    return (own or node.on_exhausted) == "stop" and child.presence != "dropped"
+        return self._source_totals[source]
 
 
 def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape]]:
@@ -421,7 +247,7 @@ def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape]]:
             NodeShape(
                 node_id=node.id,
                 seed=config.seed,
-                sample_tokens=config.pick_tokens,
+                pick_tokens=config.pick_tokens,
                 weights=integer_weights(numbers),
                 child_ids=ids,
             ),
@@ -434,8 +260,8 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
 
 
 def target_shares(config: RunConfig, size_estimates: Mapping[int, SizeEstimate] | None = None) -> tuple[float, ...]:
-    """Each source's share of all tokens that the policies ask for at the beginning of the run, by source id; of a
-    ``sequential`` node the first child has all. ``size_estimates`` as for the ``Mixer``."""
+    """Each source's share of all tokens that the policies ask for at the beginning of the run, by source id.
+    ``size_estimates`` as for the ``Mixer``."""
     mixer = Mixer(config, initial_nodes(config), size_estimates)
     mixer.begin(0, 0, lambda _: (0, 0))
     return mixer.shares()

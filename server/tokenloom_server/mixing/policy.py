@@ -1,16 +1,31 @@
-"""The seam for policies: how a node chooses among its live children."""
+"""The seam for policies: all that the tree, the mixture file, revisions and inspectors ask of one.
+
+A ``Policy`` is what a mixture file names: it has no state, and there is one of each. Its ``Chooser`` is at work in one
+node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-#: Positions of children within their node, one for each of a node's next samples.
+from tokenloom_server.config.catalog import FileWeight
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.core.state import ChildState
+from tokenloom_server.mixing.weights import integer_weights
+
+#: Positions of children within their node, one for each of a node's next picks.
 Choices = npt.NDArray[np.intp]
+#: One number for each child of a node.
+Floats = npt.NDArray[np.float64]
+#: [tokens, weight], ascending in tokens; a plain weight is one point.
+Points = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +34,19 @@ class NodeShape:
 
     node_id: int
     seed: int
-    sample_tokens: int
+    pick_tokens: int
     weights: tuple[int, ...]
     child_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Children:
-    """A node's counters of its children; the node alone writes them, its policy reads them.
+    """A node's counters of its children; the node alone writes them, its chooser reads them.
 
     ``out``: which cannot be chosen, because they are exhausted, paused or dropped.
     """
 
-    samples: list[int]
+    picks: list[int]
     tokens: list[int]
     out: list[bool]
 
@@ -41,20 +56,34 @@ class Children:
         return [i for i, out in enumerate(self.out) if not out]
 
 
-class Policy(Protocol):
-    """Chooses among a node's live children. Its choices are a function of its shape, the children's
-    counters and what a state keeps of it, so that a policy built anew from a state goes on identically.
+class Span(NamedTuple):
+    """A span of the run for a node: from the run's total tokens on, so many of its tokens; picks are the node's."""
 
-    Choices are asked for by the thousand, because Python spent on each sample is what a fast source waits
-    for: a policy works them out ahead, in arrays, and throws them away where a child turns out to be out.
+    begin: int
+    tokens: float
+    picks: float
+
+
+class Chooser:
+    """Chooses among a node's live children. Its choices are a function of its shape, the children's
+    counters and what a state keeps of it, so that a chooser built anew from a state goes on identically.
+
+    Choices are asked for by the thousand, because Python spent on each pick is what a fast source waits
+    for: a chooser works them out ahead, in arrays, and throws them away where a child turns out to be out.
     """
 
     def upcoming(self, count: int) -> Choices:
         """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
         that a state would show; the caller does not write into the array."""
+        raise NotImplementedError
+
+    def weights(self) -> Sequence[int]:
+        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
+        raise NotImplementedError
 
     def choose(self, retry: int) -> int:
-        """The next choice, where ``retry`` children were found to be out within this decision."""
+        """The next choice, where ``retry`` children turned out to be out within this pick."""
+        return int(self.upcoming(1)[0])
 
     def issued(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
@@ -62,28 +91,171 @@ class Policy(Protocol):
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""
 
-    def weights(self) -> Sequence[int]:
-        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
+    def update(self, totals: Sequence[int], run_tokens: int) -> None:
+        """Makes weights anew, where they follow the run: from the estimates of all that each child will give, in
+        picks (empty unless the policy ``estimates``), or from the run's total tokens."""
+
+    def mean_shares(self, span: Span) -> Floats:
+        """The children's mean shares of the node's picks over a span that begins now, while nobody goes out. They
+        add up to 1. For plans of runs that are too long to be gone through pick by pick."""
+        return normal(self.weights())
+
+    def horizon(self, run_tokens: int, rate: float) -> float:
+        """Over how many of the run's tokens means may be taken at once; ``rate`` of these are the node's."""
+        return math.inf
 
     def mark(self) -> object:
         """An immutable note of the credits, the same until a child is out or weights are made anew."""
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The credits under a mark, given the children's tokens."""
-
-    def made(self, mark: object) -> Sequence[tuple[int, int]]:
-        """By child, the weight in force under a mark and the total that it was made from (samples); zeros where
-        the policy makes none."""
-
-
-class NoCredits:
-    """The part of ``Policy`` of those that keep nothing beside the counters."""
-
-    def mark(self) -> object:
         return None
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The credits under a mark, given the children's tokens."""
         return (0,) * len(tokens)
 
     def made(self, mark: object) -> Sequence[tuple[int, int]]:
+        """By child, the weight in force under a mark and the total that it was made from (picks); empty where the
+        policy makes none."""
         return ()
+
+
+def normal(weights: Sequence[int]) -> Floats:
+    """Shares in the proportion of weights, of which one is above 0."""
+    numbers: Floats = np.array(weights, np.float64)
+    total: np.float64 = numbers.sum()
+    return numbers / total
+
+
+class NodeStart(NamedTuple):
+    """A node from a state on. ``states`` count picks."""
+
+    shape: NodeShape
+    config: NodeConfig
+    children: Children
+    states: Sequence[ChildState]
+
+
+class NodeChange(NamedTuple):
+    """A node that a revision makes anew, by child of the node as it is then."""
+
+    #: The node's policy before; None where the node is new.
+    old_policy: Policy | None
+    #: Children as they were; None for one that was not there.
+    old: Sequence[ChildState | None]
+    new: Sequence[ChildState]
+    #: Weights in force before and after; 0 for a child that gets nothing.
+    old_weights: Sequence[int]
+    new_weights: Sequence[int]
+    #: Samples and tokens of a pick.
+    pick_samples: int
+    pick_tokens: int
+
+
+class Elsewhere(NamedTuple):
+    """A node whose sources were consumed by another run or an older data loader, by child."""
+
+    picks: Sequence[int]
+    tokens: Sequence[int]
+    live: Sequence[bool]
+    #: Whether any of it was consumed there at all.
+    known: Sequence[bool]
+    weights: Sequence[int]
+    #: At which balance a child begins that was not known: ``new_source_baseline`` of the mixture file.
+    baseline: str
+
+
+class SavedChild(NamedTuple):
+    """A child of a node as a checkpoint has it; None for what it does not say."""
+
+    live: bool
+    points: Points | None
+    picks: int | None
+    total: int | None
+
+
+class SavedNode(NamedTuple):
+    """A node as a checkpoint has it."""
+
+    children: Sequence[SavedChild]
+    run_tokens: int
+    interpolate: str
+
+
+class Policy(ABC):
+    """How a node's picks fall to its children. The attributes say what the rest of the server needs to know of it."""
+
+    name: ClassVar[str]
+    #: What the weights of its children may be in the mixture file.
+    takes: ClassVar[Literal["nothing", "numbers", "points"]] = "nothing"
+    #: The fields of a node in the mixture file that are for this policy alone.
+    options: Collection[str] = ()
+    #: Whether weights follow from what the sources below have left: their sizes are measured then.
+    estimates: bool = False
+    #: Whether shares depend on how far the run is: over a few samples they mean something else, or nothing.
+    follows_progress: ClassVar[bool] = False
+    #: Whether the policy makes the weights itself, every ``UPDATE_PICKS``, and a state keeps those in force.
+    makes_weights: ClassVar[bool] = False
+    #: What the credit of a child counts.
+    credit: ClassVar[Literal["nothing", "owed tokens", "turns"]] = "nothing"
+
+    @abstractmethod
+    def chooser(self, node: NodeStart) -> Chooser:
+        """The choices of one node."""
+
+    @abstractmethod
+    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
+        """The weights that a checkpoint's counters lead to; None where they cannot be told."""
+
+    def __eq__(self, other: object) -> bool:
+        """Policies have no state, so that all of one class are equal."""
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def check(self, weights: Sequence[FileWeight], options: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` for weights in the mixture file that mean nothing under this policy."""
+        for i, weight in enumerate(weights):
+            found = f"{len(weight)} points" if isinstance(weight, list) else f"{weight:g}"
+            if self.takes == "nothing" and weight != 1.0:
+                raise ValueError(
+                    f"children.{i}.weight: found {found}, but the policy {self.name!r} knows no weights; leave it out, "
+                    "or take the policy 'least_consumed' or 'weighted'"
+                )
+            if self.takes == "numbers" and isinstance(weight, list):
+                raise ValueError(
+                    f"children.{i}.weight: found {found}, but the policy {self.name!r} takes one number; give one, or "
+                    "take the policy 'schedule'"
+                )
+
+    def revised(self, change: NodeChange) -> Sequence[int]:
+        """The credits that a node's children have once a revision is in force."""
+        return [0] * len(change.new)
+
+    def forked(self, node: Elsewhere) -> Sequence[int]:
+        """The credits of children that another run consumed: nobody is owed anything for it."""
+        return [0] * len(node.picks)
+
+    def imported(self, node: Elsewhere) -> tuple[Sequence[int], Sequence[int] | None]:
+        """The credits of children that an older data loader consumed, and the balances, in tokens, that they begin
+        with; None where the policy keeps no balances."""
+        return self.forked(node), None
+
+
+class Weighed(Policy):
+    """A policy whose weights are numbers of the mixture file."""
+
+    takes = "numbers"
+
+    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
+        numbers = [child.points[0][1] for child in node.children if child.points and len(child.points) == 1]
+        if len(numbers) < len(node.children) or not all(numbers):
+            return None
+        weights = integer_weights(numbers)
+        return [weight if child.live else 0 for weight, child in zip(weights, node.children, strict=True)]
+
+
+def policy_of(config: NodeConfig) -> Policy:
+    """The policy that a node names."""
+    rules = config.rules
+    assert isinstance(rules, Policy), f"{rules.name}: its catalog was not made of policies"
+    return rules

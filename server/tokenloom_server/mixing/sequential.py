@@ -6,13 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeStart, Policy, SavedNode
 
 
-class Sequential(NoCredits):
-    """Implements ``Policy``. The first live child in the order of the file is next; there is nothing to save."""
+class Sequential(Policy):
+    """The first live child in the order of the file is next; there is nothing to save."""
 
-    def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
+    name = "sequential"
+    follows_progress = True
+
+    def chooser(self, node: NodeStart) -> Chooser:
+        return SequentialChooser(node.children)
+
+    def saved_weights(self, node: SavedNode) -> Sequence[float]:
+        return _first([not child.live for child in node.children])
+
+
+class SequentialChooser(Chooser):
+    def __init__(self, children: Children) -> None:
         self._children = children
 
     def upcoming(self, count: int) -> Choices:
@@ -21,14 +32,13 @@ class Sequential(NoCredits):
     def choose(self, retry: int) -> int:
         return self._children.out.index(False)
 
-    def issued(self, count: int) -> None:
-        """Nothing changes: the child goes on."""
-
-    def lost(self, child: int) -> None:
-        """Nothing is kept."""
-
     def weights(self) -> Sequence[int]:
-        found = [0] * len(self._children.out)
-        if not all(self._children.out):
-            found[self.choose(0)] = 1
-        return found
+        return _first(self._children.out)
+
+
+def _first(out: Sequence[bool]) -> list[int]:
+    """1 for the first child that is not out, 0 for the others."""
+    weights = [0] * len(out)
+    if not all(out):
+        weights[out.index(False)] = 1
+    return weights

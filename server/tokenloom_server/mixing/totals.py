@@ -1,4 +1,4 @@
-"""How many samples a source will have given at its end: an estimate, in integers, from what a state counts."""
+"""How many picks a source will have given at its end: an estimate, in integers, from what a state counts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SourceTotal:
     rows: int | None
     tokens_per_1000_rows: int
     max_tokens: int | None
-    sample_tokens: int
+    pick_tokens: int
 
-    def at(self, samples: int, tokens: int, rows: int, offset: int) -> int:
-        """In samples, at least one more than were picked; from what was picked since the run began, of which the
+    def at(self, picks: int, tokens: int, rows: int, offset: int) -> int:
+        """In picks, at least one more than were picked; from what was picked since the run began, of which the
         last ``offset`` tokens belong to a row that is not at its end."""
         rest = MAX_COUNTER
         if self.rows is not None:
@@ -42,10 +42,10 @@ class SourceTotal:
                 rest = self.rows * self.tokens_per_1000_rows // 1000 - tokens
         if self.max_tokens is not None:
             rest = min(rest, self.max_tokens - tokens)
-        return samples + max(1, rest // self.sample_tokens)
+        return picks + max(1, rest // self.pick_tokens)
 
 
-def rows_of(extent: SizeEstimate, epochs: float) -> int:
+def rows_of(epoch_rows: int, epochs: float) -> int:
     """The rows of all epochs, of a fraction of one the part that is read. Epochs have an end."""
     whole, fraction = divmod(Fraction(repr(epochs)), 1)
-    return whole * extent.rows + math.ceil(fraction * extent.rows)
+    return whole * epoch_rows + math.ceil(fraction * epoch_rows)

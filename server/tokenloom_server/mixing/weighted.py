@@ -9,20 +9,28 @@ from itertools import accumulate
 import numpy as np
 
 from tokenloom_server.core.hashing import Purpose, draw, draws
-from tokenloom_server.mixing.policy import Children, Choices, NoCredits, NodeShape
+from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeShape, NodeStart, Weighed
 
 #: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.
 _FIRST_AHEAD, _AHEAD = 64, 4096
 
 
-class Weighted(NoCredits):
-    """Implements ``Policy``. The draw for a node's k-th sample is a hash of (seed, node id, k, retry),
-    scaled to the sum of the live children's integer weights: exact proportions, nothing to save."""
+class Weighted(Weighed):
+    """The draw for a node's k-th pick is a hash of (seed, node id, k, retry), scaled to the sum of the live children's
+    integer weights: exact proportions, nothing to save."""
 
-    def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
+    name = "weighted"
+    options = ("unit",)
+
+    def chooser(self, node: NodeStart) -> Chooser:
+        return WeightedChooser(node.shape, node.children)
+
+
+class WeightedChooser(Chooser):
+    def __init__(self, shape: NodeShape, children: Children) -> None:
         self._shape = shape
         self._children = children
-        self._picks = sum(children.samples)
+        self._picks = sum(children.picks)
         self._ahead = _FIRST_AHEAD
         self._drawn: Choices = np.empty(0, np.intp)
         self._at = 0
@@ -35,14 +43,14 @@ class Weighted(NoCredits):
             indices = np.arange(self._picks, self._picks + size, dtype=np.uint64)
             ids = np.full(size, self._shape.node_id, np.uint64)
             total = self._cumulative[-1]
-            found = draws(self._shape.seed, Purpose.CHOICE, ids, indices)
-            self._drawn = np.array([self._child_at(drawn * total >> 64) for drawn in found], np.intp)
+            numbers = draws(self._shape.seed, Purpose.CHOICE, ids, indices)
+            self._drawn = np.array([self._child_at(number * total >> 64) for number in numbers], np.intp)
             self._at = 0
         return self._drawn[self._at : self._at + count]
 
     def choose(self, retry: int) -> int:
-        drawn = draw(self._shape.seed, Purpose.CHOICE, self._shape.node_id, self._picks, retry)
-        return self._child_at(drawn * self._cumulative[-1] >> 64)
+        number = draw(self._shape.seed, Purpose.CHOICE, self._shape.node_id, self._picks, retry)
+        return self._child_at(number * self._cumulative[-1] >> 64)
 
     def issued(self, count: int) -> None:
         self._picks += count

@@ -21,7 +21,7 @@ from tokenloom_proto.seal import CHECKSUM, canonical
 from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.mixing.balances import Carried, carry
+from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import MAX_BYTES, ResumePoint, Shape
 from tokenloom_server.order.timeline import Timeline
@@ -180,10 +180,10 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
         raise SnapshotInvalid(
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
-    carried = carry(order.config, [source.samples for source in sources], known)
+    nodes = elsewhere.imported(order.config, sources, known)
     for source, spec in enumerate(order.specs):
         if not known[source]:
-            notes[source] = _new(spec, source, order, carried)
+            notes[source] = _new(spec, order, nodes.baselines[source])
     preserved = _preserved([entry for _, entry in by_spec.values()])
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for _, entry in by_spec.values()]
     digest = _digest(sources, order.shape)
@@ -192,7 +192,7 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
         total_tokens=total * length,
         digest=digest,
         sources=tuple(sources),
-        nodes=carried.nodes,
+        nodes=nodes.nodes,
         preserved=preserved,
         imported=Imported(total, digest),
     )
@@ -217,8 +217,7 @@ def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
     return found
 
 
-def _new(spec: str, source: int, order: Order, carried: Carried) -> str:
-    baseline = carried.baselines[source]
+def _new(spec: str, order: Order, baseline: int | None) -> str:
     if baseline is None:
         return f"resume: spec={spec} new: starts at its beginning; the policies above it keep no balance"
     which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[order.config.new_source_baseline]

@@ -27,7 +27,8 @@ from tokenloom_server.core.state import (
     State,
 )
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused, TokenloomError
-from tokenloom_server.mixing.mixer import NOTHING, Mixer, MixWeights, Picks, initial_nodes
+from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
+from tokenloom_server.mixing.node import NOTHING, Picks
 from tokenloom_server.mixing.totals import SizeEstimate
 from tokenloom_server.packing.base import Batch, Packer, PackerFactory, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens

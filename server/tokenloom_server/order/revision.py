@@ -22,9 +22,8 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.mixer import Mixer
-from tokenloom_server.mixing.round_robin import levelled
+from tokenloom_server.mixing.policy import NodeChange, policy_of
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
@@ -32,9 +31,6 @@ _SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit",
 
 #: What decides no order, and is the mixture file's to say.
 _BAD_ROWS = ("on_bad_row", "max_bad_rows")
-
-#: Policies whose credits mean the same: tokens owed, in 1/W.
-_OWING = ("least_consumed", "soft_sequential", "balance_remaining", "schedule")
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
@@ -267,49 +263,19 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
     nodes = []
     for node in new.nodes:
         keys = [(node.id, _key(child)) for child in node.children]
-        owed = _owed(
-            node.policy,
-            known_nodes[node.id].policy if node.id in known_nodes else None,
-            _kept(node, [before.get(key) for key in keys], found[node.id], new.pick_samples),
-            [earlier.get(key, 0) for key in keys],
-            later[node.id],
-            [child.samples // new.pick_samples for child in found[node.id]],
-            new.pick_tokens,
+        owed = policy_of(node).revised(
+            NodeChange(
+                old_policy=policy_of(known_nodes[node.id]) if node.id in known_nodes else None,
+                old=[before.get(key) for key in keys],
+                new=found[node.id],
+                old_weights=[earlier.get(key, 0) for key in keys],
+                new_weights=later[node.id],
+                pick_samples=new.pick_samples,
+                pick_tokens=new.pick_tokens,
+            )
         )
         nodes.append(tuple(replace(child, credit=own) for child, own in zip(found[node.id], owed, strict=True)))
     return replace(state, sources=tuple(sources), nodes=tuple(nodes))
-
-
-def _kept(
-    node: NodeConfig, before: Sequence[ChildState | None], now: Sequence[ChildState], pick_samples: int
-) -> list[int]:
-    """The credits of before; 0 for a child that was not there."""
-    if node.policy != "round_robin":
-        return [was.credit if was is not None else 0 for was in before]
-    # A node that sources joined or left counts other samples than before; its turns are what they were.
-    return [
-        was.samples // pick_samples + was.credit - is_now.samples // pick_samples if was is not None else 0
-        for was, is_now in zip(before, now, strict=True)
-    ]
-
-
-def _owed(
-    policy: str,
-    was: str | None,
-    owed: Sequence[int],
-    before: Sequence[int],
-    after: Sequence[int],
-    samples: Sequence[int],
-    sample_tokens: int,
-) -> Sequence[int]:
-    """The credits from now on of a node's children, of which ``before`` and ``after`` are the weights in force."""
-    if policy in _OWING and was in _OWING:
-        return owed if list(before) == list(after) else carried(owed, before, after, sample_tokens)
-    if policy == "round_robin":
-        if was != policy:
-            owed, before = [0] * len(owed), [0] * len(owed)
-        return levelled(samples, owed, [weight > 0 for weight in before], [weight > 0 for weight in after])
-    return [0] * len(owed)
 
 
 def _may_give_more(old: RunConfig, new: RunConfig, source: int) -> bool:

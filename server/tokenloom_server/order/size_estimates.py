@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
@@ -128,22 +129,41 @@ def measure(order: Readable, source_id: int) -> SizeEstimate:
     and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
     or a row of the sample, that is not readable.
     """
+    return _measure(order, source_id, LEAST_PLACES)[0]
+
+
+def measure_curve(order: Readable, source_id: int) -> TokenCurve:
+    """The tokens of a source over its rows, for plans: of ``MOST_PLACES`` strata where the places of its rows are
+    known. Reads and raises what ``measure`` does."""
+    return _measure(order, source_id, MOST_PLACES)[1]
+
+
+def _measure(order: Readable, source_id: int, places: int) -> tuple[SizeEstimate, TokenCurve]:
     reader = order.open(source_id)
     encoder = order.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        return _of_many_lines(order, reader, order.kept(source_id, reader), encoder)
+        estimate = _of_many_lines(order, reader, order.kept(source_id, reader), encoder)
+        return estimate, TokenCurve.of([(estimate.rows, estimate.tokens)])
     counts = order.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
-    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts))
+    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts, places))
     budget = _Budget.of(total, len(strata))
-    tokens, lengths = Fraction(0), []
+    by_stratum, lengths = [], []
     for stratum in strata:
-        found = _sample(order.kept(source_id, reader), encoder, stratum, budget)
-        tokens += found.all_tokens(order) * stratum.rows / found.rows
-        lengths.append(found.lengths)
-    stood_for = sum(stratum.rows for stratum in strata)
-    return SizeEstimate(sum(counts), round(1000 * _given(order, tokens, lengths) / stood_for))
+        sample = _sample(order.kept(source_id, reader), encoder, stratum, budget)
+        by_stratum.append(sample.all_tokens(order) * stratum.rows / sample.rows)
+        lengths.append(sample.lengths)
+    stood_for, rows = sum(stratum.rows for stratum in strata), sum(counts)
+    tokens = sum(by_stratum, Fraction(0))
+    given = _given(order, tokens, lengths)
+    estimate = SizeEstimate(rows, round(1000 * given / stood_for))
+    # What was not looked at is as what was.
+    edges = [total * rows // stood_for for total in accumulate((stratum.rows for stratum in strata), initial=0)]
+    scale = float(given / tokens * rows / stood_for) if tokens else 0.0
+    return estimate, TokenCurve.of(
+        (end - begin, float(own) * scale) for (begin, end), own in zip(pairwise(edges), by_stratum, strict=True)
+    )
 
 
 def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
@@ -168,8 +188,8 @@ def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: 
     )
 
 
-def _strata(chosen: list[int], counts: list[int]) -> Iterator[_Stratum]:
-    parts = max(1, LEAST_PLACES // len(chosen))
+def _strata(chosen: list[int], counts: list[int], places: int) -> Iterator[_Stratum]:
+    parts = max(1, places // len(chosen))
     for shard in chosen:
         edges = [counts[shard] * part // parts for part in range(parts + 1)]
         for begin, end in pairwise(edges):

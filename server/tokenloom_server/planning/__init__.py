@@ -1,1 +1,1 @@
-"""The future of a run: a mixture as a fluid, whose tokens flow until its sources run dry."""
+"""The future of a run: the mixer itself, over what is known of its sources."""

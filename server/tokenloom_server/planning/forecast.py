@@ -1,28 +1,30 @@
-"""The plan of a run: from a state, and how much its sources have, to what becomes of each."""
+"""The plan of a run: the mixer itself, over what its sources have left, from a state on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import ChildState, Cursor, SourceState, State
+from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.record import Order
+from tokenloom_server.mixing.mixer import Ending, Mixer
+from tokenloom_server.mixing.node import NOTHING, Picks
+from tokenloom_server.mixing.totals import SizeEstimate
 from tokenloom_server.order.revision import carry
-from tokenloom_server.order.size_estimates import SizeEstimate
-from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.flow import Flowed, flow
+from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
-from tokenloom_server.planning.tree import Leaf, grow
+from tokenloom_server.planning.supply import Supply
 
-#: Measures a source of an order, by id.
-Measure = Callable[[Order, int], SizeEstimate]
+#: Up to so many picks are decided one by one, as the run does it; longer plans go by each policy's mean shares.
+EXACT_PICKS = 2_000_000
+#: Picks that are decided at a time.
+_BURST = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,9 @@ class Part:
 
     config: RunConfig
     #: By source id; None for one that was dropped.
-    size_estimates: Sequence[SizeEstimate | None]
+    curves: Sequence[TokenCurve | None]
+    #: What the run's policies go by, of the ``measured_sources``, by id; the curves' if not given.
+    size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
     begin: int = 0
     #: The run's total tokens there.
     tokens: int = 0
@@ -39,200 +43,248 @@ class Part:
     grown: tuple[int, ...] = ()
 
 
-def parts_of(timeline: Timeline, measure: Measure, state: State) -> list[Part]:
-    """The parts of a run that a plan from a state on goes through. Raises what ``measure`` raises."""
-    begins = [segment.begin for segment in timeline.segments]
-    first = max(i for i, begin in enumerate(begins) if begin <= state.sample_index)
-    return [
-        Part(
-            config=segment.order.config,
-            size_estimates=list(_size_estimates(segment.order, measure)),
-            begin=segment.begin,
-            tokens=segment.tokens,
-            grown=segment.grown,
-        )
-        for segment in timeline.segments[first:]
-    ]
+def forecast(
+    parts: Sequence[Part], state: State, until: int | None = None, *, exact_picks: int = EXACT_PICKS
+) -> RunPlan:
+    """What the run will be from a state on, up to the first sample that reaches ``until`` total tokens or, for None, to
+    its end.
 
-
-def _size_estimates(order: Order, measure: Measure) -> Iterator[SizeEstimate | None]:
-    for source in order.config.sources:
-        if source.presence == "dropped":
-            yield None
-            continue
-        extent = measure(order, source.id)
-        # Rows that are left out are read as rows without tokens.
-        kept = max(0, extent.rows - order.excluded.count(source.source))
-        per_row = extent.tokens_per_1000_rows * kept // extent.rows if extent.rows else 0
-        yield SizeEstimate(extent.rows, per_row)
-
-
-def forecast(parts: Sequence[Part], state: State, until: int | None = None) -> RunPlan:
-    """What the run will be from a state on, up to ``until`` total tokens or, for None, to its end.
-
-    The state lies in the first of the ``parts``. Takes no longer for more tokens. Raises ``ConfigError`` for an
-    ``until`` that is not beyond the state, and for None where no source ever runs out.
+    The state lies in the first of the ``parts``. Up to ``exact_picks`` picks the plan is as exact as what is known of
+    the sources; a longer one takes no more time for more tokens. Raises ``ConfigError`` for an ``until`` that is not
+    beyond the state, and for None where no source ever runs out.
     """
     if until is not None and until <= state.total_tokens:
         raise ConfigError(
             f"tokens: {until} tokens are asked for, but the run has {state.total_tokens} already; the number counts "
             "from the run's beginning: give a larger one"
         )
-    way = _Way(parts[0], state)
+    simulation = _Simulation(parts[0], state, exact_picks)
     for part in parts[1:]:
-        way.flow(part.tokens if until is None else min(part.tokens, until))
-        if way.root.over or way.flowed.reached < part.tokens:
+        simulation.go(part.tokens if until is None else min(part.tokens, until))
+        if simulation.reason is not None or simulation.tokens < part.tokens:
             break
-        way.cross(part)
+        simulation.enter(part)
     else:
-        way.flow(until)
-    if way.flowed.endless and not way.flowed.segments:
+        simulation.go(until)
+    if simulation.endless and not simulation.segments:
         raise ConfigError(
             "tokens: nothing that the mixture reads ever runs out, so a plan has no end of its own; say how far it "
             "goes, such as 10B"
         )
-    return way.plan(state)
+    return simulation.plan(state)
 
 
-class _Begin(NamedTuple):
-    sample_index: int
-    tokens: int
-    sequence_length: int
-
-
-class _Way:
+class _Simulation:
     """A run on its way through its parts."""
 
-    def __init__(self, part: Part, state: State) -> None:
-        self.flowed = Flowed(reached=float(state.total_tokens))
-        self._begins: list[_Begin] = []
-        self._enter(part, state)
+    def __init__(self, part: Part, state: State, exact_picks: int) -> None:
+        self.tokens = state.total_tokens
+        self._index = state.sample_index
+        self._until: int | None = None
+        self._exact_picks = exact_picks
+        #: Why the data ended; None while they go on.
+        self.reason: str | None = None
+        #: Nothing ends any more: what is left is read for ever.
+        self.endless = False
+        self.segments: list[PlanSegment] = []
+        self._endings: list[PlannedEnding] = []
+        #: By source id, the last ending of it.
+        self._out_at: dict[int, PlannedEnding] = {}
+        self._begin(part, state)
 
-    def flow(self, until: int | None) -> None:
-        flow(
-            self.root,
-            self._leaves,
-            self.flowed,
-            math.inf if until is None else float(until),
-            self._part.config.sequence_length,
-        )
+    def go(self, until: int | None) -> None:
+        """Goes on to the first sample that reaches so many tokens of the run, or to the end of data."""
+        self._until, size = until, self._config.pick_tokens
+        picks = MAX_COUNTER if until is None else max(0, -(-(until - self.tokens) // size))
+        if min(picks, self._mixer.room, sum(self._left.tolist())) <= self._exact_picks:
+            self._exact_picks -= self._decide(picks)
+        else:
+            self._leap(picks)
+        self._cut()
 
-    def cross(self, part: Part) -> None:
+    def enter(self, part: Part) -> None:
         """Goes on in the next part, where this one ends."""
-        state = replace(self._state(), sample_index=part.begin, total_tokens=part.tokens)
-        self._enter(part, carry(state, self._part.config, part.config, part.grown))
+        self._begin(part, carry(self._state(), self._config, part.config, part.grown))
 
     def plan(self, start: State) -> RunPlan:
-        flowed, config, state = self.flowed, self._part.config, self._state()
-        end = round(flowed.reached)
-        # What was out and came back with more files is not out.
-        last = {ending.source: round(ending.at) for ending in flowed.endings if ending.source is not None}
-        segments = [replace(each, shares=_padded(each, len(self._leaves))) for each in flowed.segments]
+        config, state = self._config, self._state()
+        segments = [replace(each, shares=_padded(each.shares, len(self._supplies))) for each in self.segments]
         return RunPlan(
             run=config.run,
             sequence_length=config.sequence_length,
             labels=config.labels,
             from_sample_index=start.sample_index,
             from_tokens=start.total_tokens,
-            until_sample_index=self._index_at(end),
-            until_tokens=end,
-            ends=self.root.over,
-            reason=self._reason(end),
-            sources=[
-                self._source(leaf, state.sources[leaf.config.id], end, last.get(leaf.config.id) if leaf.out else None)
-                for leaf in self._leaves
-            ],
-            endings=[
-                PlannedEnding(
-                    tokens=round(ending.at),
-                    sample_index=self._index_at(round(ending.at)),
-                    name=ending.name,
-                    why=ending.why,
-                )
-                for ending in flowed.endings
-            ],
+            until_sample_index=self._index,
+            until_tokens=self.tokens,
+            ends=self.reason is not None,
+            reason=self._why_here(),
+            sources=list(self._sources(state)),
+            endings=self._endings,
             segments=[
                 PlannedSegment(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
                 for each in merged(segments, MAX_SEGMENTS)
-                if round(each.begin) < round(each.end)
             ],
         )
 
-    def _enter(self, part: Part, state: State) -> None:
-        self._part, self._base = part, state
-        self.root, self._leaves = grow(part.config, part.size_estimates, state)
-        self._begins.append(_Begin(state.sample_index, state.total_tokens, part.config.sequence_length))
+    def _begin(self, part: Part, state: State) -> None:
+        self._config, self._start = part.config, state
+        self._supplies = [
+            Supply(part.config, source, curve, was)
+            for source, (curve, was) in enumerate(zip(part.curves, state.sources, strict=True))
+        ]
+        #: Picks by source, left and given since the part began (int64).
+        self._left = np.array([supply.picks for supply in self._supplies], np.int64)
+        self._given = np.zeros_like(self._left)
+        estimates = {
+            source: part.size_estimates.get(source, supply.estimate)
+            for source, supply in enumerate(self._supplies)
+            if source in part.config.measured_sources
+        }
+        self._mixer = Mixer(part.config, state.nodes, estimates)
+        self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
+        self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
+        self._segment_begin, self._segment_given = self.tokens, self._given.copy()
+
+    def _decide(self, picks: int) -> int:
+        """Decides up to so many picks as the run does it; returns how many there were."""
+        mixer, done = self._mixer, 0
+        while done < picks and self.reason is None:
+            index = self._index // self._config.pick_samples
+            some = min(picks - done, _BURST, mixer.begin(index, self.tokens, self._rows_picked))
+            self._follow_weights()
+            plan = mixer.plan(some)
+            ready = self._ready(plan)
+            if ready:
+                mixer.issue(ready)
+                self._count(np.bincount(plan[:ready], minlength=len(self._left)))
+            done += ready
+            if ready < some:
+                source = mixer.pick(lambda source: bool(self._left[source]))
+                self._follow_weights()
+                self._note_endings()
+                if source == NOTHING:
+                    self.reason = mixer.why_over()
+                else:
+                    self._count(np.bincount([source], minlength=len(self._left)))
+                    done += 1
+        return done
+
+    def _leap(self, picks: int) -> None:
+        """Goes up to so many picks on by mean shares."""
+        mixer, left = self._mixer, picks
+        while left and not mixer.is_over:
+            given = mixer.leap(left, self._left.tolist(), self.tokens, self._rows_picked)
+            if given is None:
+                self.endless = True
+                return
+            counts = np.zeros_like(self._left)
+            counts[list(given)] = list(given.values())
+            self._count(counts)
+            self._cut()
+            self._note_endings()
+            left -= sum(given.values())
+        if mixer.is_over:
+            self.reason = mixer.why_over()
+
+    def _ready(self, plan: Picks) -> int:
+        """How many of a plan's first picks their sources have."""
+        nothing = np.flatnonzero(plan == NOTHING)
+        ready = int(nothing[0]) if len(nothing) else len(plan)
+        counts = np.bincount(plan[:ready], minlength=len(self._left))
+        for source in np.flatnonzero(counts > self._left).tolist():
+            ready = min(ready, int(np.flatnonzero(plan == source)[self._left[source]]))
+        return ready
+
+    def _count(self, counts: npt.NDArray[np.int64]) -> None:
+        self._given += counts
+        # What is read for ever stays as much.
+        self._left -= np.where(self._left == MAX_COUNTER, 0, counts)
+        picks = int(counts.sum())
+        self._index += picks * self._config.pick_samples
+        self.tokens += picks * self._config.pick_tokens
+
+    def _rows_picked(self, source: int) -> tuple[int, int]:
+        return self._supplies[source].rows_picked(int(self._given[source]))
+
+    def _cut(self) -> None:
+        """Ends a segment here."""
+        given = self._given - self._segment_given
+        if total := int(given.sum()):
+            self.segments.append(PlanSegment(float(self._segment_begin), float(self.tokens), given / total))
+            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(given):
+                self.segments = merged(self.segments, MAX_SEGMENTS)
+        self._segment_begin, self._segment_given = self.tokens, self._given.copy()
+
+    def _follow_weights(self) -> None:
+        """Ends a segment where other weights are in force than in it."""
+        if self._mixer.mix_weights is self._mix_weights:
+            return
+        before, self._weights, self._mix_weights = self._weights, self._mixer.weights(), self._mixer.mix_weights
+        if self._weights != before:
+            self._cut()
+
+    def _note_endings(self) -> None:
+        found = self._mixer.endings()
+        for key, ending in found.items():
+            if key not in self._known:
+                noted = PlannedEnding(tokens=self.tokens, sample_index=self._index, name=ending.name, why=ending.why)
+                self._endings.append(noted)
+                if ending.source is not None:
+                    self._out_at[ending.source] = noted
+        self._known = found
 
     def _state(self) -> State:
         """Where it stands, as a state of the part that it is in; without what no plan asks for."""
+        size, mixer = self._config.pick_samples, self._mixer
+        given = (self._given * size).tolist()
         sources = []
-        for leaf, was in zip(self._leaves, self._base.sources, strict=True):
-            extent = self._part.size_estimates[leaf.config.id]
+        for source, (was, out) in enumerate(zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)):
             rows, cursor = was.rows, was.cursor
-            if leaf.given and extent is not None and extent.tokens_per_1000_rows:
-                offset = cursor.offset if self._part.config.packing == "concat" else 0
-                read, rest = divmod(round(1000 * (offset + leaf.given)), extent.tokens_per_1000_rows)
-                rows, cursor = rows + read, Cursor(offset=rest // 1000)
-            samples = was.samples + round(leaf.given / self._part.config.sequence_length)
-            sources.append(
-                SourceState(
-                    cursor=cursor,
-                    samples=samples,
-                    rows=rows,
-                    tokens=was.tokens + round(leaf.given),
-                    exhausted=leaf.out,
-                )
-            )
-        nodes = {
-            branch.config.id: tuple(
-                ChildState(was.samples, round(tokens), 0, out)
-                for was, tokens, out in zip(
-                    self._base.nodes[branch.config.id], branch.given.tolist(), branch.exhausted.tolist(), strict=True
-                )
-            )
-            for branch in self.root.downwards()
-        }
-        return replace(self._base, sources=tuple(sources), nodes=tuple(nodes[i] for i in range(len(nodes))))
-
-    def _index_at(self, tokens: int) -> int:
-        begin = next((begin for begin in reversed(self._begins) if begin.tokens <= tokens), self._begins[0])
-        return begin.sample_index + (tokens - begin.tokens) // begin.sequence_length
-
-    def _source(self, leaf: Leaf, now: SourceState, end: int, exhausted_at: int | None) -> PlannedSource:
-        extent = self._part.size_estimates[leaf.config.id]
-        return PlannedSource(
-            id=leaf.config.id,
-            spec=leaf.config.source,
-            alias=leaf.config.name,
-            rows=None if extent is None else extent.rows,
-            tokens_per_row=None if extent is None else extent.tokens_per_1000_rows / 1000,
-            tokens_per_epoch=None if extent is None else extent.tokens,
-            epochs=None if math.isinf(leaf.epochs) else leaf.epochs,
-            epochs_read=None if extent is None or not extent.rows else now.rows / extent.rows,
-            tokens=now.tokens,
-            share=now.tokens / end if end else 0.0,
-            exhausted=leaf.out,
-            exhausted_at_tokens=exhausted_at,
-            exhausted_at_sample=None if exhausted_at is None else self._index_at(exhausted_at),
+            if given[source]:
+                rows, offset = self._rows_picked(source)
+                cursor = Cursor(offset=offset)
+            tokens = was.tokens + given[source] * self._config.sequence_length
+            samples = was.samples + given[source]
+            sources.append(replace(was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, exhausted=out))
+        return replace(
+            self._start,
+            sample_index=self._index,
+            total_tokens=self.tokens,
+            sources=tuple(sources),
+            nodes=mixer.states(mixer.mix_weights, given),
         )
 
-    def _reason(self, end: int) -> str:
-        root, leaves = self.root, self._leaves
-        if self.flowed.endless:
-            names = ", ".join(leaf.name for leaf in leaves if math.isinf(leaf.left) and not leaf.out)
+    def _sources(self, state: State) -> Iterator[PlannedSource]:
+        for source, now, supply in zip(self._config.sources, state.sources, self._supplies, strict=True):
+            curve, out = supply.curve, self._out_at.get(source.id) if now.exhausted else None
+            yield PlannedSource(
+                id=source.id,
+                spec=source.source,
+                alias=source.name,
+                rows=None if curve is None else curve.epoch_rows,
+                tokens_per_row=None if curve is None else curve.epoch_tokens / max(1, curve.epoch_rows),
+                tokens_per_epoch=None if curve is None else round(curve.epoch_tokens),
+                epochs=None if math.isinf(supply.epochs) else supply.epochs,
+                epochs_read=None if curve is None or not curve.epoch_rows else now.rows / curve.epoch_rows,
+                tokens=now.tokens,
+                share=now.tokens / self.tokens if self.tokens else 0.0,
+                exhausted=now.exhausted,
+                exhausted_at_tokens=None if out is None else out.tokens,
+                exhausted_at_sample=None if out is None else out.sample_index,
+            )
+
+    def _why_here(self) -> str:
+        """Why the data, or the plan, end here."""
+        if self.reason is not None:
+            return self.reason
+        if self.endless:
+            live = zip(self._config.sources, self._supplies, self._mixer.shares(), strict=True)
+            names = ", ".join(source.name for source, supply, share in live if supply.picks == MAX_COUNTER and share)
             return f"nothing ends any more: {names} is read for ever; say how many tokens to plan further"
-        if not root.over:
-            return f"the run has the {end:,} tokens that were asked for"
-        if root.stopped:
-            return f"the mixture {root.stopped}"
-        if root.waits:
-            return "only paused sources are left"
-        if all(leaf.out or leaf.config.presence == "dropped" for leaf in leaves):
-            return "every source is exhausted"
-        stopped = [f"{branch.name} {branch.stopped}" for branch in root.downwards() if branch.stopped]
-        return "; ".join(stopped) or "nothing is left that is not paused"
+        return f"the run has the {self._until:,} tokens that were asked for"
 
 
-def _padded(segment: PlanSegment, sources: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _padded(shares: npt.NDArray[np.float64], sources: int) -> npt.NDArray[np.float64]:
     """Sources that came later had no share."""
-    return np.pad(segment.shares, (0, sources - len(segment.shares)))
+    return np.pad(shares, (0, sources - len(shares)))

@@ -61,7 +61,8 @@ class PlannedSegment(_Future):
 class RunPlan(_Future):
     """What a run will be, from a state on, if nothing is changed.
 
-    Drawn policies are planned at their mean. Totals are the run's, counted since it began.
+    Up to two million samples are mixed as the run mixes them; in longer plans drawn policies are planned at their mean.
+    Totals are the run's, counted since it began.
     """
 
     run: str

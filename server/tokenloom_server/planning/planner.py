@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tokenloom_server.core.state import State
 from tokenloom_server.order.record import Order
-from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order.size_estimates import measure_curve
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.forecast import forecast, parts_of
+from tokenloom_server.order.token_curve import TokenCurve
+from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.plan import RunPlan
 
 
@@ -17,27 +18,55 @@ class Planner:
     """Thread-safe; one plan is made at a time."""
 
     def __init__(self, measuring: Callable[[str], object] | None = None) -> None:
-        """``measuring`` is told a source's name before it is measured."""
+        """``measuring`` is called with a source's name before it is measured."""
         self._measuring = measuring
         self._lock = threading.Lock()
         # By spec and files: a revision may append some.
-        self._measured: dict[tuple[str, tuple[str, ...]], SizeEstimate] = {}
+        self._measured: dict[tuple[str, tuple[str, ...]], TokenCurve] = {}
         # Every rank of a launch asks for the same.
         self._last: tuple[Timeline, State, int | None, RunPlan] | None = None
 
     def plan(self, timeline: Timeline, state: State, until: int | None) -> RunPlan:
-        """From a state on (see ``forecast``). Raises also what ``measure`` raises."""
+        """From a state on (see ``forecast``). Raises also what ``measure_curve`` raises."""
         with self._lock:
             if self._last is not None and self._last[0] is timeline and self._last[1:3] == (state, until):
                 return self._last[3]
-            plan = forecast(parts_of(timeline, self._extent, state), state, until)
+            plan = forecast(list(self._parts(timeline, state)), state, until)
             self._last = timeline, state, until, plan
             return plan
 
-    def _extent(self, order: Order, source_id: int) -> SizeEstimate:
-        key = (order.specs[source_id], order.shard_paths[source_id])
-        if key not in self._measured:
+    def _parts(self, timeline: Timeline, state: State) -> Iterator[Part]:
+        """The parts of a run that a plan from a state on goes through."""
+        first = max(i for i, segment in enumerate(timeline.segments) if segment.begin <= state.sample_index)
+        for segment in timeline.segments[first:]:
+            order = segment.order
+            yield Part(
+                config=order.config,
+                curves=[
+                    self._curve(order, source.id) if source.presence != "dropped" else None
+                    for source in order.config.sources
+                ],
+                size_estimates=order.size_estimates,
+                begin=segment.begin,
+                tokens=segment.tokens,
+                grown=segment.grown,
+            )
+
+    def _curve(self, order: Order, source_id: int) -> TokenCurve:
+        spec, files = order.specs[source_id], order.shard_paths[source_id]
+        curve = self._measured.get((spec, files))
+        if curve is None:
             if self._measuring is not None:
                 self._measuring(order.config.sources[source_id].name)
-            self._measured[key] = order.measure(source_id)
-        return self._measured[key]
+            curve = self._measured[spec, files] = _measured(order, source_id)
+        # Rows that are left out are read as rows without tokens.
+        excluded = order.excluded.count(spec)
+        return curve.flat(max(0, curve.epoch_rows - excluded) / curve.epoch_rows) if excluded else curve
+
+
+def _measured(order: Order, source_id: int) -> TokenCurve:
+    if order.config.batching is None:
+        return measure_curve(order, source_id)
+    # A row is a sample of its own.
+    rows = order.measure(source_id).rows
+    return TokenCurve.of([(rows, float(rows))])

@@ -19,7 +19,7 @@ from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.ledger.records import Opening, StoredRevision
 from tokenloom_server.order.revision import as_file
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.replay.peek import Peeks
+from tokenloom_server.replay.past import Past
 from tokenloom_server.reports.receipt import (
     BatchSizeFrom,
     ExclusionReport,
@@ -53,10 +53,10 @@ class Unique(NamedTuple):
 class Receipts:
     """What one run has to show for its data. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, stats: StatsReader) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History, past: Past, stats: StatsReader) -> None:
         self._coordinator = coordinator
         self._history = history
-        self._peeks = peeks
+        self._past = past
         self._stats = stats
 
     def receipt(self, sample_index: int | None) -> Receipt:
@@ -73,7 +73,7 @@ class Receipts:
                 f"sample {index} is outside of what run {coordinator.name!r} can prove: its ledger has samples "
                 f"{oldest} to {committed.sample_index} (committed)"
             )
-        state = at_hand if at_hand.sample_index == index else self._peeks.state_at(index)
+        state = at_hand if at_hand.sample_index == index else self._past.state_at(index)[1]
         specs = timeline.at(index).specs
         same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
         return Receipt(
@@ -113,7 +113,7 @@ class Receipts:
         index = committed.sample_index
         if state.sample_index != index:
             # The server was restarted, and has the boundary before it.
-            state = self._peeks.state_at(index)
+            state = self._past.state_at(index)[1]
         order = timeline.at(index)
         stats = self._stats.sources(committed, state)
         sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]

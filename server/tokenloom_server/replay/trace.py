@@ -6,34 +6,22 @@ turns with the peeks, makes the samples again, and reads their rows once more fr
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
-
-import numpy as np
-import xxhash
 
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.core.state import (
-    DIGEST_MODULUS,
-    DIGEST_MULTIPLIER,
-    MAX_COUNTER,
-    SourceState,
-    State,
-    digest_hex,
-)
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, OrderMismatch
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded
 from tokenloom_server.ledger.records import Opening
-from tokenloom_server.order.pipeline import BatchPlan, StepGroup
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.packing.buckets import described
+from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.evaluation import Evaluations
-from tokenloom_server.replay.peek import Peeks
-from tokenloom_server.reports.trace import Status, TracedDocument, TracedRank, TracedSample, TracedStep
+from tokenloom_server.replay.past import Past
+from tokenloom_server.replay.stream_samples import StreamSamples
+from tokenloom_server.reports.trace import Status, TracedRank, TracedSample, TracedStep
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History, covering
 from tokenloom_server.run.sizing import steps_of
@@ -48,22 +36,14 @@ MAX_TEXT_TOKENS = 2**18
 MAX_DOCUMENTS = 2**14
 
 
-class _Segment(NamedTuple):
-    """Consecutive samples of one source: the state before them, and which steps of their group they are."""
-
-    source: int
-    state: SourceState
-    steps: Sequence[int]
-
-
 class Traces:
     """Traces of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, peeks: Peeks, evaluations: Evaluations) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History, past: Past, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
         self._coordinator = coordinator
         self._history = history
-        self._peeks = peeks
+        self._past = past
         self._decoder_lock = threading.Lock()
         self._decoder: Decode | None = None
 
@@ -79,7 +59,7 @@ class Traces:
         opening = covering(openings, index, generation)
         found, end = self._read(index, 1, generation, text)
         if not found:
-            raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {end}")
+            raise beyond_the_end(index, end)
         return self._placed(found[0], opening, openings)
 
     def evaluated(self, stream: str, index: int, text: bool) -> TracedSample:
@@ -90,22 +70,23 @@ class Traces:
         """
         self._coordinator.require_lead()
         self._evaluations.streams.check(stream)
-        kept = self._evaluations.kept(stream)
-        if kept is None or index >= kept.made():
-            made = kept.made() if kept is not None else 0
+        samples = self._evaluations.samples(stream)
+        made = samples.made() if samples is not None else 0
+        if samples is None or index >= made:
             raise BeyondHorizon(
                 f"sample {index} of stream {stream!r} of run {self._coordinator.name!r} was not evaluated on since "
                 f"this server started, which made {made} of its samples: evaluate on it, then trace"
             )
-        with self._peeks.place():
-            return self._peeks.turn(partial(self._evaluated, kept.order, kept.state_before(index), index, text))
+        with self._past.admitted():
+            return self._past.turn(partial(self._evaluated, samples, index, text))
 
-    def _evaluated(self, order: Order, state: State, index: int, text: bool) -> TracedSample:
-        pipeline = order.pipeline(state)
-        pipeline.advance(index - state.sample_index)
-        group, _ = self._samples(order, pipeline.state(), 1)
-        (segment,) = _segments(group)
-        (sample,) = self._explained(order, group, segment, text)
+    def _evaluated(self, samples: StreamSamples, index: int, text: bool) -> TracedSample:
+        order = samples.order
+        replay = Replay(order, samples.state_before(index))
+        replay.forward(index)
+        group = replay.samples(1, 1)
+        (samples_of_source,) = by_source(group)
+        (sample,) = explain(order, group, samples_of_source, self._decode() if text else None, text)
         return sample.model_copy(update={"status": "evaluated"})
 
     def step(self, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
@@ -206,163 +187,35 @@ class Traces:
     # --- making samples again ------------------------------------------------------------------------
 
     def _read(self, first: int, count: int, generation: int | None, text: bool) -> tuple[list[TracedSample], int]:
-        """Samples of the order from ``first`` on, without their places, and behind which index: fewer, and where the
-        data end, or have another length, perhaps before ``first``."""
-        peeks, deadline = self._peeks, time.monotonic() + MAX_FORWARD_S
-        with peeks.place():
-            nearest = peeks.nearest(first, generation)
-            timeline = nearest.timeline
-            length = timeline.at(first).config.sequence_length
-            most = MAX_TEXT_TOKENS if text else MAX_TOKENS
-            if count > 1 and count * length > most:
-                raise LimitExceeded(
-                    f"{count} samples have {count * length} tokens, and one trace tells of {most} at most"
-                    f"{' with their text' if text else ''}: ask for one rank of the step, or for a sample"
-                )
-            line = nearest.generation
+        """Samples of the order from ``first`` on, without their places, and the index after them: there are fewer where
+        the data end (perhaps before ``first``), or where samples have another length."""
+        past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
+        with past.admitted():
+            nearest = past.nearest(first, generation)
+            timeline, line = nearest.timeline, nearest.generation
+            _check_tokens(count, timeline.at(first).config.sequence_length, text)
+            # Of a run of batches whole ones are made.
             pick = timeline.at(first).config.pick_samples
-            lead = first % pick
-            state = peeks.advance(nearest.state, first - lead, lambda: time.monotonic() > deadline, timeline, line)
-            found: dict[int, TracedSample] = {}
-            if state.sample_index == first - lead:
-                peeks.remember(line, state, timeline)
-            documents = 0
-            # A revision, or a phase, makes what comes behind it from other rows.
-            for begin, end in _parts(timeline, first - lead, first + count):
-                if state.sample_index < begin:
-                    break
-                group, state = peeks.turn(partial(self._samples, timeline, state, end - begin, pick))
-                order = timeline.at(begin)
-                explained = self._explained if order.config.batching is None else self._explained_rows
-                for segment in _segments(group):
-                    # Reading the rows of one source again takes no longer than making the samples.
-                    for sample in peeks.turn(partial(explained, order, group, segment, text)):
-                        found[sample.sample] = sample
-                        documents += len(sample.documents)
-                    if count > 1 and documents > MAX_DOCUMENTS:
-                        raise LimitExceeded(
-                            f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no "
-                            "more: ask for one rank of the step, or for a sample"
-                        )
-        wanted = [found[index] for index in sorted(found) if first <= index < first + count]
-        return wanted, min(state.sample_index, first + count)
-
-    # On the thread of all peeks:
-
-    def _samples(self, timeline: Timeline | Order, state: State, count: int, pick: int = 1) -> tuple[StepGroup, State]:
-        """The next samples, as many as there are, each pick a step of a world of one; and the state behind them."""
-        pipeline, steps = timeline.pipeline(state), -(-count // pick)
-        plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=pick, group_steps=steps)
-        group = pipeline.begin_group(plan)
-        pipeline.fill(group, steps)
-        return group, pipeline.state()
-
-    def _explained_rows(self, order: Order, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
-        """The samples of one source that are rows, by the batches that they came in."""
-        config, epochs = order.config.sources[segment.source], order.epochs_of(segment.source)
-        paths, size = order.shard_paths[segment.source], epochs.size
-        epoch, number = segment.state.cursor.epoch, segment.state.cursor.row // size
-        samples: list[TracedSample] = []
-        for at, step in enumerate(segment.steps):
-            while number == epochs.count(epoch):
-                epoch, number = epoch + 1, 0
-            shards, rows = epochs.rows_of(epoch, number)
-            batch = group.batch_of(step)
-            digest = group.marks[step - 1].digest if step else group.base.digest
-            for place, sample in enumerate(group.ids(0, step, step + 1)):
-                hashed = xxhash.xxh3_128_intdigest(sample, segment.source)
-                digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
-                shard = int(shards[place])
-                told = {"bucket": batch.bucket, **described(batch, sample)} if text else None
-                samples.append(
-                    TracedSample(
-                        sample=group.begin + step * size + place,
-                        generation=0,
-                        status="committed",
-                        step=None,
-                        rank=None,
-                        place=None,
-                        source_id=segment.source,
-                        source=config.name,
-                        spec=config.source,
-                        source_sample=segment.state.samples + at * size + place,
-                        tokens=1,
-                        hash=f"{hashed:032x}",
-                        digest=digest_hex(digest),
-                        documents=[
-                            TracedDocument(
-                                position=0,
-                                shard=paths[shard],
-                                shard_index=shard,
-                                row=int(rows[place]),
-                                epoch=epoch,
-                                begin=0,
-                                end=1,
-                                row_tokens=1,
-                                text=json.dumps(told, ensure_ascii=False) if told is not None else None,
-                            )
-                        ],
-                    )
-                )
-            number += 1
-        return samples
-
-    def _explained(self, order: Order, group: StepGroup, segment: _Segment, text: bool) -> list[TracedSample]:
-        """The samples of one source, by reading their rows once more. Raises ``OrderMismatch`` where these have other
-        tokens than the samples."""
-        config, length = order.config.sources[segment.source], order.config.sequence_length
-        decode = self._decode() if text else None
-        paths = order.shard_paths[segment.source]
-        samples = []
-        parts = order.parts(segment.source, segment.state, len(segment.steps))
-        for number, step in enumerate(segment.steps):
-            own = next(parts, [])
-            sample = group.ids(0, step, step + 1)[0]
-            ids = order.form.ids(sample)
-            again = np.concatenate([part.ids for part in own]) if own else ids[:0]
-            index = group.begin + step
-            if not np.array_equal(ids, again):
-                raise OrderMismatch(
-                    f"sample {index} of run {self._coordinator.name!r} has other tokens than its rows of "
-                    f"{config.source!r} when they are read again: the data or the tokeniser changed just now"
-                )
-            documents, position = [], order.form.begin(len(ids))
-            for part in own:
-                documents.append(
-                    TracedDocument(
-                        position=position,
-                        shard=paths[part.shard],
-                        shard_index=part.shard,
-                        row=part.row,
-                        epoch=part.epoch,
-                        begin=part.begin,
-                        end=part.end,
-                        row_tokens=part.row_tokens,
-                        fim=part.middle,
-                        text=decode(part.ids.tolist()) if decode is not None else None,
-                    )
-                )
-                position += len(part.ids)
-            samples.append(
-                TracedSample(
-                    sample=index,
-                    generation=0,
-                    status="committed",
-                    step=None,
-                    rank=None,
-                    place=None,
-                    source_id=segment.source,
-                    source=config.name,
-                    spec=config.source,
-                    source_sample=segment.state.samples + number,
-                    tokens=length,
-                    hash=f"{xxhash.xxh3_128_intdigest(sample, segment.source):032x}",
-                    digest=digest_hex(group.marks[step].digest),
-                    documents=documents,
-                    ids=ids.tolist() if text else None,
-                )
-            )
-        return samples
+            begin = first - first % pick
+            state = past.forward(nearest.state, begin, timeline, lambda: time.monotonic() > deadline, line)
+            traced: dict[int, TracedSample] = {}
+            if state.sample_index == begin:
+                past.remember(line, state, timeline)
+            replay = Replay(timeline, state)
+            decode = self._decode() if text else None
+            # A revision, or a phase, makes what comes after it from other rows.
+            for range_begin, range_end in _ranges(timeline, begin, first + count):
+                order = timeline.at(range_begin)
+                while range_begin <= replay.sample_index < range_end and replay.ended is None:
+                    steps = -(-(range_end - replay.sample_index) // pick)
+                    group = past.turn(partial(replay.samples, pick, steps))
+                    for samples in by_source(group):
+                        # Reading the rows of one source again takes no longer than making the samples.
+                        explained = past.turn(partial(explain, order, group, samples, decode, text))
+                        traced |= {sample.sample: sample for sample in explained}
+                        _check_documents(count, traced.values())
+        wanted = [traced[index] for index in sorted(traced) if first <= index < first + count]
+        return wanted, min(replay.sample_index, first + count)
 
     def _decode(self) -> Decode | None:
         """Ids to text; None where the run has no tokeniser. Loaded once: a large vocabulary takes a second."""
@@ -375,23 +228,33 @@ class Traces:
             return self._decoder
 
 
-def _segments(group: StepGroup) -> list[_Segment]:
-    """The samples of a group, of one rank and one sample a step, by source."""
-    picks = group.source_ids[0, : len(group.marks), 0]
-    return [
-        _Segment(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
-        for source in np.unique(picks).tolist()
-    ]
+def _check_tokens(count: int, length: int, text: bool) -> None:
+    """That one trace may tell of so many samples of a length. Raises ``LimitExceeded``."""
+    most = MAX_TEXT_TOKENS if text else MAX_TOKENS
+    if count > 1 and count * length > most:
+        raise LimitExceeded(
+            f"{count} samples have {count * length} tokens, and one trace tells of {most} at most"
+            f"{' with their text' if text else ''}: ask for one rank of the step, or for a sample"
+        )
 
 
-def _parts(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
-    """A range of samples, cut where another segment of the course begins, and ended where the length changes."""
-    found = []
+def _check_documents(count: int, traced: Iterable[TracedSample]) -> None:
+    """That one trace may tell of the documents of so many samples. Raises ``LimitExceeded``."""
+    if count > 1 and sum(len(sample.documents) for sample in traced) > MAX_DOCUMENTS:
+        raise LimitExceeded(
+            f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no more: ask for one "
+            "rank of the step, or for a sample"
+        )
+
+
+def _ranges(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
+    """A range of samples, cut where another segment of the timeline begins, and ended where the length changes."""
+    ranges = []
     for segment in timeline.segments:
         if begin < segment.begin < end:
-            found.append((begin, segment.begin))
+            ranges.append((begin, segment.begin))
             longer = segment.order.config.sequence_length != timeline.at(begin).config.sequence_length
             begin = segment.begin
             if longer:
-                return found
-    return [*found, (begin, end)]
+                return ranges
+    return [*ranges, (begin, end)]

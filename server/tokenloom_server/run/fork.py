@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
+from tokenloom_server.core.state import SourceState, State, packed_again
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
+from tokenloom_server.mixing.elsewhere import forked
 from tokenloom_server.order import snapshot
 from tokenloom_server.order.record import Order, moves_parts
 from tokenloom_server.order.snapshot import Foreign, Source
@@ -270,27 +269,5 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Sourc
         total_tokens=origin.total_tokens,
         digest=int(origin.digest, 16),
         sources=tuple(sources),
-        nodes=_counted(order.config, sources),
+        nodes=forked(order.config, sources),
     )
-
-
-def _counted(config: RunConfig, sources: list[SourceState]) -> tuple[tuple[ChildState, ...], ...]:
-    """Every node's counters, as the sums of what lies below; nothing is owed to anybody."""
-    found: dict[int, tuple[ChildState, ...]] = {}
-
-    def below(node: NodeConfig) -> ChildState:
-        children = [
-            below(child)
-            if isinstance(child, NodeConfig)
-            else ChildState(sources[child.id].samples, sources[child.id].tokens)
-            for child in node.children
-        ]
-        if node.policy == "round_robin":
-            # All are in one round, instead of having those to make up for that others had elsewhere.
-            turns = max(child.samples for child in children)
-            children = [replace(child, credit=turns - child.samples) for child in children]
-        found[node.id] = tuple(children)
-        return ChildState(sum(child.samples for child in children), sum(child.tokens for child in children))
-
-    below(config.mixture)
-    return tuple(found[node.id] for node in config.nodes)

@@ -14,6 +14,7 @@ from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order import foreign_checkpoint, snapshot
 from tokenloom_server.order.record import Order
+from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import resume_state_of
@@ -366,7 +367,7 @@ class History:
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:
-            raise BeyondHorizon(f"sample {index} does not exist: the data end at sample {state.sample_index}")
+            raise beyond_the_end(index, state.sample_index)
         resume_state = self._coordinator.timeline.encode(base)
         return self._sealed(opening.generation, resume_state, index, digest_hex(state.digest), state.total_tokens)
 
@@ -385,9 +386,7 @@ class History:
         if state.sample_index == sample_index:
             return state
         with self._forward:
-            pipeline = self._coordinator.timeline.pipeline(state)
-            pipeline.advance(sample_index - state.sample_index)
-            return pipeline.state()
+            return Replay(self._coordinator.timeline, state).forward(sample_index)
 
 
 def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:

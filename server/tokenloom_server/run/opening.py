@@ -126,7 +126,8 @@ class GenerationOpener:
         liveness_s = coordinator.timeouts.liveness_s
         raise RunBusy(
             f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended ({liveness_s:g} s after its last "
-            "sign of life another may begin), look at the run with peek=True, or end it on purpose with takeover=True",
+            "sign of life another may begin), look at the run with a PeekDataset, or end it on purpose with "
+            "takeover=True",
             liveness_s + BUSY_MARGIN_S,
         )
 

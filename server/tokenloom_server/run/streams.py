@@ -21,15 +21,13 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, NotFound
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.mixing.policy import policy_of
 from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
 
 #: Version of a stream's record.
 FORMAT = 1
-
-#: Policies that mean something else, or nothing, over a few samples from the beginning of a stream.
-_BY_PROGRESS = ("sequential", "soft_sequential", "balance_remaining", "schedule")
 
 
 class Streams:
@@ -119,7 +117,7 @@ class Streams:
 def _once(node: NodeConfig, sources: set[int], *, frozen: bool) -> dict[str, Any]:
     """A tree in which only these sources take part. Unless it was written for the stream (``frozen``), each of them
     gives all that it has, once, and the shares do not follow from how far the run is."""
-    by_progress = not frozen and node.policy in _BY_PROGRESS
+    by_progress = not frozen and policy_of(node).follows_progress
     children = []
     for child in node.children:
         if isinstance(child, NodeConfig):

@@ -1,46 +1,51 @@
-"""The way in: the token of a call, looked at before anything of it is read, and the threads that the call may take."""
+"""Checks the token of a call before anything of it is read, and says which threads the call may take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from tokenloom_server.api.auth import RPCS, TRAINING, Access, Scope
+from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.grpc.rpc import Rpc, abort
 from tokenloom_server.errors import TokenloomError
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
-#: A Join and a Restore may carry a snapshot (``snapshot.MAX_BYTES``). gRPC refuses what is larger before it has it in
-#: memory; what the other methods take is much less.
-MAX_REQUEST_BYTES = 17 * 2**20
 #: Threads for those who do not train. They take none of the trainers', strangers none of those who look, and no more
 #: requests than this are in memory at a time, each of MAX_REQUEST_BYTES at most.
-REFUSAL_THREADS, OPEN_THREADS, FIGURE_THREADS, PEEK_THREADS = 2, 8, 16, 32
-#: Details travel in an HTTP/2 header: they are kept well below its limit.
-_MAX_DETAILS = 6000
+REFUSAL_THREADS, OPEN_THREADS, READ_THREADS, PEEK_THREADS = 2, 8, 16, 32
+#: The RPCs of gRPC's own services.
+OTHER_RPCS: Mapping[str, Rpc] = {
+    "/grpc.health.v1.Health/Check": Rpc(Scope.OPEN),
+    # It stays open for as long as the caller likes; a stranger could take every place with it.
+    "/grpc.health.v1.Health/Watch": Rpc(Scope.READ),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Rpc(Scope.READ),
+}
 
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-class Entry(grpc.ServerInterceptor):
-    """Lets a call in that has the token which its method asks for. gRPC asks once per call, before it reads a message
-    or gives the call a thread."""
+class AuthInterceptor(grpc.ServerInterceptor):
+    """Lets a call pass that brings the token which its method asks for. gRPC asks once per call, before it reads a
+    message or gives the call a thread."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
+        #: By path. Those of the data loader are added before the server takes its first call.
+        self.rpcs: Mapping[str, Rpc] = OTHER_RPCS
         self._refusals = ThreadPoolExecutor(REFUSAL_THREADS, thread_name_prefix="grpc-refusal")
         self._open = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="grpc-open")
-        self._figures = ThreadPoolExecutor(FIGURE_THREADS, thread_name_prefix="grpc-figures")
+        self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="grpc-reads")
         self._peeks = ThreadPoolExecutor(PEEK_THREADS, thread_name_prefix="grpc-peeks")
 
     def close(self) -> None:
         """Ends the threads. To be called when the server takes no call any more."""
-        for pool in (self._refusals, self._open, self._figures, self._peeks):
+        for pool in (self._refusals, self._open, self._reads, self._peeks):
             pool.shutdown(wait=False)
 
     def intercept_service(
@@ -48,19 +53,18 @@ class Entry(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        method = handler_call_details.method
-        # A method that is not in the table is not there either; only who may do everything is told so.
-        needed = RPCS.get(method, Scope.CONTROL)
+        # Whether a method exists at all is only for those who may do everything.
+        rpc = self.rpcs.get(handler_call_details.method, Rpc(Scope.CONTROL))
         try:
-            held = self._access.check(authorization_of(handler_call_details.invocation_metadata), needed)
+            held = self._access.check(authorization_of(handler_call_details.invocation_metadata), rpc.scope)
         except TokenloomError as error:
             return self._refusal(error)
         handler = continuation(handler_call_details)
-        if handler is None or (method in TRAINING and held is Scope.CONTROL):
+        if handler is None or (rpc.trains and held is Scope.CONTROL):
             return handler
-        if method in TRAINING:
+        if rpc.trains:
             return _in_pool(handler, self._peeks)
-        return _in_pool(handler, self._open if needed is Scope.OPEN else self._figures)
+        return _in_pool(handler, self._open if rpc.scope is Scope.OPEN else self._reads)
 
     def _refusal(self, error: TokenloomError) -> _Handler:
         def refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -84,16 +88,5 @@ def _in_pool(handler: _Handler, pool: ThreadPoolExecutor) -> _Handler:
 
 def authorization_of(metadata: Iterable[Any]) -> str | None:
     """The call's ``authorization``, where it has exactly one."""
-    found = [value for key, value in metadata if key == "authorization"]
-    return found[0] if len(found) == 1 and isinstance(found[0], str) else None
-
-
-def abort(
-    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
-) -> NoReturn:
-    """Ends a call with an error: the name in the metadata, the message in the details. ``retry_for_s``: for how long
-    trying again makes sense, where the server knows."""
-    retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
-    context.set_trailing_metadata((("tokenloom-error", name), *retry))
-    context.abort(getattr(grpc.StatusCode, status), message[:_MAX_DETAILS])
-    raise AssertionError("unreachable: abort raises")
+    values = [value for key, value in metadata if key == "authorization"]
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.grpc.auth_interceptor import MAX_REQUEST_BYTES, Entry
+from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
+from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
 
@@ -35,10 +36,10 @@ class GrpcServer:
         Without ``access`` everything is open.
         """
         self._access = access or Access()
-        self._entry = Entry(self._access)
+        self._interceptor = AuthInterceptor(self._access)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
-            interceptors=[self._entry],
+            interceptors=[self._interceptor],
             maximum_concurrent_rpcs=MAX_CALLS,
             options=[
                 ("grpc.max_send_message_length", -1),
@@ -80,12 +81,13 @@ class GrpcServer:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader
+        from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
 
         self._server.add_generic_rpc_handlers((DataLoader(runs, self._access).handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name
+        self._interceptor.rpcs = rpcs()
         reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
         for service in (name, ""):
@@ -96,7 +98,7 @@ class GrpcServer:
         if self._health is not None:
             self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
-        self._entry.close()
+        self._interceptor.close()
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
@@ -108,6 +110,6 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
 def _try_to_listen(address: str) -> None:
     """Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of its own to stderr."""
     host, _, port = address.rpartition(":")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, _, _, _, place in found:
-        socket.create_server(place[:2], family=family).close()
+    addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, socket_address in addresses:
+        socket.create_server(socket_address[:2], family=family).close()

@@ -9,7 +9,7 @@ from typing import Any
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.order.snapshot import FORMAT, VERSION
 from tokenloom_server.tools.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source, left_samples
-from tokenloom_server.tools.checkpoint.probabilities import points
+from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
 _NEEDED = ("run", "stream", "sample_index", "digest", "total_tokens")
 _NEEDED_WITH_STATE = ("run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
@@ -115,8 +115,10 @@ def _of_nodes(content: Content) -> Iterator[str]:
 def _lacks_weights(content: Content, node: Node) -> bool:
     """Whether weights that the policy makes itself are missing: before the first sample there are none yet."""
     began = (content.imported or {}).get("sample_index", 0)
+    policy = policy_of(node)
     return (
-        node.policy in ("soft_sequential", "balance_remaining", "schedule")
+        policy is not None
+        and policy.makes_weights
         and content.counted_at != began
         and any(child.samples for child in node.children)
         and not any(child.weight for child in node.children)

@@ -1,0 +1,205 @@
+"""How long a training run is, in tokens, and how many steps that makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenloom.datasets.training import TrainingDataset
+
+log = logging.getLogger("tokenloom")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudget:
+    """Tokens and steps of a run, from its batch plan, its data, and how many tokens each parameter is to see.
+
+    A sample of ``context_length`` tokens gives ``context_length`` predictions where labels are shifted already
+    (``labels: shifted``), and one less where the model shifts them inside the block, as Hugging Face models do: that is
+    ``tokens_per_sample``, in which targets are counted here. The run's own clock, ``batch["total_tokens"]``, always
+    counts ``context_length`` for a sample, padding included; ``target_total_tokens`` is the target on that clock.
+
+    Raises ``ValueError`` for what makes no sense, by name.
+    """
+
+    context_length: int
+    """Tokens of a sample: the run's sequence length."""
+    batch_size: int | Sequence[tuple[int, int]]
+    """Samples per rank and step of ``next()``; or pairs (total tokens of the run, samples), as ``RemoteDataset`` takes
+    them."""
+    world_size: int = 1
+    accumulate: int = 1
+    """Steps of ``next()`` for each of the optimiser's."""
+    shifts_inside: bool = True
+    """Whether the model shifts labels inside the block."""
+    dataset_samples: int | None = None
+    """Samples that the data give, all epochs together; None where that is not known."""
+    ends: bool = True
+    """Whether the data end there; otherwise ``dataset_samples`` are those of one epoch of every source."""
+    parameters: int = 0
+    factor: float = 0.0
+    """Tokens to train on for each parameter; 0: all that the dataset has."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "world_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        pieces = self._pieces
+        if not pieces or pieces[0][0] != 0 or any(size < 1 for _, size in pieces):
+            raise ValueError(
+                f"batch_size must be at least 1, or pairs (total_tokens, samples) of which the first is at 0; got "
+                f"{self.batch_size!r}"
+            )
+        if any(left >= right for (left, _), (right, _) in pairwise(pieces)):
+            raise ValueError(f"batch_size must ascend in tokens; got {self.batch_size!r}")
+        if self.tokens_per_sample < 1:
+            raise ValueError("context_length must be at least 2 where labels are shifted inside; got 1")
+        if self.factor < 0 or self.parameters < 0:
+            raise ValueError(f"factor and parameters must not be negative; got {self.factor} and {self.parameters}")
+        if self.factor and not self.parameters:
+            raise ValueError(f"factor={self.factor:g} is tokens per parameter, so parameters must be given")
+        if not self.factor and (self.dataset_samples is None or not self.ends):
+            raise ValueError(
+                "factor=0 means the whole dataset, but this one has no end that is known: give a factor (tokens per "
+                "parameter) and parameters, or limit the mixture's epochs or max_tokens"
+            )
+
+    @classmethod
+    def of(cls, dataset: TrainingDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
+        """The budget of a dataset's run, from the server's plan: from the run's beginning to the end of its data,
+        whatever is consumed already, so it is the same on every rank and after a resume.
+
+        ``shifts_inside`` is by the run's ``labels``. Where phases have other sequence lengths, all samples are counted
+        at the last one's, and rank 0's log says so: tokens are as near as ever, steps are not. Raises what a
+        request to the server raises, and ``ValueError`` where the dataset leaves its batch size to the run: such a run
+        has rows in batches from buckets.
+        """
+        if dataset.batch_size is None:
+            raise ValueError("batch_size: a budget needs it; give the RemoteDataset one")
+        plan = dataset.plan()
+        length = plan["sequence_length"]
+        samples = plan["until_sample_index"] - plan["from_sample_index"]
+        tokens = plan["until_tokens"] - plan["from_tokens"]
+        if not 0 <= tokens - samples * length < length and dataset.rank == 0:
+            log.warning(
+                "%s: phases have other sequence lengths (%d samples have %d tokens), and the budget counts all samples "
+                "at the last one's, %d: its steps are not those that the run will have",
+                plan["run"], samples, tokens, length,
+            )  # fmt: skip
+        found = plan["until_tokens"] if plan["ends"] else _one_epoch(plan)
+        return cls(
+            context_length=length,
+            batch_size=dataset.batch_size,
+            world_size=dataset.world_size,
+            accumulate=dataset.accumulate,
+            shifts_inside=plan["labels"] == "same",
+            dataset_samples=None if found is None else found // length,
+            ends=plan["ends"],
+            parameters=parameters,
+            factor=factor,
+        )
+
+    @property
+    def _pieces(self) -> list[tuple[int, int]]:
+        if isinstance(self.batch_size, int):
+            return [(0, self.batch_size)]
+        return [(int(tokens), int(size)) for tokens, size in self.batch_size]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Predictions that a full sample gives."""
+        return self.context_length - self.shifts_inside
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimiser step over all ranks; after the last change, where the batch size has a schedule."""
+        return self._pieces[-1][1] * self.world_size * self.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predictions of an optimiser step; after the last change, where the batch size has a schedule."""
+        return self.samples_per_step * self.tokens_per_sample
+
+    @property
+    def dataset_tokens(self) -> int | None:
+        """Predictions that the data give; of one epoch of every source where they never end."""
+        return None if self.dataset_samples is None else self.dataset_samples * self.tokens_per_sample
+
+    @property
+    def dataset_steps(self) -> int | None:
+        """Whole optimiser steps that the data give."""
+        return None if self.dataset_samples is None else self.steps(self.dataset_samples)[0]
+
+    @property
+    def target_tokens(self) -> int:
+        """Predictions to train on: ``factor`` × ``parameters``, or the whole dataset."""
+        if self.factor:
+            return round(self.factor * self.parameters)
+        assert self.dataset_tokens is not None
+        return self.dataset_tokens
+
+    @property
+    def target_samples(self) -> int:
+        """Samples that give so many."""
+        return -(-self.target_tokens // self.tokens_per_sample)
+
+    @property
+    def target_total_tokens(self) -> int:
+        """The target on the clock of ``batch["total_tokens"]``: what ``TokenLRScheduler`` takes."""
+        return self.target_samples * self.context_length
+
+    @property
+    def target_steps(self) -> int:
+        """Optimiser steps that reach the target."""
+        whole, rest = self.steps(self.target_samples)
+        return whole + bool(rest)
+
+    @property
+    def target_epochs(self) -> float | None:
+        """How often the target goes through the data; None where nobody knows how much they are."""
+        return self.target_tokens / self.dataset_tokens if self.dataset_tokens else None
+
+    def steps(self, samples: int) -> tuple[int, int]:
+        """Whole optimiser steps in the first so many samples of the run, and how many samples are over.
+
+        A step has the batch size that holds where it begins.
+        """
+        steps = begin = 0
+        pieces = self._pieces
+        ends = [*(tokens for tokens, _ in pieces[1:]), samples * self.context_length]
+        for (_, size), tokens in zip(pieces, ends, strict=True):
+            per_step = size * self.world_size * self.accumulate
+            # To the first step that begins at or after the next change.
+            until = -(-min(tokens, samples * self.context_length) // self.context_length)
+            here = max(0, -(-(until - begin) // per_step))
+            whole = min(here, (samples - begin) // per_step)
+            steps, begin = steps + whole, begin + whole * per_step
+            if whole < here:
+                break
+        return steps, samples - begin
+
+    def lines(self) -> list[str]:
+        """The two lines with which a log begins."""
+        unknown = "unknown"
+        tokens, steps, epochs = self.dataset_tokens, self.dataset_steps, self.target_epochs
+        estimate = (
+            f"Dataset estimate: steps={steps if steps is not None else unknown} "
+            f"tokens={tokens if tokens is not None else unknown} tokens_per_step={self.tokens_per_step}"
+        )
+        if not self.ends:
+            estimate += " (one epoch of every source; the data never end)"
+        target = (
+            f"Target:          epochs={f'{epochs:.2f}' if epochs is not None else unknown} "
+            f"target_steps={self.target_steps} target_tokens={self.target_tokens} (factor {self.factor:g})"
+        )
+        return [estimate, target]
+
+
+def _one_epoch(plan: Mapping[str, Any]) -> int | None:
+    """Tokens of one epoch of every source of a plan, where all are known."""
+    found = [source["tokens_per_epoch"] for source in plan["sources"] if source["rows"] is not None]
+    return None if None in found else sum(found)

@@ -1,0 +1,319 @@
+"""The steps between the background thread and ``next()``: the sole owner of what the two share.
+
+Three parties meet here. The reader puts steps in, the trainer takes them out, and the writer tells the
+server how far the trainer is. Each sleeps on its own condition of one lock, and is woken only when it has
+something to do: a wake-up costs more than taking a step, for which the trainer needs none of it. Who is
+about to sleep says first what is to wake it, and then looks once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Protocol, TypeAlias
+
+from tokenloom_proto.errors import Fenced
+
+from tokenloom.batch.layout import Batch
+from tokenloom.batch.memory import ArrayPool
+from tokenloom.connection.batch_schedule import StepSchedule
+from tokenloom.connection.waits import Waited, Waits
+from tokenloom.errors import ServerUnavailable
+from tokenloom.snapshot import Point
+
+log = logging.getLogger("tokenloom")
+
+#: A server that says nothing for so long, not even a heartbeat, is taken for gone.
+SILENCE_S = 20.0
+#: After so long a wait for a batch, and again after each further, the log says what it waits for.
+PATIENCE_S = 30.0
+#: The server hears of consumed steps within this time, for what it commits and shows.
+REPORT_WITHIN_S = 0.02
+#: It hears earlier where it may be waiting for that, but never more often than this: each report costs a message.
+REPORT_APART_S = 0.005
+#: And without news at least this often, so that the server knows that somebody is here.
+SIGN_OF_LIFE_S = 2.0
+#: When the trainer has waited so long for a step, the server may be waiting, too: its window may be full.
+STARVED_S = 0.01
+#: How often sleepers look for silence; all else wakes them.
+TICK_S = 1.0
+
+#: Where the trainer stands after a step, and the step's place in its message.
+Step: TypeAlias = tuple[Point, "Steps", int]
+
+
+class Steps(Protocol):
+    """The steps of a message."""
+
+    label_tokens: Sequence[int]
+    """By step, over all ranks."""
+
+    def batch(self, step: int, pool: ArrayPool) -> Batch:
+        """The batch of a step, counted from 0 in the message."""
+
+
+class StepBuffer:
+    """Steps that were received and not yet yielded, and how the stream stands."""
+
+    def __init__(
+        self,
+        start: Point,
+        *,
+        schedule: StepSchedule,
+        pool: ArrayPool,
+        timeout_s: float,
+        counted: bool = True,
+        accumulate: int = 1,
+    ) -> None:
+        """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
+        for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
+        taken, so the schedule's capacity is at least that."""
+        self.start = start
+        self._schedule = schedule
+        self._timeout_s = timeout_s
+        self._accumulate = accumulate
+        # Of the optimiser step that the trainer is in: how many steps are taken at its end, and the labels of all.
+        self._optimizer_end = 0
+        self._label_tokens = 0
+        self._counted = counted
+        self.received = start
+        #: Where the trainer stands; what lies before is reported as consumed.
+        self.consumed = start
+        self.committed_through = 0
+        self.end_reason: str | None = None
+        self.closing = False
+        self._steps: deque[Step] = deque()
+        self._pool = pool
+        self._error: BaseException | None = None
+        self._waiting_for = "the connection"
+        self._heard_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._step_ready = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._report = threading.Condition(self._lock)
+        self._taking = threading.Lock()
+        self._reader_waits = False
+        self._starved = False
+        # For metrics: steps taken, and what some of them were waited for.
+        self.taken = 0
+        self._waits = Waits()
+        # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
+        self._writer_delays = False
+        self._wakes_writer_at = math.inf
+
+    @property
+    def capacity_steps(self) -> int:
+        """Steps that are held at most, beyond those consumed."""
+        return self._schedule.capacity_steps(self.consumed.sample_index)
+
+    @property
+    def received_through(self) -> int:
+        """End index of the last step that was received."""
+        return self.received.sample_index
+
+    @property
+    def consumed_through(self) -> int:
+        """End index of the last step that ``next()`` returned."""
+        return self.consumed.sample_index
+
+    @property
+    def drained(self) -> bool:
+        """Whether the data ended and the trainer has all of it."""
+        return self.end_reason is not None and self.consumed_through == self.received_through
+
+    # The reader's side
+
+    def heard(self, committed_through: int, waiting_for: str = "") -> None:
+        """Notes a sign of life, and what the server waits for."""
+        self.committed_through = max(self.committed_through, committed_through)
+        self._waiting_for = waiting_for
+        self._heard_at = time.monotonic()
+
+    def waits_for(self, what: str) -> None:
+        """Notes what a batch would wait for now, for the log."""
+        self._waiting_for = what
+
+    def put(self, steps: Sequence[Step]) -> None:
+        """Adds a message's steps. Waits while a server ignores its credits, so that memory stays bounded."""
+        with self._lock:
+            if len(self._steps) >= self.capacity_steps:
+                self._heard_at = math.inf  # while nobody reads, silence means nothing
+                self._reader_waits = True
+                self._room.wait_for(lambda: len(self._steps) < self.capacity_steps or self.closing)
+                self._reader_waits = False
+                self._heard_at = time.monotonic()
+            self._steps.extend(steps)
+            self.received = steps[-1][0]
+            self._step_ready.notify_all()
+
+    def end(self, reason: str) -> None:
+        """No step follows those received."""
+        with self._lock:
+            self.end_reason = reason
+            self._step_ready.notify_all()
+            self._report.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream with an error: after the steps received, or instead of them where those are void."""
+        with self._lock:
+            if isinstance(error, Fenced):
+                self._steps.clear()
+            self._error = error
+            self._step_ready.notify_all()
+
+    def silent(self) -> bool:
+        """Whether the server has not been heard for too long."""
+        return time.monotonic() - self._heard_at > SILENCE_S
+
+    def all_committed(self) -> bool:
+        """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be behind,
+        and until they are not, a restarted server has to be told again."""
+        return self.drained and self.nothing_to_commit()
+
+    def nothing_to_commit(self) -> bool:
+        """Whether the server need not hear again how far the trainer is."""
+        return not self._counted or self.committed_through >= self.consumed_through
+
+    def pause(self, seconds: float | None, until: Callable[[], bool] = bool) -> bool:
+        """Sleeps the reader, bounded by ``seconds``, until closing or ``until``; whether it is closing."""
+        with self._lock:
+            self._room.wait_for(lambda: self.closing or until(), seconds)
+            return self.closing
+
+    # The trainer's side
+
+    def take(self, on_silence: Callable[[], None]) -> tuple[Batch, Point] | None:
+        """The next batch, and where the trainer stands after it; waits for it, at most ``timeout_s``. None at the end
+        of the data."""
+        with self._taking:  # else two threads would get the same step
+            if self._accumulate > 1 and self.taken == self._optimizer_end:
+                self._begin_optimizer_step(on_silence)
+            step = self._steps[0] if self._steps else self._await_step(on_silence)
+            if step is None:
+                return None
+            point, message, number = step
+            batch = message.batch(number, self._pool)
+            if self._accumulate > 1:
+                batch["global_label_tokens"] = self._label_tokens
+            # Only now, so that a step whose batch could not be made is not lost.
+            try:
+                self._steps.popleft()
+            except IndexError:  # fenced just now
+                self._await_step(on_silence)
+            self.consumed = point
+            self.taken += 1
+            if point.sample_index >= self._wakes_writer_at:
+                self._wakes_writer_at = math.inf  # once
+                self.wake_writer()
+            if self._reader_waits:
+                with self._lock:
+                    self._room.notify()
+            return batch, point
+
+    def _begin_optimizer_step(self, on_silence: Callable[[], None]) -> None:
+        """Waits for all steps of an optimiser step, fewer where the data end, and counts their labels."""
+        self._await_step(on_silence, self._accumulate)
+        with self._lock:
+            steps = list(islice(self._steps, self._accumulate))
+        self._label_tokens = sum(message.label_tokens[number] for _, message, number in steps)
+        self._optimizer_end = self.taken + len(steps)
+
+    def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
+        """The next step, as soon as ``count`` of them are there, or the data end after it."""
+        # Of this process's own time: one that was stopped has not waited.
+        waited_s, patience_s = 0.0, PATIENCE_S
+        began = time.perf_counter()
+        with self._lock:
+            while not (len(self._steps) >= count or self._error or self.end_reason is not None):
+                if self.closing:
+                    raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
+                tick_s = TICK_S if self._starved else STARVED_S
+                if self._step_ready.wait(tick_s):
+                    continue
+                waited_s += tick_s
+                self._starved = True
+                if self._writer_delays:
+                    self._report.notify_all()
+                if self.silent():
+                    on_silence()
+                what = self._waiting_for or "nothing that it names"
+                if waited_s > self._timeout_s:
+                    raise ServerUnavailable(
+                        f"no batch for {self._timeout_s:g} s (batch_timeout_s); waiting for: {what}. See the server's "
+                        "log; where it is back, next() goes on"
+                    )
+                if waited_s > patience_s:
+                    patience_s += PATIENCE_S
+                    log.warning("no batch for %.0f s; waiting for: %s", waited_s, what)
+            self._starved = False
+            self._waits.note(self.taken, time.perf_counter() - began)
+            if self._error is not None and len(self._steps) < count:
+                raise self._error
+            return self._steps[0] if self._steps else None
+
+    def following(self) -> Step | None:
+        """The step that ``take`` would give next, if it is there; for who prepares it."""
+        try:
+            return self._steps[0]
+        except IndexError:
+            return None
+
+    def close(self) -> None:
+        """Lets all parties come to an end."""
+        with self._lock:
+            self.closing = True
+            for condition in (self._step_ready, self._room, self._report):
+                condition.notify_all()
+
+    def waiting_steps(self) -> int:
+        """How many steps are there to be taken."""
+        return len(self._steps)
+
+    def waits(self) -> Waited:
+        """What ``next()`` waited since this was asked last."""
+        with self._lock:
+            return self._waits.read(self.taken)
+
+    # The writer's side
+
+    def next_report(
+        self, reported: int, last_at: float, over: Callable[[], bool], on_silence: Callable[[], None]
+    ) -> Point:
+        """Sleeps until the trainer is beyond ``reported`` and the server should know, a sign of life is due, or all is
+        said; returns where the trainer stands."""
+        with self._lock:
+            while not (over() or self.closing or self.all_committed()):
+                rest_s = self._plan_report(reported, time.monotonic() - last_at)
+                if rest_s <= 0:
+                    break
+                if self.silent():
+                    on_silence()
+                if self.consumed_through < self._wakes_writer_at:
+                    self._report.wait(rest_s)
+            return self.consumed
+
+    def _plan_report(self, reported: int, age_s: float) -> float:
+        """For how long the writer may sleep, ``age_s`` after its last report; notes what is to wake it before."""
+        self._writer_delays = False
+        self._wakes_writer_at = math.inf
+        if age_s < REPORT_APART_S:
+            return REPORT_APART_S - age_s
+        if self.consumed_through == reported:
+            self._wakes_writer_at = reported + 1
+            return min(TICK_S, SIGN_OF_LIFE_S - age_s)
+        early_at = reported + self._schedule.half_of_capacity(reported)
+        if self._starved or self.consumed_through >= early_at:
+            return 0
+        self._writer_delays = True
+        self._wakes_writer_at = early_at
+        return REPORT_WITHIN_S - age_s
+
+    def wake_writer(self) -> None:
+        """Makes the writer look again: whether its stream is over, and what there is to report."""
+        with self._lock:
+            self._report.notify_all()

@@ -1,0 +1,253 @@
+"""Join: what a dataset asks for, what the server answers, and how long to ask."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+import torch
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.resume import sources_of
+
+from tokenloom.batch.layout import Layout
+from tokenloom.connection import topology
+from tokenloom.connection.address import Address
+from tokenloom.connection.batch_schedule import BatchPlan, StepSchedule
+from tokenloom.connection.channel import (
+    Retry,
+    failure,
+    is_named,
+    retry_for_s,
+    retryable,
+    summary,
+    times_out,
+)
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.server import RunServer
+from tokenloom.connection.topology import Topology
+from tokenloom.errors import ProtocolError
+from tokenloom.snapshot import Base, Point
+
+log = logging.getLogger("tokenloom")
+
+#: While a server is away, the log says so at most this often.
+WARN_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a dataset asks for."""
+
+    server: RunServer
+    stream: str
+    topology: Topology
+    options: ConnectionOptions
+    batch_size: int
+    """Samples per rank and step; 0 where there are ``batch_sizes``, or the run says it."""
+    batch_sizes: tuple[tuple[int, int], ...] = ()
+    """Pairs (total tokens, batch size) instead of that."""
+    accumulate: int = 1
+    resume: str = ""
+    state: str = ""
+    fork: bool = False
+    """``state`` is another run's."""
+    takeover: bool = False
+    peek: bool = False
+    samples: int | None = None
+    """Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on."""
+    columns: frozenset[str] = frozenset()
+    device: torch.device | None = None
+    """Where batches are made; None: in ordinary memory, by numpy."""
+
+    @property
+    def address(self) -> Address:
+        """Where the run is served."""
+        return self.server.address
+
+    @property
+    def credentials(self) -> Credentials:
+        """What to show there."""
+        return self.server.credentials
+
+    @property
+    def counted(self) -> bool:
+        """Whether what is consumed is to be committed."""
+        return not self.peek and self.samples is None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of the run: ``id`` is what ``source_ids`` holds."""
+
+    id: int
+    spec: str
+    alias: str
+
+
+def sources_at(base: Base, opened: Iterable[Source]) -> list[Source]:
+    """By id: those that the Join was answered with, and those that a boundary has; a revision may have brought some."""
+    known = {source.id: source for source in opened}
+    for source_id, source in sources_of(base.resume_state).items():
+        known[source_id] = Source(source_id, source.spec, source.alias)
+    return [known[source_id] for source_id in sorted(known)]
+
+
+class RunFacts(NamedTuple):
+    """What is known of a run once it is joined; the same on all of its ranks."""
+
+    generation: int
+    start_index: int
+    """The sample index at which this attempt began."""
+    sequence_length: int
+    labels: str
+    """``"same"`` as the input ids, or ``"shifted"``."""
+    rows: bool
+    """Batches are rows from buckets."""
+    batch_size: int
+    """Samples per rank and step, at the start."""
+    sources: list[Source]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the server answered to a Join."""
+
+    run_uid: str
+    generation: int
+    start: Point
+    layout: Layout
+    sources: list[Source]
+    schedule: StepSchedule
+    template: bytes
+    server_epoch: int
+    #: Samples of the order that were jumped over right before ``start``.
+    skipped_samples: int
+    #: Of a stream to evaluate on: how many samples there are.
+    samples: int = 0
+
+    @property
+    def facts(self) -> RunFacts:
+        """What of it the trainer may know."""
+        layout = self.layout
+        return RunFacts(
+            generation=self.generation,
+            start_index=self.start.sample_index,
+            sequence_length=layout.sequence_length,
+            labels="shifted" if layout.shifted else "same",
+            rows=layout.rows,
+            batch_size=layout.batch_size,
+            sources=self.sources,
+        )
+
+
+def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
+    """Takes the slot; waits for a server that is away, up to ``connect_timeout_s``.
+
+    ``connect`` makes a new connection, for each try.
+    """
+    message = wire.JoinRequest(
+        run=request.address.run,
+        stream=request.stream,
+        rank=request.topology.rank,
+        world_size=request.topology.world_size,
+        batch_size=request.batch_size,
+        batch_sizes=[wire.BatchSize(total_tokens=tokens, batch_size=size) for tokens, size in request.batch_sizes],
+        accumulate=request.accumulate,
+        attempt=request.topology.attempt,
+        nonce=nonce,
+        resume=request.resume,
+        state_json=request.state.encode(),
+        takeover=request.takeover,
+        process=topology.process(),
+        peek=request.peek,
+        fork=request.fork,
+        samples=request.samples or 0,
+    )
+    metadata = request.credentials.metadata
+    retry = Retry(request.options.connect_timeout_s, len(request.address.targets))
+    give_up_at = math.inf
+    named_error: grpc.RpcError | None = None
+    warn_at = 0.0
+    while True:
+        try:
+            # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
+            # And where samples are made for it, a Join waits for these.
+            timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.options.batch_timeout_s
+            answer = connect().Join(message, timeout=timeout_s, metadata=metadata)
+            return _opening(answer, request)
+        except grpc.RpcError as error:
+            delay_s = retry.next_delay_s()
+            if is_named(error):
+                named_error = error
+            # A run is busy for as long as its ranks are heard: those of a job that was just ended soon are not.
+            busy_s = retry_for_s(error)
+            if busy_s is not None:
+                give_up_at = min(give_up_at, time.monotonic() + busy_s)
+            if not retryable(error) or delay_s is None or (busy_s is not None and time.monotonic() >= give_up_at):
+                # A server's own words tell more than that the last try ran out of time.
+                reason = named_error if named_error is not None and times_out(error) else error
+                raise failure(reason, request.address) from error
+            if time.monotonic() >= warn_at:
+                warn_at = time.monotonic() + WARN_EVERY_S
+                log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
+        time.sleep(delay_s)
+
+
+def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
+    of_rows = answer.global_batch_size > 0
+    of_documents = request.columns & {"position_ids", "document_ids"}
+    if of_rows and of_documents:
+        raise ProtocolError(
+            f"{request.address} gives batches of rows from buckets, which have no documents: leave "
+            f"{' and '.join(sorted(of_documents))} out of columns"
+        )
+    if not of_rows and (
+        answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED)
+    ):
+        raise ProtocolError(
+            f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
+            "does not know: install the client of the server's version"
+        )
+    first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_steps)
+    plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_steps) for plan in answer.batch_plans]
+    return Opening(
+        run_uid=answer.run_uid,
+        generation=answer.generation,
+        start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
+        layout=Layout(
+            batch_size=first.batch_size,
+            sequence_length=answer.sequence_length,
+            id_type=np.dtype(f"<u{int(answer.id_type) or 1}").str,
+            rows=of_rows,
+            shifted=answer.labels == wire.LABELS_SHIFTED,
+            columns=request.columns,
+            lengths=answer.sample_lengths,
+            pads_left=answer.pads_left,
+            loss_masks=answer.loss_masks,
+            mask_boundaries=answer.mask_boundaries,
+        ),
+        sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
+        schedule=StepSchedule(
+            plans or [first],
+            world_size=request.topology.world_size,
+            accumulate=request.accumulate,
+            prefetch_steps=request.options.prefetch_steps,
+        ),
+        template=answer.snapshot_template,
+        server_epoch=answer.server_epoch,
+        skipped_samples=answer.skipped_samples,
+        samples=answer.stream_samples,
+    )
+
+
+def base_of(base: wire.Base) -> Base:
+    """A boundary, free of wire types."""
+    return Base(base.sample_index, base.resume_state)

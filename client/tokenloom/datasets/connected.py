@@ -1,0 +1,224 @@
+"""A dataset with a connection of its own: opened by the first ``iter()``, and the business of one process."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from tokenloom.batch.device import resolve
+from tokenloom.batch.layout import Batch, check_columns
+from tokenloom.connection import queries
+from tokenloom.connection.address import Address
+from tokenloom.connection.join import Request
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.server import RunServer
+from tokenloom.connection.stream import Connection
+from tokenloom.connection.topology import Topology
+from tokenloom.datasets import metrics
+from tokenloom.datasets.base import BatchDataset
+from tokenloom.job_server.launch import LaunchServer
+from tokenloom.job_server.mixture_file import mixture_path
+
+#: The address of a run, the path of a mixture file, or the server that another dataset has.
+RunUrl: TypeAlias = str | os.PathLike[str] | RunServer
+
+#: The stream that is trained on; all others are evaluated on.
+TRAIN = "train"
+
+
+def _find_server(
+    url: RunUrl, options: ConnectionOptions, stream: str, slot_of: Callable[[str], Topology]
+) -> tuple[RunServer, Topology]:
+    """The server of a run, which is started where ``url`` is a mixture file, and this process's slot, by the name that
+    its ranks have in common for the run."""
+    if isinstance(url, RunServer):
+        return url, slot_of(url.address.run)
+    mixture = mixture_path(url)
+    if mixture is None:
+        address = Address.parse(os.fspath(url))
+        server = RunServer(address, options.credentials(address))
+        return server, slot_of(address.run)
+    options.refuse_credentials(mixture)
+    slot = slot_of(str(mixture))
+    return LaunchServer(mixture, stream, slot, options.connect_timeout_s), slot
+
+
+class ConnectedDataset(BatchDataset):
+    """What every dataset has whose batches come over a connection of its own."""
+
+    def __init__(
+        self,
+        url: RunUrl,
+        slot_of: Callable[[str], Topology],
+        connection: ConnectionOptions | None,
+        *,
+        stream: str = TRAIN,
+        columns: Iterable[str],
+        device: str | torch.device | None,
+        **asked: Any,
+    ) -> None:
+        """``slot_of`` gives this process's slot by the run's name; it may wait for other ranks, so all else is checked
+        before. ``asked`` are further fields of ``Request``."""
+        super().__init__()
+        options = connection or ConnectionOptions()
+        asked["columns"] = check_columns(columns)
+        asked["device"] = resolve(device) if device is not None else None
+        server, topology = _find_server(url, options, stream, slot_of)
+        #: What a Join asks for, where no state was loaded.
+        self._request = Request(server=server, topology=topology, stream=stream, options=options, **asked)
+        closer = weakref.finalize(self, server.share().release)
+        self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
+        # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
+        # tell that a worker's copy has the batches, and with them the state.
+        self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._connection: Connection | None = None
+        self._connection_pid: int | None = None
+        self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
+        # This process's name for its slot. It outlasts a Join that was interrupted, which may have reached the server.
+        self._nonce = uuid.uuid4().hex
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._request.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._request.topology.world_size
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._request.address.run
+
+    @property
+    def stream(self) -> str:
+        """The stream's name: ``"train"``, or that of one to evaluate on."""
+        return self._request.stream
+
+    @property
+    def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
+        """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
+        return self._request.batch_sizes or self._request.batch_size or None
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the data ended; None while it has not."""
+        return self._connection.buffer.end_reason if self._connection else None
+
+    def plan(self, tokens: int | None = None) -> dict[str, Any]:
+        """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
+        changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
+        ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
+        asked = self._request
+        return queries.plan(asked.address, asked.credentials, tokens or 0, asked.options.connect_timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """The run's figures as the server has them now: the document of ``GET /v1/runs/{run}/stats``. Needs no Join."""
+        asked = self._request
+        return queries.stats(asked.address, asked.credentials, asked.options.connect_timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of this rank for experiment trackers; all 0 before the Join. Costs no step anything, and asks nobody.
+
+        ``wait_ms_last``, ``wait_ms_mean`` and ``wait_ms_max``: what ``next()`` waited for batches since this was called
+        last (0 for those that were there). ``queue_steps`` of at most ``queue_capacity_steps``: batches that are there
+        now. ``steps``: taken since the Join, and ``tokens`` of the whole run in them. ``sample_index`` and
+        ``total_tokens``: of the last batch. ``uncommitted_samples``: by how many samples the ledger is short of that.
+        ``reconnects``: how often the stream was opened again.
+        """
+        self._check_state_is_here()
+        return metrics.read(self._connection)
+
+    def close(self) -> None:
+        """Reports the last batch yielded to the server and ends the stream. The state stays readable."""
+        self._closed = True
+        if self._closer is not None:
+            self._closer()
+        if self._server_closer is not None:
+            self._server_closer()
+
+    def __repr__(self) -> str:
+        parts = [repr(str(self._request.address)), *self._role()]
+        parts += [f"batch_size={self.batch_size}"] if self.batch_size else []
+        return f"<{type(self).__name__} {', '.join(parts)}: {self._describe()}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another client, also of a slot that nobody has taken yet, and joins by itself."""
+        own = {"_server_closer": None, "_connection": None, "_closer": None, "_facts": None}
+        return self.__dict__ | own | {"_nonce": uuid.uuid4().hex}
+
+    def _role(self) -> list[str]:
+        """What it is in the run; for people, as what follows."""
+        return [f"rank {self.rank} of {self.world_size}"]
+
+    def _describe(self) -> str:
+        """Where it stands, and whether it goes on."""
+        raise NotImplementedError
+
+    # The connection, and the processes
+
+    def _connect(self, request: Request) -> Connection:
+        return Connection(request, f"{self._nonce}-{os.getpid()}")
+
+    def _keep(self, connection: Connection) -> None:
+        """Has the connection for as long as this dataset lives."""
+        self._connection = connection
+        self._facts = connection.opening.facts
+        self._closer = weakref.finalize(self, _close, connection, os.getpid())
+        self._connection_pid = os.getpid()
+        self._request.server.watch(connection.buffer.fail)
+
+    def _check_process(self) -> None:
+        """Raises ``RuntimeError`` where another process than this one has joined."""
+        if self._connection_pid == os.getpid():  # the usual case, at each batch: far cheaper than asking torch
+            return
+        if self._connection is not None:
+            # Measured: in most forks of a process with an open stream, gRPC crashes or hangs one of the two.
+            raise RuntimeError(
+                f"this {type(self).__name__} joined the run in process {self._connection_pid}, of which this one is a "
+                "fork, and a connection does not survive that: use num_workers=0 (batches are fetched in the "
+                'background all the same), multiprocessing_context="spawn" or "forkserver", fork before the first '
+                "iter(), or make a new dataset before you fork"
+            )
+        if self._joined_elsewhere():
+            raise RuntimeError(
+                f"this {type(self).__name__} joined the run in another process ({int(self._joined_in[0])}), and a slot "
+                "is served to one process only: keep a DataLoader's worker (persistent_workers=True), or make a new "
+                "dataset"
+            )
+
+    def _joined_elsewhere(self) -> bool:
+        """Whether another process has the batches. One that this copy was handed over by gave them up."""
+        return int(self._joined_in[0]) not in (0, os.getpid(), self._connection_pid)
+
+    def _check_state_is_here(self) -> None:
+        if self._joined_elsewhere():
+            raise RuntimeError(
+                "the batches are read in a DataLoader worker, and the state is there, too: use num_workers=0 (batches "
+                "are fetched in the background all the same), or tokenloom.integrations.stateful.StatefulLoader"
+            )
+
+
+class BatchIterator:
+    """An iterator that keeps raising what it met: a generator would turn an error into an end of data."""
+
+    def __init__(self, next_batch: Callable[[], Batch]) -> None:
+        self._next_batch = next_batch
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._next_batch()
+
+
+def _close(connection: Connection, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must leave its parent's connection alone
+        connection.close()

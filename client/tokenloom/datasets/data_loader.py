@@ -1,0 +1,52 @@
+"""What a ``torch.utils.data.DataLoader`` around a dataset may not do: each finds out early, and says what to write."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+import torch
+from torch.utils.data import default_collate, get_worker_info
+
+#: What there is to say of a length.
+NO_LENGTH = (
+    "a dataset that is trained on has no len(): the mixture says how long it goes on, and who believed a number "
+    "would stop there. No sampler is needed, since the server shuffles, and gives each rank its part of every step; "
+    "trainers take a number of steps (max_steps), and plan() and TokenBudget tell what the data are enough for"
+)
+
+#: Where torch has what makes a DataLoader's iterators, and hands it what it says.
+_FETCHERS = "torch.utils.data._utils.fetch"
+
+
+def check_workers(device: torch.device | None) -> None:
+    """Raises ``RuntimeError`` in one of several workers, and in any that would make batches on a GPU."""
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise RuntimeError(
+            f"this DataLoader has num_workers={worker.num_workers}, but a rank is one slot of the run and each "
+            "worker would claim it. Batches are already fetched in the background: use num_workers=0 (or 1) "
+            "and batch_size=None"
+        )
+    if worker is not None and device is not None and device.type == "cuda":
+        raise RuntimeError(
+            f"device={str(device)!r} makes batches in the trainer's process, and this is a DataLoader's "
+            "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
+        )
+
+
+def check_collation(caller: FrameType | None) -> None:
+    """Raises ``RuntimeError`` where whoever calls ``iter()`` is about to stack whole batches to batches of batches:
+    a DataLoader with a batch size and no ``collate_fn`` of its own.
+
+    It says so to nobody but its fetcher, which makes the iterator, so that is looked at, once for each ``iter()``.
+    """
+    # Of no other: to look at a function's variables holds them until it returns.
+    if caller is None or caller.f_globals.get("__name__") != _FETCHERS:
+        return
+    fetcher = caller.f_locals.get("self")
+    if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
+        raise RuntimeError(
+            "this DataLoader makes batches (batch_size=1 unless it is told otherwise), but this dataset gives whole "
+            "batches already, so tensors would get one dimension more: use DataLoader(dataset, batch_size=None); the "
+            "samples of a rank and step are the dataset's own batch_size"
+        )

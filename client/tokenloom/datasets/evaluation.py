@@ -1,0 +1,136 @@
+"""``EvaluationDataset``: the same samples at each ``iter()``, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenloom.batch.layout import Batch
+from tokenloom.connection import topology
+from tokenloom.connection.options import ConnectionOptions, check_count
+from tokenloom.connection.server import RunServer
+from tokenloom.connection.stream import Connection
+from tokenloom.datasets import data_loader
+from tokenloom.datasets.connected import TRAIN, BatchIterator, ConnectedDataset, RunUrl
+from tokenloom.job_server.mixture_file import mixture_path
+from tokenloom.snapshot import Point
+
+if TYPE_CHECKING:  # a build of torch may lack it
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("tokenloom")
+
+
+class EvaluationDataset(ConnectedDataset):
+    """A stream of a run to evaluate on, from its beginning at each ``iter()``.
+
+    ``url``, ranks, ``columns``, ``device`` and ``connection`` are as for ``RemoteDataset``, whose ``evaluation()``
+    gives one of the same rank. ``stream`` is ``"validation"`` (what training's sources hold out), or
+    ``"validation/ALIAS"`` (what one of them does), or another stream that the mixture file names. Its first ``samples``
+    (None: all of it) come, cut over the ranks: the last step is filled up with padding samples (source −1, labels
+    −100), so that every rank does as many steps, and ``len()`` tells how many.
+
+    Evaluating joins no generation and counts nothing, so it may happen before, while and after the run trains. It has
+    no state.
+    """
+
+    def __init__(
+        self,
+        url: RunUrl,
+        batch_size: int | None = None,
+        *,
+        stream: str = "validation",
+        samples: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        columns: Iterable[str] = (),
+        device: str | torch.device | None = None,
+        connection: ConnectionOptions | None = None,
+    ) -> None:
+        if not stream or stream == TRAIN:
+            raise ValueError(f"stream={stream!r} is trained on: use RemoteDataset, or PeekDataset to look at it")
+        if not batch_size:
+            raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and step")
+        check_count("batch_size", batch_size)
+        if samples is not None:
+            check_count("samples", samples)
+        # Who evaluates takes no slot, so there is no id to share, and nobody to wait for; but for a server that
+        # rank 0 starts.
+        starts_server = not isinstance(url, RunServer) and mixture_path(url) is not None
+        slot_of = partial(
+            topology.resolve,
+            stream=stream,
+            rank=rank,
+            world_size=world_size,
+            attempt=None if starts_server else stream,
+            process_group=process_group,
+            timeout_s=(connection or ConnectionOptions()).connect_timeout_s,
+        )
+        super().__init__(
+            url,
+            slot_of,
+            connection,
+            stream=stream,
+            batch_size=batch_size,
+            samples=samples or 0,
+            columns=columns,
+            device=device,
+        )
+        #: Known once the server said how many samples there are.
+        self._steps: int | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The first samples of the stream, each time."""
+        data_loader.check_workers(self._request.device)
+        data_loader.check_collation(sys._getframe(1))
+        self._check_process()
+        self._check_not_closed()
+        if self._closer is not None:
+            self._closer()
+        connection = self._connect(self._request)
+        self._learn_length(connection)
+        self._keep(connection)
+
+        def next_batch() -> Batch:
+            self._check_not_closed()
+            taken = connection.take()
+            if taken is None:
+                raise StopIteration
+            return taken[0]
+
+        return BatchIterator(next_batch)
+
+    def __len__(self) -> int:
+        """Steps of an evaluation. Asks the server where there was none yet, and waits until it has made the samples."""
+        if self._steps is None:
+            with self._connect(self._request) as connection:
+                return self._learn_length(connection)
+        return self._steps
+
+    def _learn_length(self, connection: Connection) -> int:
+        samples = connection.opening.samples
+        if self._steps is None and samples < (self._request.samples or 0) and self.rank == 0:
+            log.warning(
+                "%s: stream %s has %d samples, not %d: these are evaluated on",
+                self._request.address, self.stream, samples, self._request.samples,
+            )  # fmt: skip
+        self._steps = -(-samples // (self.world_size * connection.opening.layout.batch_size))
+        return self._steps
+
+    @property
+    def _position(self) -> Point:
+        _ = self.facts  # joined
+        assert self._connection is not None
+        return self._connection.buffer.consumed
+
+    def _role(self) -> list[str]:
+        return [f"stream={self.stream!r}", *super()._role()]
+
+    def _describe(self) -> str:
+        return f"{'so far unknown' if self._steps is None else self._steps} steps"

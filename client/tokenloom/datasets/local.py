@@ -1,0 +1,65 @@
+"""``LocalDataset``: a mixture file's batches in one process, without a server or a socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from tokenloom.connection.batch_schedule import Schedule
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.topology import resolve
+from tokenloom.datasets.connected import TRAIN
+from tokenloom.datasets.training import TrainingDataset
+from tokenloom.job_server.in_process import InProcessServer
+from tokenloom.job_server.mixture_file import mixture_path
+
+
+class LocalDataset(TrainingDataset):
+    """The batches of a mixture file to train on in one process alone: the same samples as a server would give.
+
+    Nothing is kept but the states that the trainer saves, and any server of the run, or another ``LocalDataset``, goes
+    on from these. What is wrong with the file is raised here, and what is wrong with the data by the first ``iter()``.
+    Needs ``pip install 'tokenloom[server]'``.
+
+    All parameters are those of ``RemoteDataset``; of ``connection`` only ``prefetch_steps`` and ``batch_timeout_s``
+    apply.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        batch_size: int | Schedule | None = None,
+        *,
+        resume: str | None = None,
+        fork_from: Mapping[str, Any] | None = None,
+        accumulate: int = 1,
+        columns: Iterable[str] = (),
+        device: str | torch.device | None = None,
+        at_end: Literal["stop", "raise"] = "stop",
+        connection: ConnectionOptions | None = None,
+    ) -> None:
+        mixture = mixture_path(path)
+        if mixture is None:
+            raise ValueError(f"a LocalDataset needs no server: give the path of a mixture file (.yaml), not {path!r}")
+        (connection or ConnectionOptions()).refuse_credentials(mixture)
+        slot = resolve(str(mixture), stream=TRAIN, timeout_s=ConnectionOptions().connect_timeout_s)
+        if slot.world_size > 1:
+            raise ValueError(
+                f"a LocalDataset is for one process alone, and this is rank {slot.rank} of {slot.world_size}: use "
+                "RemoteDataset with the same mixture file, for which rank 0 starts a server for all ranks"
+            )
+        super().__init__(
+            InProcessServer(mixture),
+            lambda _: slot,
+            connection,
+            batch_size=batch_size,
+            resume=resume,
+            fork_from=fork_from,
+            accumulate=accumulate,
+            columns=columns,
+            device=device,
+            at_end=at_end,
+        )

@@ -1,0 +1,156 @@
+"""A dataset of the run's order, from a state on: what training and peeking have in common."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.context
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from tokenloom.batch.layout import Batch
+from tokenloom.connection.join import Request
+from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.stream import Connection
+from tokenloom.connection.topology import Topology
+from tokenloom.datasets import data_loader
+from tokenloom.datasets.base import ResumableDataset
+from tokenloom.datasets.connected import BatchIterator, ConnectedDataset, RunUrl
+from tokenloom.errors import EndOfData, ProtocolError
+from tokenloom.snapshot import History, Loaded, Older, Point
+
+log = logging.getLogger("tokenloom")
+
+
+class OrderDataset(ConnectedDataset, ResumableDataset):
+    """The batches of a run, one after the other. The first ``iter()`` joins; a second one goes on."""
+
+    def __init__(
+        self,
+        url: RunUrl,
+        slot_of: Callable[[str], Topology],
+        connection: ConnectionOptions | None,
+        *,
+        fork_from: Mapping[str, Any] | None = None,
+        at_end: Literal["stop", "raise"] = "stop",
+        **asked: Any,
+    ) -> None:
+        """``fork_from``: the state of another run that this one begins at, where none is loaded; the rest as for
+        ``ConnectedDataset``."""
+        self._fork = Loaded.read(fork_from) if fork_from is not None else None
+        super().__init__(url, slot_of, connection, **asked)
+        self._start = Loaded.start(self.run, self.stream)
+        self._at_end = at_end
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Joins the run if that was not done, and goes on after the last batch yielded."""
+        data_loader.check_workers(self._request.device)
+        data_loader.check_collation(sys._getframe(1))
+        self._check_process()
+        if self._connection is None:
+            self._check_not_closed()
+            self._join()
+        return BatchIterator(self._next)
+
+    def __len__(self) -> int:
+        raise TypeError(data_loader.NO_LENGTH)
+
+    def _next(self) -> Batch:
+        self._check_process()
+        self._check_not_closed()
+        assert self._connection is not None and self._history is not None, "the iterator was made by a Join"
+        taken = self._connection.take()
+        if taken is None:
+            raise StopIteration if self._at_end == "stop" else self._end_of_data(self._history.last)
+        batch, point = taken
+        self._history.append(point)
+        return batch
+
+    def _end_of_data(self, point: Point) -> EndOfData:
+        return EndOfData(
+            f"the data of {self._request.address} end at sample index {point.sample_index} ({point.total_tokens} "
+            f"tokens): {self.end_reason}",
+            reason=self.end_reason or "",
+            sample_index=point.sample_index,
+            total_tokens=point.total_tokens,
+        )
+
+    def _join(self) -> None:
+        fork = self._fork if self._loaded is None else None
+        loaded = self._loaded or fork
+        asked = self._request
+        if loaded is not None:
+            asked = replace(asked, resume="", state=loaded.text, fork=fork is not None)
+        connection = self._connect(asked)
+        start, skipped = connection.opening.start, connection.opening.skipped_samples
+        if loaded is not None:
+            _check_start(connection, loaded)
+        if skipped and self.rank == 0:
+            log.warning(
+                "run %s: samples %d to %d are skipped, as the restore before this launch said",
+                self.run, start.sample_index - skipped, start.sample_index - 1,
+            )  # fmt: skip
+        self._keep(connection)
+        self._joined_in[0] = os.getpid()
+        # After samples that are skipped the loaded state is of no use any more: it would bring them back.
+        # And a state of the run that was forked is none of this one, nor is an older data loader's.
+        own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None
+        self._history = History(connection.opening.template, start, own)
+
+    def _describe(self) -> str:
+        if self._history is None:
+            if self._closed:
+                return "closed before it joined"
+            if self._joined_elsewhere():
+                return f"joined in process {int(self._joined_in[0])}"
+            if isinstance(self._loaded, Loaded):
+                return f"not joined yet, to go on at sample index {self._loaded.sample_index}"
+            return "not joined yet"
+        point, ended = self._history.last, self.end_reason
+        position = f"generation {self.generation} at sample index {point.sample_index}, {point.total_tokens} tokens"
+        if ended is not None and self._connection is not None and self._connection.buffer.drained:
+            return f"{position}, at the end of the data: {ended}"
+        return position + (", closed" if self._closed else "")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._connection is None:
+            return state
+        if multiprocessing.context.get_spawning_popen() is None:
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be copied once it has joined the run: both would take the same "
+                "batches; make a new one"
+            )
+        reasons = {
+            "it is closed": self._closed,
+            "its other ranks would be left where they are": self.world_size > 1,
+            "the server is in this one": self._request.server.in_job,
+        }
+        if any(reasons.values()):
+            reason = next(reason for reason, holds in reasons.items() if holds)
+            raise RuntimeError(
+                f"this {type(self).__name__} joined the run and cannot be handed to another process, since {reason}: "
+                "hand it over before the first iter(), use num_workers=0 (batches are fetched in the background all "
+                "the same), or make a new one"
+            )
+        # The other process goes on from here.
+        loaded = Loaded.read(self.state_dict())
+        return state | {"_history": None, "_loaded": loaded, "_request": self._request_of_copy()}
+
+    def _request_of_copy(self) -> Request:
+        """What the process asks for that goes on where this one stands."""
+        return self._request
+
+
+def _check_start(connection: Connection, loaded: Loaded | Older) -> None:
+    """Raises ``ProtocolError`` where the server begins elsewhere than the loaded state says."""
+    start, skipped = connection.opening.start, connection.opening.skipped_samples
+    if not loaded.leads_to(start, skipped):
+        connection.close()
+        raise ProtocolError(
+            f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
+            f"but the server starts at {start.sample_index} (digest {start.digest}), {skipped} skipped samples "
+            "after it"
+        )

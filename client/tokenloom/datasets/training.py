@@ -1,0 +1,122 @@
+"""A dataset that is trained on: its progress is committed, and its rank reports losses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from tokenloom.connection import batch_schedule
+from tokenloom.connection.join import Request
+from tokenloom.connection.options import ConnectionOptions, check_count
+from tokenloom.connection.reports import Report
+from tokenloom.connection.topology import Topology
+from tokenloom.datasets.connected import RunUrl
+from tokenloom.datasets.evaluation import EvaluationDataset
+from tokenloom.datasets.order import OrderDataset
+from tokenloom.datasets.peek import PeekDataset
+
+
+class TrainingDataset(OrderDataset):
+    """What ``RemoteDataset`` and ``LocalDataset`` have in common."""
+
+    def __init__(
+        self,
+        url: RunUrl,
+        slot_of: Callable[[str], Topology],
+        connection: ConnectionOptions | None,
+        *,
+        batch_size: int | batch_schedule.Schedule | None,
+        resume: str | None,
+        fork_from: Mapping[str, Any] | None,
+        accumulate: int,
+        at_end: Literal["stop", "raise"],
+        **asked: Any,
+    ) -> None:
+        """``asked``: further fields of ``Request``."""
+        check_count("accumulate", accumulate)
+        prefetched = connection.prefetch_steps if connection else None
+        if prefetched is not None and prefetched < accumulate:
+            raise ValueError(
+                f"prefetch_steps is {prefetched}; expected at least accumulate, {accumulate}: all steps of an "
+                "optimiser step are fetched before the first is handed out"
+            )
+        if resume is not None and not resume:
+            raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
+        if at_end not in ("stop", "raise"):
+            raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
+        if fork_from is not None and resume:
+            raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
+        asked["batch_sizes"] = batch_schedule.check(batch_size)
+        asked["batch_size"] = batch_size if isinstance(batch_size, int) else 0
+        asked |= {"resume": resume or "", "accumulate": accumulate}
+        super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **asked)
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of ``next()`` for each of the optimiser's."""
+        return self._request.accumulate
+
+    def evaluation(
+        self,
+        stream: str = "validation",
+        *,
+        batch_size: int | None = None,
+        samples: int | None = None,
+        columns: Iterable[str] | None = None,
+        device: str | torch.device | None = None,
+    ) -> EvaluationDataset:
+        """This run's data to evaluate on, for the same rank, with the same connection and by the same server, also
+        where the job has started that: see ``EvaluationDataset``. What is not given is as it is here. Close both."""
+        asked = self._request
+        return EvaluationDataset(
+            asked.server,
+            batch_size or asked.batch_size,
+            stream=stream,
+            samples=samples,
+            rank=self.rank,
+            world_size=self.world_size,
+            columns=asked.columns if columns is None else columns,
+            device=asked.device if device is None else device,
+            connection=asked.options,
+        )
+
+    def peek(
+        self, at: int | str | Mapping[str, Any] | None = None, *, columns: Iterable[str] | None = None
+    ) -> PeekDataset:
+        """A look at this run's order, by the same server: see ``PeekDataset``. Close both."""
+        asked = self._request
+        return PeekDataset(
+            asked.server,
+            asked.batch_size or None,
+            at=at,
+            columns=asked.columns if columns is None else columns,
+            connection=asked.options,
+        )
+
+    def report(  # type: ignore[override]
+        self,
+        losses: Mapping[int, tuple[float, int]],
+        *,
+        sample_index: int,
+        total_tokens: int,
+        step: int,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Sends losses over all ranks to the server, which shows them: by source id the mean and the tokens it is of.
+
+        For one rank of the run to call, with a rising ``sample_index``; ``SourceLoss`` does. Returns at once: it is
+        sent in the background, and what cannot be sent is logged and dropped.
+        """
+        _ = self.facts  # joined
+        assert self._connection is not None
+        self._connection.report(Report(sample_index, total_tokens, step, dict(losses), loss, learning_rate))
+
+    def _request_of_copy(self) -> Request:
+        # An attempt of its own, which fences this one.
+        slot = replace(self._request.topology, attempt=uuid.uuid4().hex)
+        return replace(self._request, topology=slot, takeover=True)

@@ -1,0 +1,313 @@
+"""``tokenloom serve`` as a child of this process: started, looked after, and ended with it.
+
+A process of its own, so that it does not share the interpreter's lock with the training. It is killed by the kernel
+when this process dies, and takes its address up again when the job is restarted on the same machine: who has the
+address may take the lease over at once, so nobody waits for that to lapse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenloom_proto.credentials import CONTROL_VARIABLE
+from tokenloom_proto.errors import TokenloomError, named
+
+from tokenloom.errors import ServerUnavailable
+from tokenloom.job_server.mixture_file import require_server
+
+log = logging.getLogger("tokenloom")
+
+#: Beside the mixture file, with a folder for each host and mixture file: the server's log, and where it listens.
+FOLDER = ".tokenloom-server"
+#: How often it is looked whether the server is ready.
+POLL_S = 0.02
+#: A server that was asked to end and did not, within this, is killed: its own bounds add up to less.
+GRACE_S = 20.0
+#: Of the server's lease, seconds.
+LEASE_S = 5
+#: A server that ends again so soon after it was ready is not helped by another one...
+SOUND_S = 30.0
+#: ... after so many in a row.
+ATTEMPTS = 3
+_TAIL_LINES, _TAIL_BYTES = 25, 2**15
+#: How ``tokenloom`` says why it ends.
+_ERROR = re.compile(r"^([A-Z][A-Za-z]+): (?=\S)", re.MULTILINE)
+
+
+class ChildServer:
+    """A server of one mixture file, shared by all datasets of this process that are of that file."""
+
+    def __init__(self, mixture: Path, host: str, timeout_s: float) -> None:
+        """Starts it to listen at ``host``, and waits until it is ready, at most ``timeout_s``.
+
+        Raises the server's own error, ``ModuleNotFoundError`` where it is not installed, and ``ServerUnavailable``
+        where it says nothing.
+        """
+        require_server(mixture)
+        self.mixture = mixture.absolute()  # a training script may go elsewhere before the server dies
+        self.token = secrets.token_hex(32)
+        self.folder = _folder(mixture)
+        self.log = self.folder / "server.log"
+        self.users = 1
+        self.run = ""
+        # Two jobs of one file may start at once: only this process's own server is to answer it.
+        self._ready_file = self.folder / f"ready-{os.getpid()}.json"
+        self._address_file = self.folder / "ready.json"
+        self._grpc = f"{host}:{_port_before(self._address_file, host)}"
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failed: TokenloomError | None = None
+        self._watchers: list[Callable[[BaseException], None]] = []
+        # Re-entrant: garbage is collected anywhere, and with it datasets that were not closed.
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._started = threading.Event()
+        # The kernel ends a child with the thread that started it, so that has to be one which stays.
+        self._thread = threading.Thread(target=self._keep, name="tokenloom-server", daemon=True)
+        self._thread.start()
+        try:
+            self._started.wait()
+        except BaseException:  # a Ctrl-C: nobody would end the server otherwise, before this process ends
+            self.close()
+            raise
+        if self._failed is not None:
+            raise self._failed
+
+    @property
+    def url(self) -> str:
+        """What ``RemoteDataset`` takes."""
+        return f"grpc://{self._grpc}/{self.run}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def watch(self, fail: Callable[[BaseException], None]) -> None:
+        """Tells of an end of the server for good."""
+        with self._lock:
+            self._watchers.append(fail)
+            failed = self._failed
+        if failed is not None:
+            fail(failed)
+
+    def close(self) -> None:
+        """Ends the server, which commits what was acknowledged; bounded."""
+        with self._lock:
+            self._closing.set()
+            process = self._process
+        if process is not None:
+            _end(process)
+        if self._thread is not threading.current_thread():
+            self._thread.join(GRACE_S)
+
+    # The thread
+
+    def _keep(self) -> None:
+        """Starts the server, and starts it again where it dies: ranks reconnect by themselves."""
+        attempts = 0
+        try:
+            while True:
+                if not self._start():
+                    return
+                began = time.monotonic()
+                self._started.set()
+                assert self._process is not None
+                status = self._process.wait()
+                if self._closing.is_set():
+                    return
+                attempts = attempts + 1 if time.monotonic() - began < SOUND_S else 1
+                told = f"the server of {self.mixture} ended with {_status(status)}; its log is {self.log}"
+                if attempts >= ATTEMPTS:
+                    raise ServerUnavailable(f"{told}, {attempts} times in a row:\n{_tail(self.log, 0)}")
+                log.warning("%s; starting it again", told)
+        except Exception as error:
+            failure = error if isinstance(error, TokenloomError) else ServerUnavailable(f"{self.mixture}: {error}")
+            with self._lock:
+                self._failed = failure
+                watchers = list(self._watchers)
+            if self._started.is_set():
+                log.error("%s", failure)
+            for fail in watchers:
+                fail(failure)
+        finally:
+            self._started.set()
+
+    def _start(self) -> bool:
+        """Starts the process and waits until it is ready. False where that is not wanted any more."""
+        command = [sys.executable, "-m", "tokenloom_server", "serve", str(self.mixture), "--grpc", self._grpc]
+        command += ["--rest", "127.0.0.1:0", "--ready-file", str(self._ready_file), "--parent", str(os.getpid())]
+        # Nobody but this launch can reach this server, so whoever trained before is gone. And the lease is for moves
+        # to another machine or address alone: whoever starts waits for that.
+        command += ["--liveness", "0", "--lease", str(LEASE_S)]
+        if "TOKENLOOM_LEDGER" not in os.environ:
+            command += ["--ledger", "auto"]
+        self._ready_file.unlink(missing_ok=True)
+        log_begin = self.log.stat().st_size if self.log.exists() else 0
+        with self._lock:
+            if self._closing.is_set():
+                return False
+            with self.log.open("ab") as output:
+                process = self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=_environment(os.environ, self.token),
+                    start_new_session=True,  # a Ctrl-C is for the training
+                )
+        log.info("starting the server of %s; its log is %s", self.mixture, self.log)
+        deadline = time.monotonic() + self._timeout_s
+        while (ready := _read(self._ready_file)) is None:
+            status = process.poll()
+            if self._closing.is_set():
+                _end(process)
+                return False
+            if status is not None:
+                raise _why(self.log, log_begin, f"the server of {self.mixture} ended with {_status(status)}")
+            if time.monotonic() > deadline:
+                _end(process)
+                raise ServerUnavailable(
+                    f"the server of {self.mixture} was not ready within {self._timeout_s:g} s (connect_timeout_s); the "
+                    f"end of its log, {self.log}:\n{_tail(self.log, log_begin)}"
+                )
+            time.sleep(POLL_S)
+        self._ready_file.replace(self._address_file)
+        self._grpc, self.run = ready["grpc"], ready["runs"][0]
+        log.info("%s is served at %s; its page is http://%s/", self.run, self._grpc, ready["rest"])
+        return True
+
+
+class ChildServers:
+    """The servers that this process has started and still uses, by mixture file. Several datasets may share one: two
+    servers of one run would be in each other's way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._servers: dict[tuple[Path, int], ChildServer] = {}
+
+    def take(self, mixture: Path, host: str, timeout_s: float) -> ChildServer:
+        """The server of a mixture file, started where there is none; ``give_back`` it."""
+        key = mixture.resolve(), os.getpid()
+        with self._lock:
+            server = self._servers.get(key)
+            if server is None:
+                server = self._servers[key] = ChildServer(mixture, host, timeout_s)
+            else:
+                server.users += 1
+            return server
+
+    def give_back(self, server: ChildServer) -> None:
+        """Ends a server that nobody of this process uses any more."""
+        with self._lock:
+            server.users -= 1
+            if server.users:
+                return
+            self._servers = {key: other for key, other in self._servers.items() if other is not server}
+            server.close()
+
+
+def _folder(mixture: Path) -> Path:
+    """Where the server's log goes: beside the mixture file, or where that cannot be, among temporary files. For each
+    host a folder, since several may train on one file system, and in it one for each mixture file, since the jobs of
+    several may lie in one folder and start at once."""
+    found = mixture.resolve()
+    beside = found.parent
+    folder = beside / FOLDER / socket.gethostname() / found.name
+    try:
+        if beside.is_dir():  # else the server tells, which looks for the mixture file there
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    except OSError:
+        pass
+    # The same one at each launch: there is the address that the last one had.
+    own = Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
+    folder = own / f"server-{hashlib.sha256(os.fsencode(found)).hexdigest()[:16]}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        there = own.lstat()  # anybody may make such a folder, or a link, among temporary files
+        if there.st_uid == os.getuid() and stat.S_ISDIR(there.st_mode):
+            folder.mkdir(exist_ok=True)
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="tokenloom-server-"))
+
+
+def _port_before(address_file: Path, host: str) -> int:
+    """The port that the last server of this folder had, where it can be had again; 0 for any."""
+    ready = _read(address_file)
+    before_host, _, port = str((ready or {}).get("grpc", "")).rpartition(":")
+    if before_host != host or not port.isdigit():
+        return 0
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except OSError:
+        return 0
+    return int(port)
+
+
+def _read(ready_file: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(ready_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
+    """This process's, with the server's own token. Threads are counted for the ranks of a machine, not for it."""
+    kept = {k: v for k, v in environment.items() if k not in (f"{CONTROL_VARIABLE}_FILE", "OMP_NUM_THREADS")}
+    return kept | {CONTROL_VARIABLE: token}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(GRACE_S)
+
+
+def _why(file: Path, begin: int, what: str) -> TokenloomError:
+    """The error that a server ended with, as its log has it from ``begin`` on."""
+    tail = _tail(file, begin)
+    text = _since(file, begin)
+    for found in reversed(list(_ERROR.finditer(text))):
+        error = named(found[1], text[found.end() :].strip())
+        if type(error) is not TokenloomError:
+            return error
+    return ServerUnavailable(f"{what}; the end of its log, {file}:\n{tail}")
+
+
+def _since(file: Path, begin: int) -> str:
+    with file.open("rb") as log_file:
+        log_file.seek(max(begin, log_file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return log_file.read().decode(errors="replace")
+
+
+def _tail(file: Path, begin: int) -> str:
+    return "\n".join(_since(file, begin).splitlines()[-_TAIL_LINES:]) or "(empty)"
+
+
+def _status(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"status {status}"

@@ -1,0 +1,1 @@
+"""Losses of single tokens, and their means by source over all ranks."""

@@ -1,0 +1,46 @@
+"""From logits and labels to a loss for each token."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenloom.batch.layout import IGNORED
+
+
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, *, shifted: bool, chunk_tokens: int = 1024
+) -> torch.Tensor:
+    """Cross entropy of each token, float32; 0 where the label is −100.
+
+    ``logits`` are [B, L, V] of any float dtype, ``labels`` [B, L]. With ``shifted`` they are the ids one further
+    (``labels: shifted`` in the mixture file), and the result is [B, L]. Without, they are the input ids themselves,
+    each predicted by the logits before it, as a model does that shifts inside; the result is [B, L − 1]. A run's own
+    way is ``dataset.labels == "shifted"``.
+
+    Logits are widened to float32 ``chunk_tokens`` at a time: under ``torch.no_grad()`` that is all that a large
+    vocabulary takes beside the logits. Logits that are sharded over the vocabulary need their own cross entropy.
+    """
+    if logits.dim() != 3 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}: expected [B, L, V] and "
+            "[B, L]"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1")
+    if not shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    samples, length = labels.shape
+    rows = max(1, chunk_tokens // max(1, length))
+    found = []
+    for top in range(0, samples, rows):
+        parts = []
+        for left in range(0, length, chunk_tokens):
+            here = slice(top, top + rows), slice(left, left + chunk_tokens)
+            wanted = labels[here]
+            losses = functional.cross_entropy(
+                logits[here].float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
+            )
+            parts.append(losses.view(wanted.shape))
+        found.append(torch.cat(parts, dim=1))
+    return torch.cat(found)

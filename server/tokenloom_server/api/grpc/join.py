@@ -1,0 +1,169 @@
+"""The Join RPC: of trainers, of peeks and of evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.errors import JoinRefused
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.record import Order
+from tokenloom_server.replay.evaluation import EvaluationCall
+from tokenloom_server.replay.peek import PeekCall
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.sizing import steps_of
+
+_ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
+
+
+def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
+    """A rank of a launch."""
+    call = JoinCall(
+        rank=request.rank,
+        world_size=request.world_size,
+        batch_size=request.batch_size,
+        attempt=request.attempt,
+        nonce=request.nonce,
+        resume=request.resume,
+        state=request.state_json,
+        process=request.process,
+        takeover=request.takeover,
+        batch_sizes=tuple((size.total_tokens, size.batch_size) for size in request.batch_sizes),
+        accumulate=request.accumulate or 1,
+        fork=request.fork,
+    )
+    joined = served.join_handler.join(call)
+    opening = joined.opening
+    return _response(
+        served.coordinator,
+        joined.uid,
+        joined.start,
+        opening.start_state,
+        generation=opening.generation,
+        lineage=opening.generation,
+        group_steps=opening.group_steps,
+        batch_size=opening.batch_size,
+        skipped=opening.skipped,
+        plans=steps_of(opening).plans,
+    )
+
+
+def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+    """A reader that takes no part in the run."""
+    if request.batch_sizes:
+        raise JoinRefused("a peek has steps of one batch size, and a schedule was asked for: give batch_size a number")
+    call = PeekCall(
+        rank=request.rank,
+        world_size=request.world_size,
+        batch_size=request.batch_size,
+        resume=request.resume,
+        state=request.state_json,
+    )
+    start = served.peeks.join(call, lambda: not context.is_active())
+    batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
+    return _response(
+        served.coordinator,
+        start.uid,
+        start.state,
+        served.coordinator.timeline.encode(start.state),
+        generation=0,
+        lineage=start.generation,
+        group_steps=served.coordinator.message_steps(batch_size),
+        batch_size=batch_size,
+    )
+
+
+def evaluation(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+    """A rank that evaluates on a stream beside training."""
+    kept, samples = served.evaluations.join(evaluation_call(request), lambda: not context.is_active())
+    return wire.JoinResponse(
+        **_layout(kept.order),
+        run_uid=served.coordinator.uid,
+        start_digest=digest_hex(0),
+        sources=[
+            wire.Source(id=source.id, spec=source.source, alias=source.name)
+            for source in kept.order.config.sources
+            if source.presence != "dropped"
+        ],
+        group_steps=served.coordinator.message_steps(request.batch_size),
+        server_epoch=served.coordinator.lease.epoch,
+        batch_size=request.batch_size,
+        stream_samples=samples,
+    )
+
+
+def evaluation_call(request: wire.JoinRequest | wire.StreamOpen) -> EvaluationCall:
+    return EvaluationCall(
+        stream=request.stream,
+        rank=request.rank,
+        world_size=request.world_size,
+        batch_size=request.batch_size,
+        samples=request.samples,
+    )
+
+
+def _response(
+    coordinator: RunCoordinator,
+    uid: str,
+    start: State,
+    start_state: str,
+    *,
+    generation: int,
+    lineage: int,
+    group_steps: int,
+    batch_size: int,
+    skipped: int = 0,
+    plans: Sequence[BatchPlan] = (),
+) -> wire.JoinResponse:
+    """``lineage``: the generation that snapshots name."""
+    timeline = coordinator.timeline
+    order = timeline.at(start.sample_index)
+    # Those that phases and revisions bring later, too: ids are never given twice.
+    sources = [*order.config.sources, *timeline.segments[-1].order.config.sources[len(order.config.sources) :]]
+    return wire.JoinResponse(
+        run_uid=uid,
+        generation=generation,
+        start_index=start.sample_index,
+        start_digest=digest_hex(start.digest),
+        start_tokens=start.total_tokens,
+        sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
+        group_steps=group_steps,
+        snapshot_template=canonical(order.template(uid, coordinator.stream, lineage)).encode(),
+        base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
+        server_epoch=coordinator.lease.epoch,
+        skipped_samples=skipped,
+        global_batch_size=order.config.global_batch_size or 0,
+        batch_size=batch_size,
+        batch_plans=[
+            wire.BatchPlan(begin_index=plan.start_index, batch_size=plan.batch_size, group_steps=plan.group_steps)
+            for plan in (plans if len(plans) > 1 else ())
+        ],
+        **_layout(order),
+    )
+
+
+def _layout(order: Order) -> dict[str, Any]:
+    """What a ``JoinResponse`` says of how samples travel."""
+    return {
+        "sequence_length": order.config.sequence_length,
+        "id_type": _ID_TYPES[order.dtype.itemsize] if order.config.batching is None else wire.ID_TYPE_UNSPECIFIED,
+        "labels": _labels(order),
+        "vocab_size": order.vocab_size,
+        "sample_lengths": order.form.lengths,
+        "pads_left": order.form.lengths and order.form.padding == "left",
+        "loss_masks": order.form.masked,
+        "mask_boundaries": order.config.mask_boundaries,
+    }
+
+
+def _labels(order: Order) -> wire.Labels:
+    if order.config.batching is not None:
+        return wire.LABELS_UNSPECIFIED
+    return wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME

@@ -1,0 +1,134 @@
+"""How a method becomes an RPC: beside it stand its scope, its messages and their bound; its errors become statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from tokenloom_server.api.auth import Scope
+from tokenloom_server.errors import LimitExceeded, TokenloomError
+
+_log = logging.getLogger(__name__)
+
+#: A Join and a Restore may carry a snapshot (``snapshot.MAX_BYTES``). gRPC refuses what is larger before it has it in
+#: memory; what the other methods take is much less.
+MAX_REQUEST_BYTES = 17 * 2**20
+#: What a request without a snapshot may have: it is names and numbers.
+SMALL_REQUEST_BYTES = 2**16
+#: A report has some twenty bytes for each source.
+MAX_REPORT_BYTES = 2**20
+#: Details travel in an HTTP/2 header: they are kept well below its limit.
+_MAX_DETAILS = 6000
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    """What a call of a method needs. Where a request asks for more than ``scope`` allows, the method checks it."""
+
+    scope: Scope
+    trains: bool = False
+    """Of a trainer, which has one open all the time."""
+    request: Any = None
+    """The class of its message."""
+    max_bytes: int = SMALL_REQUEST_BYTES
+    """Of a request."""
+    streams: bool = False
+
+
+def rpc(
+    scope: Scope, request: Any, *, max_bytes: int = SMALL_REQUEST_BYTES, trains: bool = False
+) -> Callable[[_Method], _Method]:
+    """Decorates a method of a servicer, which takes a request (of a stream: an iterator) and the call's context."""
+
+    def declare(method: _Method) -> _Method:
+        streams = inspect.isgeneratorfunction(method)
+
+        def respond(self: Any, message: Any, context: grpc.ServicerContext) -> Any:
+            with _errors_as_statuses(context):
+                return method(self, readable(message), context)
+
+        def stream(self: Any, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            with _errors_as_statuses(context):
+                yield from method(self, messages, context)
+
+        call: Any = wraps(method)(stream if streams else respond)
+        call.rpc = Rpc(scope, trains, request, max_bytes, streams)
+        declared: _Method = call
+        return declared
+
+    return declare
+
+
+def rpcs_of(servicer: type) -> dict[str, Rpc]:
+    """Its RPCs by name."""
+    return {name: method.rpc for name, method in vars(servicer).items() if hasattr(method, "rpc")}
+
+
+def handlers_of(servicer: object, service_name: str) -> grpc.GenericRpcHandler:
+    """The service as gRPC takes it."""
+    methods: dict[str, Any] = {}
+    for name, rpc in rpcs_of(type(servicer)).items():
+        make = grpc.stream_stream_rpc_method_handler if rpc.streams else grpc.unary_unary_rpc_method_handler
+        methods[name] = make(getattr(servicer, name), _parser(rpc), _serialised)
+    return grpc.method_handlers_generic_handler(service_name, methods)
+
+
+def readable(message: Any) -> Any:
+    """A message, or the error that came in its place, raised."""
+    if isinstance(message, TokenloomError):
+        raise message
+    return message
+
+
+def abort(
+    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
+) -> NoReturn:
+    """Ends a call with an error: the name in the metadata, the message in the details. ``retry_for_s``: for how long
+    trying again makes sense, where the server knows."""
+    retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
+    context.set_trailing_metadata((("tokenloom-error", name), *retry))
+    context.abort(getattr(grpc.StatusCode, status), message[:_MAX_DETAILS])
+    raise AssertionError("unreachable: abort raises")
+
+
+@contextlib.contextmanager
+def _errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
+    try:
+        yield
+    except TokenloomError as error:
+        abort(context, error.grpc_status, error.name, str(error), error.retry_for_s)
+    except (GeneratorExit, grpc.RpcError):
+        raise
+    except Exception as error:
+        if not context.is_active():
+            return
+        _log.exception("a call failed")
+        abort(context, "INTERNAL", "Internal", f"the server failed: {type(error).__name__}: {error}; see its log")
+
+
+def _parser(rpc: Rpc) -> Callable[[bytes], Any]:
+    """Reads a request. A larger one than allowed is not parsed, and an error comes in its place: what is raised here,
+    gRPC passes on without a name."""
+
+    def parse(data: bytes) -> Any:
+        if len(data) > rpc.max_bytes:
+            name = rpc.request.DESCRIPTOR.name
+            return LimitExceeded(f"a {name} has {len(data)} bytes; expected at most {rpc.max_bytes}: send less")
+        return rpc.request.FromString(data)
+
+    return parse
+
+
+def _serialised(response: Any) -> bytes:
+    """Deliveries come as bytes already, the rest as messages."""
+    data: bytes = response if isinstance(response, bytes) else response.SerializeToString()
+    return data

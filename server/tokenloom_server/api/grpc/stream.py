@@ -1,0 +1,213 @@
+"""The Stream RPC: what ranks, peeks and evaluations get, while their progress is read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import grpc
+from tokenloom_proto import dataloader_pb2 as wire
+
+from tokenloom_server.api.grpc.join import evaluation_call
+from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice
+from tokenloom_server.api.grpc.rpc import readable
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.errors import JoinRefused, TokenloomError
+from tokenloom_server.replay.evaluation import Slice
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.views import Session
+
+_log = logging.getLogger(__name__)
+
+#: A stream that has nothing to send says so this often, seconds.
+HEARTBEAT_S = 2.0
+#: How long the end of a client's stream waits for its last commit, seconds.
+_FINISH_S = 2.0
+#: A stream whose first message does not come within this time is ended, seconds: it has a thread.
+OPEN_TIMEOUT_S = 30.0
+
+_Requests = Iterator[wire.StreamRequest]
+_Responses = Iterator[wire.StreamResponse | bytes]
+
+
+def opening(requests: _Requests, context: grpc.ServicerContext) -> wire.StreamOpen:
+    """The first message of a stream. Raises ``JoinRefused`` where it opens nothing."""
+    with _time_limit(OPEN_TIMEOUT_S, context):
+        first = readable(next(requests, None))
+    if first is None or first.WhichOneof("kind") != "open":
+        raise JoinRefused("a stream begins with StreamOpen")
+    opened: wire.StreamOpen = first.open
+    return opened
+
+
+def training(
+    served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext
+) -> _Responses:
+    """A rank's part of the run."""
+    coordinator = served.coordinator
+    session = coordinator.attach(
+        opened.run_uid,
+        opened.generation,
+        opened.rank,
+        opened.nonce,
+        opened.received_through,
+        opened.committed_through,
+        opened.received_digest,
+        opened.server_epoch,
+        opened.attempt,
+        opened.process,
+    )
+    try:
+        yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context)
+    finally:
+        coordinator.detach(session)
+
+
+def peek(served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext) -> _Responses:
+    """Samples for a reader that takes no part in the run."""
+    index, digest = opened.received_through, opened.received_digest
+    with served.peeks.open(opened.run_uid, index, opened.batch_size, digest) as source:
+        yield from _responses(served.coordinator, source, opened, requests, context)
+
+
+def evaluation(
+    served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext
+) -> _Responses:
+    """Samples of a stream beside training."""
+    call = evaluation_call(opened)
+    source = served.evaluations.open(opened.run_uid, call, opened.received_through, opened.received_digest)
+    yield from _responses(served.coordinator, source, opened, requests, context)
+
+
+class StreamSource(Protocol):
+    """What a stream sends: a rank's part of the run, a peek at it, or an evaluation."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | Slice | EndOfData | Waiting: ...
+
+    def progress(self, consumed_through: int, credit_steps: int, digest: str) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def finish(self, said_goodbye: bool) -> None:
+        """The client's side is closed; ``said_goodbye``: by the client."""
+
+
+class _RankStream(NamedTuple):
+    """A rank's part of the run."""
+
+    coordinator: RunCoordinator
+    session: Session
+
+    @property
+    def rank(self) -> int:
+        return self.session.rank
+
+    @property
+    def name(self) -> str:
+        return f"{self.coordinator.name}-rank-{self.session.rank}"
+
+    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
+        return self.coordinator.next_for(self.session, timeout_s, interrupted)
+
+    def progress(self, consumed_through: int, credit_steps: int, digest: str) -> None:
+        self.coordinator.progress(self.session, consumed_through, credit_steps, digest)
+
+    def wake(self) -> None:
+        self.coordinator.wake(self.session)
+
+    def finish(self, said_goodbye: bool) -> None:
+        self.coordinator.finish(self.session, _FINISH_S)
+        if said_goodbye:
+            self.coordinator.leave(self.session)
+
+
+def _responses(
+    coordinator: RunCoordinator,
+    source: StreamSource,
+    opened: wire.StreamOpen,
+    requests: _Requests,
+    context: grpc.ServicerContext,
+) -> _Responses:
+    """What a source gives, until the data end, the client closes its side, or the generation is over."""
+    progress, document_starts = opened.progress, opened.document_starts
+    source.progress(progress.consumed_through, progress.credit_steps, progress.digest)
+    reader = _Reader(source, requests)
+    reader.start()
+    try:
+        while context.is_active():
+            if reader.error is not None:
+                raise reader.error
+            if reader.closed:
+                source.finish(reader.said_goodbye)
+                return
+            item = source.next(HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
+            committed, epoch = coordinator.committed_through, coordinator.lease.epoch
+            if isinstance(item, Delivery):
+                yield encode_delivery(
+                    coordinator.timeline, source.rank, item, committed, epoch, document_starts=document_starts
+                )
+            elif isinstance(item, Slice):
+                yield encode_slice(item, committed, epoch, document_starts=document_starts)
+            elif isinstance(item, EndOfData):
+                end = wire.EndOfData(end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples)
+                yield wire.StreamResponse(end_of_data=end, committed_through=committed, server_epoch=epoch)
+            elif isinstance(item, Waiting):
+                heartbeat = wire.Heartbeat(waiting_for=item.waiting_for)
+                yield wire.StreamResponse(heartbeat=heartbeat, committed_through=committed, server_epoch=epoch)
+    finally:
+        # The reader ends with the call; until then it reports to nobody.
+        reader.stopped = True
+
+
+class _Reader(threading.Thread):
+    """Reads a client's progress while the stream's own thread sends."""
+
+    def __init__(self, source: StreamSource, requests: Iterator[wire.StreamRequest]) -> None:
+        super().__init__(name=f"{source.name}-progress", daemon=True)
+        self._source = source
+        self._requests = requests
+        self.closed = False
+        self.stopped = False
+        self.said_goodbye = False
+        self.error: TokenloomError | None = None
+
+    def run(self) -> None:
+        try:
+            for request in self._requests:
+                if self.stopped:
+                    return
+                readable(request)
+                if request.WhichOneof("kind") != "progress":
+                    raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
+                progress = request.progress
+                self._source.progress(progress.consumed_through, progress.credit_steps, progress.digest)
+            self.said_goodbye = not self.stopped
+        except TokenloomError as error:
+            self.error = error
+        except Exception as error:
+            # The call is over: gRPC ends the iterator with an error of its own.
+            _log.debug("%s: the request stream ended: %s", self.name, error)
+        self.closed = True
+        self._source.wake()
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
+    """Cancels the call where what is done here takes longer."""
+    timer = threading.Timer(seconds, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,29 @@
+"""The policies that there are. To add one: its module, its test, its section in the docs, and its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tokenloom_server.mixing.balance_remaining import BalanceRemaining
+from tokenloom_server.mixing.least_consumed import LeastConsumed
+from tokenloom_server.mixing.policy import Policy
+from tokenloom_server.mixing.round_robin import RoundRobin
+from tokenloom_server.mixing.schedule import Schedule
+from tokenloom_server.mixing.sequential import Sequential
+from tokenloom_server.mixing.soft_sequential import SoftSequential
+from tokenloom_server.mixing.weighted import Weighted
+
+BUILT_IN: Sequence[type[Policy]] = (
+    LeastConsumed,
+    Weighted,
+    RoundRobin,
+    Sequential,
+    SoftSequential,
+    BalanceRemaining,
+    Schedule,
+)
+
+
+def policies() -> Mapping[str, Policy]:
+    """The built-in policies by name."""
+    return {policy.name: policy() for policy in BUILT_IN}

@@ -1,0 +1,88 @@
+"""Nodes over sources that were consumed elsewhere, by another run or an older data loader: counters are sums of what
+lies below, and each policy says which credits follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import ChildState, SourceState
+from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.mixing.policy import Elsewhere, policy_of
+
+Nodes = tuple[tuple[ChildState, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """``nodes`` is as in ``State.nodes``. ``baselines``, by source id: at how many tokens the balance of a new source
+    (or of the new node around it) begins; None for a source that is not new, or where no policy keeps balances."""
+
+    nodes: Nodes
+    baselines: tuple[int | None, ...]
+
+
+def forked(config: RunConfig, sources: Sequence[SourceState]) -> Nodes:
+    """The nodes' states where another run consumed the sources: nobody is owed anything for that."""
+    return _summed(config, sources, [True] * len(sources), lambda node, sums: policy_of(node).forked(sums))
+
+
+def imported(config: RunConfig, sources: Sequence[SourceState], known: Sequence[bool]) -> Imported:
+    """The nodes' states where an older data loader consumed the sources. By source id; ``known``: whether it read the
+    source at all."""
+    baselines: list[int | None] = [None] * len(sources)
+
+    def owed_to(node: NodeConfig, sums: Elsewhere) -> Sequence[int]:
+        owed, balances = policy_of(node).imported(sums)
+        for child, balance, was in zip(node.children, balances or (), sums.known, strict=False):
+            if not was:
+                # What an inner node noted goes: the outermost balance is the one that a new source waits for.
+                baselines[:] = [balance if i in _leaves(child) else noted for i, noted in enumerate(baselines)]
+        return owed
+
+    return Imported(_summed(config, sources, known, owed_to), tuple(baselines))
+
+
+def _summed(
+    config: RunConfig,
+    sources: Sequence[SourceState],
+    known: Sequence[bool],
+    owed_to: Callable[[NodeConfig, Elsewhere], Sequence[int]],
+) -> Nodes:
+    shapes = {shape.node_id: shape for _, shape in node_shapes(config)}
+    nodes: dict[int, tuple[ChildState, ...]] = {}
+
+    def visit(node: NodeConfig) -> tuple[int, int, bool]:
+        """Samples and tokens below a node, and whether any of it was read."""
+        samples, tokens, read = zip(
+            *(
+                visit(child)
+                if isinstance(child, NodeConfig)
+                else (sources[child.id].samples, sources[child.id].tokens, known[child.id])
+                for child in node.children
+            ),
+            strict=True,
+        )
+        sums = Elsewhere(
+            picks=[count // config.pick_samples for count in samples],
+            tokens=tokens,
+            live=[child.presence == "live" for child in node.children],
+            known=read,
+            weights=shapes[node.id].weights,
+            baseline=config.new_source_baseline,
+        )
+        nodes[node.id] = tuple(map(ChildState, samples, tokens, owed_to(node, sums)))
+        return sum(samples), sum(tokens), any(read)
+
+    visit(config.mixture)
+    return tuple(nodes[number] for number in sorted(nodes))
+
+
+def _leaves(child: NodeConfig | SourceConfig) -> frozenset[int]:
+    """The ids of the sources at or below a child."""
+    if isinstance(child, NodeConfig):
+        return frozenset().union(*map(_leaves, child.children))
+    return frozenset([child.id])

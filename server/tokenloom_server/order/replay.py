@@ -1,0 +1,125 @@
+"""The samples of an order once more, from a state that is known: peeks, traces, receipts, evaluations and snapshots go
+forward with it.
+
+Here is only what is made. Who may have it made, on which thread and for how long is for each of them to say: a restore
+never waits for a peek.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from tokenloom_server.core.state import State
+from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
+from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
+from tokenloom_server.order.record import Order
+from tokenloom_server.order.timeline import Timeline
+
+#: A turn goes forward by so many tokens at most: about a second of one core.
+TURN_TOKENS = 2**20
+#: Or bytes, where rows travel as they are.
+TURN_BYTES = 2**25
+
+
+class Replay:
+    """Goes forward over the samples of a timeline, or of one order: ``turn`` by turn to a sample index, and from there
+    on by groups of ``samples``. For one thread at a time.
+
+    A fault in the data is met where it lies: samples before it come first. After an error the replay is of no use.
+    """
+
+    def __init__(self, timeline: Timeline | Order, state: State) -> None:
+        self.timeline = timeline
+        #: Why there are no more samples; None while there may be some.
+        self.ended: str | None = None
+        #: Samples of an incomplete last step, which were left out.
+        self.dropped_samples = 0
+        # The state to begin at, while there is no pipeline.
+        self._state = state
+        self._pipeline: Pipeline | None = None
+        self._step_by_step = False
+
+    @property
+    def sample_index(self) -> int:
+        pipeline = self._pipeline  # another thread may look how far it is
+        return self._state.sample_index if pipeline is None else pipeline.sample_index
+
+    def state(self) -> State:
+        """The state at the present sample index."""
+        return self._state if self._pipeline is None else self._pipeline.state()
+
+    def is_before(self, index: int) -> bool:
+        """Whether a further turn comes nearer to a sample index."""
+        return self.sample_index < index and self.ended is None
+
+    def turn(self, index: int) -> None:
+        """Goes a bit further, at most to a sample index. Raises ``SourceError`` and ``TokenizerError``."""
+        order = self.timeline.at(self.sample_index) if isinstance(self.timeline, Timeline) else self.timeline
+        turn = max(1, TURN_TOKENS // order.config.sequence_length)
+        if order.config.batching is not None:
+            pick = order.config.pick_samples
+            turn = max(1, TURN_BYTES // (pick * order.sample_bytes)) * pick
+        pipeline = self._begun()
+        pipeline.advance(min(index - self.sample_index, turn))
+        self.ended = pipeline.ended
+
+    def forward(self, index: int) -> State:
+        """Goes all the way to a sample index, or as far as the data go; returns the state there. Raises ``SourceError``
+        and ``TokenizerError``."""
+        while self.is_before(index):
+            self.turn(index)
+        return self.state()
+
+    def samples(self, batch_size: int, steps: int) -> StepGroup:
+        """The next steps of a world of one; fewer where the data end, or a fault lies ahead. Raises ``SourceError`` and
+        ``TokenizerError`` where the next step has one."""
+        steps = 1 if self._step_by_step else steps
+        pipeline = self._begun()
+        plan = BatchPlan(start_index=self.sample_index, world_size=1, batch_size=batch_size, group_steps=steps)
+        group = pipeline.begin_group(plan)
+        try:
+            pipeline.fill(group, steps)
+        except (SourceError, TokenizerError):
+            self._state, self._pipeline = group.base, None
+            if steps == 1:
+                raise
+            self._step_by_step = True
+            return self.samples(batch_size, 1)
+        self.ended, self.dropped_samples = pipeline.ended, pipeline.dropped_samples
+        return group
+
+    def switch_to(self, timeline: Timeline) -> None:
+        """Goes on under another timeline. Raises ``OrderMismatch`` where that differs before the present sample."""
+        assert isinstance(self.timeline, Timeline), "one order has no revisions"
+        if timeline is self.timeline:
+            return
+        for before, now in zip_longest(self.timeline.revisions, timeline.revisions):
+            if before != now:
+                changed = min(revision.sample_index for revision in (before, now) if revision is not None)
+                if changed < self.sample_index:
+                    raise OrderMismatch(
+                        f"the mixture was revised at sample {changed} while this peek was at sample "
+                        f"{self.sample_index}: what it saw after that is not the run's order any more; peek again"
+                    )
+                break
+        self.timeline = timeline
+        if self._pipeline is not None:
+            self._pipeline.switch(timeline.switches(self.sample_index))
+
+    @property
+    def rests(self) -> bool:
+        """Whether it holds no data: before the first turn, and after ``rest``."""
+        return self._pipeline is None
+
+    def rest(self) -> None:
+        """Lets go of what it has read; it goes on from its state."""
+        self._state, self._pipeline = self.state(), None
+
+    def _begun(self) -> Pipeline:
+        self._pipeline = self._pipeline or self.timeline.pipeline(self._state)
+        return self._pipeline
+
+
+def beyond_the_end(index: int, end: int) -> BeyondHorizon:
+    """The error for a sample after the last one."""
+    return BeyondHorizon(f"sample {index} does not exist: the data end at sample {end}")

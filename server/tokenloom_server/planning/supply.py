@@ -1,0 +1,57 @@
+"""What a source has left, as a plan knows it."""
+
+from __future__ import annotations
+
+import math
+
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import MAX_COUNTER, SourceState
+from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order.token_curve import TokenCurve
+
+
+class Supply:
+    """The picks that the rest of a source's rows hold, and where its rows counter stands after some of them."""
+
+    def __init__(self, config: RunConfig, source: int, curve: TokenCurve | None, state: SourceState) -> None:
+        """``curve``: None for a source that was dropped, which gives nothing."""
+        of = config.sources[source]
+        if curve is not None and not of.in_file_order:
+            # Rows come in a drawn order, so that everywhere they are as long as on average.
+            curve = curve.flat()
+        self.curve = curve
+        self.epochs = config.epochs[source]
+        self._pick_tokens = config.pick_tokens
+        # Of samples that are padded, no part of the tokens is a row's.
+        self._cuts_rows = config.packing == "concat"
+        self._begin = 0.0
+        #: Picks that are left from the state on; MAX_COUNTER where the source is read for ever.
+        self.picks = 0
+        if curve is None:
+            return
+        self._begin = curve.tokens_before(state.rows) + (state.cursor.offset if self._cuts_rows else 0)
+        if state.exhausted or not curve.epoch_tokens:
+            return
+        if math.isinf(self.epochs):
+            self.picks = MAX_COUNTER
+            return
+        # With shifted labels the last sample is followed by one token more.
+        needed = self._begin + (config.labels == "shifted" and self._cuts_rows)
+        tokens = curve.tokens_before(rows_of(curve.epoch_rows, self.epochs)) - needed
+        self.picks = max(0, int((tokens + 1e-3) / self._pick_tokens))
+
+    @property
+    def estimate(self) -> SizeEstimate:
+        """What a policy goes by."""
+        assert self.curve is not None, "a source that was dropped is not measured"
+        rows = self.curve.epoch_rows
+        return SizeEstimate(rows, round(1000 * self.curve.epoch_tokens / max(1, rows)))
+
+    def rows_picked(self, picks: int) -> tuple[int, int]:
+        """The rows counter, and the tokens of the row that is not at its end, once so many of the picks were given."""
+        if self.curve is None:
+            return 0, 0
+        token = self._begin + picks * self._pick_tokens
+        row = self.curve.row_at(token)
+        return row, max(0, round(token - self.curve.tokens_before(row))) if self._cuts_rows else 0

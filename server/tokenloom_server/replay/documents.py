@@ -1,0 +1,161 @@
+"""Which documents the tokens of samples are of, by source: the samples are made already, and their rows are read once
+more from the cursors before them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, SourceState, digest_hex
+from tokenloom_server.errors import OrderMismatch
+from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.record import Order
+from tokenloom_server.packing.buckets import described
+from tokenloom_server.reports.trace import TracedDocument, TracedSample
+from tokenloom_server.tokenizer.text import Decode
+
+
+class SourceSamples(NamedTuple):
+    """The samples of one source in a group of one rank and one pick a step: the state of the source before them, and
+    which steps of the group they are."""
+
+    source: int
+    state: SourceState
+    steps: Sequence[int]
+
+
+def by_source(group: StepGroup) -> list[SourceSamples]:
+    """The samples of a group, of one rank and one pick a step."""
+    picks = group.source_ids[0, : len(group.marks), 0]
+    return [
+        SourceSamples(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
+        for source in np.unique(picks).tolist()
+    ]
+
+
+def explain(
+    order: Order, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+) -> list[TracedSample]:
+    """The samples of one source with their documents, and without their places: those are a generation's.
+
+    ``with_text``: their ids come too, and with ``decode`` the text. Raises ``OrderMismatch`` where the rows have other
+    tokens than the samples, and what reading them raises.
+    """
+    explained = _of_tokens if order.config.batching is None else _of_rows
+    return explained(order, group, samples, decode, with_text)
+
+
+def _of_tokens(
+    order: Order, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+) -> list[TracedSample]:
+    source, paths = samples.source, order.shard_paths[samples.source]
+    explained = []
+    spans_by_sample = order.parts(source, samples.state, len(samples.steps))
+    for number, step in enumerate(samples.steps):
+        spans = next(spans_by_sample, [])
+        travelling = group.ids(0, step, step + 1)[0]
+        ids = order.form.ids(travelling)
+        ids_again = np.concatenate([span.ids for span in spans]) if spans else ids[:0]
+        if not np.array_equal(ids, ids_again):
+            raise OrderMismatch(
+                f"sample {group.begin + step} of run {order.config.run!r} has other tokens than its rows of "
+                f"{order.config.sources[source].source!r} when they are read again: the data or the tokeniser changed "
+                "just now"
+            )
+        documents, position = [], order.form.begin(len(ids))
+        for span in spans:
+            documents.append(
+                TracedDocument(
+                    position=position,
+                    shard=paths[span.shard],
+                    shard_index=span.shard,
+                    row=span.row,
+                    epoch=span.epoch,
+                    begin=span.begin,
+                    end=span.end,
+                    row_tokens=span.row_tokens,
+                    fim=span.middle,
+                    text=decode(span.ids.tolist()) if decode is not None and with_text else None,
+                )
+            )
+            position += len(span.ids)
+        explained.append(
+            _traced(
+                order,
+                samples,
+                number,
+                travelling,
+                sample=group.begin + step,
+                tokens=order.config.sequence_length,
+                digest=digest_hex(group.marks[step].digest),
+                documents=documents,
+                ids=ids.tolist() if with_text else None,
+            )
+        )
+    return explained
+
+
+def _of_rows(
+    order: Order, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+) -> list[TracedSample]:
+    """Samples that are rows, by the batches that they came in."""
+    source, epochs = samples.source, order.epochs_of(samples.source)
+    paths, size = order.shard_paths[source], epochs.size
+    epoch, number = samples.state.cursor.epoch, samples.state.cursor.row // size
+    explained = []
+    for batch_number, step in enumerate(samples.steps):
+        while number == epochs.count(epoch):
+            epoch, number = epoch + 1, 0
+        shards, rows = epochs.rows_of(epoch, number)
+        number += 1
+        batch = group.batch_of(step)
+        digest = group.marks[step - 1].digest if step else group.base.digest
+        for place, travelling in enumerate(group.ids(0, step, step + 1)):
+            digest = (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(travelling, source)) % DIGEST_MODULUS
+            row = {"bucket": batch.bucket, **described(batch, travelling)} if with_text else None
+            document = TracedDocument(
+                position=0,
+                shard=paths[int(shards[place])],
+                shard_index=int(shards[place]),
+                row=int(rows[place]),
+                epoch=epoch,
+                begin=0,
+                end=1,
+                row_tokens=1,
+                text=json.dumps(row, ensure_ascii=False) if row is not None else None,
+            )
+            explained.append(
+                _traced(
+                    order,
+                    samples,
+                    batch_number * size + place,
+                    travelling,
+                    sample=group.begin + step * size + place,
+                    tokens=1,
+                    digest=digest_hex(digest),
+                    documents=[document],
+                )
+            )
+    return explained
+
+
+def _traced(order: Order, samples: SourceSamples, number: int, travelling: Any, **fields: Any) -> TracedSample:
+    """The sample of that number among these, from 0, whose ids travel so."""
+    config = order.config.sources[samples.source]
+    return TracedSample(
+        generation=0,
+        status="committed",
+        step=None,
+        rank=None,
+        place=None,
+        source_id=samples.source,
+        source=config.name,
+        spec=config.source,
+        source_sample=samples.state.samples + number,
+        hash=f"{xxhash.xxh3_128_intdigest(travelling, samples.source):032x}",
+        **fields,
+    )

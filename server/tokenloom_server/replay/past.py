@@ -1,0 +1,174 @@
+"""The past of a run, made again: one thread, in turns, from the nearest state known.
+
+Peeks, traces and receipts share it, so that together they cost a training run at most one core. The run is only read:
+its ledger, and what it last committed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from tokenloom_server.core.state import State
+from tokenloom_server.errors import BeyondHorizon, ServerStopping, TooManyPeeks
+from tokenloom_server.order.replay import Replay, beyond_the_end
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.history import History, Known
+
+#: Peeks, traces and the like of a run at once. Each has a pipeline: a block of every source, and a message.
+MAX_PEEKS = 8
+#: How far one goes forward from the last state known, where the ledger's journal does not reach: seconds of one core,
+#: on most data.
+AHEAD_SAMPLES = 2**16
+#: States that are remembered: each peek's last messages, so that a stream that breaks goes on at once.
+KNOWN_STATES = 8 * MAX_PEEKS
+
+_T = TypeVar("_T")
+
+
+def never() -> bool:
+    """Of somebody who waits as long as it takes."""
+    return False
+
+
+class Past:
+    """Thread-safe. Whatever is made again waits for its turn and raises ``ServerStopping`` when the server stops."""
+
+    def __init__(self, coordinator: RunCoordinator, history: History) -> None:
+        self._coordinator = coordinator
+        self._history = history
+        self._lock = threading.Lock()
+        # One thread: its queue is what makes them take turns. It starts with the first.
+        self._pool = ThreadPoolExecutor(1, f"{coordinator.name}-peeks")
+        self._admitted = 0
+        # By the generation in whose line they lie, and sample index; of the timeline that is in force.
+        self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
+        self._timeline = coordinator.timeline
+        self.stopping = False
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Makes the caller one of the few at once. Raises ``TooManyPeeks`` and ``ServerStopping``."""
+        with self._lock:
+            self._refuse_when_stopping()
+            if self._admitted >= MAX_PEEKS:
+                raise TooManyPeeks(
+                    f"{MAX_PEEKS} peeks at run {self._coordinator.name!r} are open already, and a server makes no more "
+                    "at once, so that training is not slowed: close one, or try again"
+                )
+            self._admitted += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._admitted -= 1
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Has work done when its turn comes. Raises ``ServerStopping``."""
+        with self._lock:
+            self._refuse_when_stopping()
+            return self._pool.submit(work)
+
+    def turn(self, work: Callable[[], _T]) -> _T:
+        """Does work in its turn, and waits for it. Raises ``ServerStopping``, and what the work does."""
+        try:
+            return self.submit(work).result()
+        except CancelledError:
+            self._refuse_when_stopping()
+            raise
+
+    def nearest(self, index: int, generation: int | None = None) -> Known:
+        """The nearest state known at or before a sample index, as a generation had it (None: the present one).
+
+        Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.
+        """
+        known = self._history.nearest(index, generation)
+        state, line = known.state, known.generation
+        with self._lock:
+            between = [at for of, at in self._known if of == line and state.sample_index < at <= index]
+            if known.timeline is self._in_force() and between:
+                state = self._known[line, max(between)]
+        if index > known.reach and index - state.sample_index > AHEAD_SAMPLES:
+            raise BeyondHorizon(
+                f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
+                f"before it that is known of run {self._coordinator.name!r}; a peek goes {AHEAD_SAMPLES} further at "
+                f"most (committed: {known.reach})"
+            )
+        return known._replace(state=state)
+
+    def remember(self, generation: int, state: State, timeline: Timeline) -> None:
+        """Keeps a state of a generation's line to go forward from, as long as no revision changes its timeline."""
+        with self._lock:
+            if timeline is not self._in_force():
+                return
+            self._known[generation, state.sample_index] = state
+            self._known.move_to_end((generation, state.sample_index))
+            while len(self._known) > KNOWN_STATES:
+                self._known.popitem(last=False)
+
+    def forward(
+        self,
+        state: State,
+        index: int,
+        timeline: Timeline,
+        interrupted: Callable[[], bool] = never,
+        generation: int | None = None,
+    ) -> State:
+        """Goes forward from a state to a sample index; not all the way where the data end.
+
+        ``generation``: the one in whose line that is; where it is interrupted, who asks again goes on from there.
+        """
+        replay = Replay(timeline, state)
+        while replay.is_before(index):
+            if interrupted():
+                if generation is not None:
+                    self.remember(generation, replay.state(), timeline)
+                raise ServerStopping(
+                    f"nobody waits any more for this peek at sample {index}, which came to {replay.sample_index}; ask "
+                    "again"
+                )
+            self.turn(partial(replay.turn, index))
+        return replay.state()
+
+    def state_at(self, index: int, interrupted: Callable[[], bool] = never) -> tuple[int, State]:
+        """The state at a sample index and the generation in whose line it lies, remembered: who searches for an index
+        asks near by again.
+
+        Raises ``BeyondHorizon``, ``TooManyPeeks`` and the ledger's errors.
+        """
+        self._coordinator.require_lead()
+        with self.admitted():
+            nearest = self.nearest(index)
+            state = self.forward(nearest.state, index, nearest.timeline, interrupted)
+            if state.sample_index < index:
+                raise beyond_the_end(index, state.sample_index)
+            self.remember(nearest.generation, state, nearest.timeline)
+            return nearest.generation, state
+
+    def pin(self, text: str, skip: int) -> str:
+        """``History.pin``, in turns with the peeks."""
+        timeline = self._coordinator.timeline
+        return self._history.pin(text, skip, lambda base, index: self.forward(base, index, timeline))
+
+    def stop(self) -> None:
+        """Ends all that is under way with ``ServerStopping``."""
+        with self._lock:
+            self.stopping = True
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _in_force(self) -> Timeline:
+        """The timeline in force (the caller holds the lock); what is known of another is forgotten."""
+        if self._timeline is not self._coordinator.timeline:
+            self._timeline = self._coordinator.timeline
+            self._known.clear()
+        return self._timeline
+
+    def _refuse_when_stopping(self) -> None:
+        if self.stopping:
+            raise ServerStopping("the server is stopping; peek again when it is back")

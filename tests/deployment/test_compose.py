@@ -1,0 +1,377 @@
+"""Dockerfile and docker-compose.yml: what they say is checked, and what they run is run, without a container."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.ports import free_port
+from support.redis_server import RedisServer
+from support.server_process import server_forks
+from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom_server.cli.options import DATA_ROOTS, MixtureOptions
+from tokenloom_server.config.data_roots import DataRoots
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTS_WITHIN_S = 30.0
+
+Service = dict[str, Any]
+#: All that has to be set.
+TOKEN = {"TOKENLOOM_TOKEN": "a-token-for-compose-0123456789"}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return _read_compose(TOKEN)
+
+
+@pytest.fixture(scope="module")
+def server(compose: dict[str, Any]) -> Service:
+    service: Service = compose["services"]["server"]
+    return service
+
+
+@pytest.fixture(scope="module")
+def ledger(compose: dict[str, Any]) -> Service:
+    service: Service = compose["services"]["redis"]
+    return service
+
+
+@pytest.fixture(scope="module")
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, arguments) of the Dockerfile, in order."""
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if line and not line.startswith("#")).replace("\\\n", "")
+    parts = [line.strip().partition(" ") for line in text.splitlines()]
+    return [(name, arguments.strip()) for name, _, arguments in parts]
+
+
+class RequiredVariable(Exception):
+    """What Compose says instead of starting anything."""
+
+
+def _read_compose(environment: dict[str, str]) -> dict[str, Any]:
+    """The file with ``${NAME:-default}`` and ``${NAME:?message}`` replaced, as Compose does it."""
+    lines = (ROOT / "docker-compose.yml").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, rest = found.groups()
+        if environment.get(name):
+            return environment[name]
+        if kind == "?":
+            raise RequiredVariable(name, rest)
+        return rest
+
+    text = re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
+    assert "$" not in text
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
+
+
+def _binds(service: Service) -> dict[str, dict[str, Any]]:
+    """Bind mounts by their place in the container."""
+    return {volume["target"]: volume for volume in service["volumes"] if isinstance(volume, dict)}
+
+
+def _copy(source: Path, target: Path) -> None:
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+
+
+def _last(instructions: list[tuple[str, str]], name: str) -> str:
+    return [arguments for instruction, arguments in instructions if instruction == name][-1]
+
+
+# --- What the files say ------------------------------------------------------------------------------------------
+
+
+def test_without_a_token_nothing_is_started() -> None:
+    for environment in ({}, {"TOKENLOOM_TOKEN": ""}):
+        with pytest.raises(RequiredVariable, match="openssl rand -hex 32"):
+            _read_compose(environment)
+
+
+def test_the_server_gets_the_tokens_and_nobody_else(compose: dict[str, Any], server: Service) -> None:
+    # A name without a value is passed on where it is set.
+    assert server["environment"].items() >= (TOKEN | {"TOKENLOOM_READ_TOKEN": None}).items()
+    assert not any(server["environment"][name] for name in server["environment"] if name.startswith(("HF_", "AWS_")))
+    assert "environment" not in compose["services"]["redis"]
+    assert not any(TOKEN["TOKENLOOM_TOKEN"] in argument for argument in server["command"]), "everybody sees a command"
+
+
+def test_ports_are_published_on_loopback_only_since_there_is_no_tls(compose: dict[str, Any]) -> None:
+    ports = {name: service.get("ports", []) for name, service in compose["services"].items()}
+
+    assert ports == {"server": ["127.0.0.1:50051:50051", "127.0.0.1:8080:8080"], "redis": []}
+
+
+def test_redis_can_be_reached_by_the_server_and_nobody_else(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+
+    assert compose["networks"]["ledger"] == {"internal": True}
+    assert services["redis"]["networks"] == ["ledger"]
+    assert {name for name, service in services.items() if "ledger" in service["networks"]} == {"server", "redis"}
+    assert not any("network_mode" in service or "expose" in service for service in services.values())
+
+
+def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert service["user"] not in ("", "root", "0", "0:0")
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["restart"] == "unless-stopped"
+        assert "stop_grace_period" in service
+        assert not {"privileged", "cap_add", "devices", "pid", "ipc"} & set(service)
+
+
+def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_major_version(
+    compose: dict[str, Any], ledger: Service
+) -> None:
+    assert re.fullmatch(r"redis:\d+", ledger["image"])
+    assert ledger["volumes"] == ["ledger:/data"]
+    assert "ledger" in compose["volumes"]
+
+
+def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Service) -> None:
+    binds = _binds(server)
+
+    assert set(binds) == {"/config/mixture.yaml", "/config/data"}
+    for bind in binds.values():
+        assert bind["read_only"] is True
+        assert bind["bind"] == {"create_host_path": False}
+
+
+@pytest.mark.parametrize("urls", [[], ["s3://b/c", "hf://datasets/org"]], ids=len)
+def test_nothing_is_read_outside_of_the_mounted_folder_and_the_urls_that_are_allowed(
+    urls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = _read_compose(TOKEN | {"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"]["environment"]
+    monkeypatch.setenv(DATA_ROOTS, environment[DATA_ROOTS].replace("/config/data", str(tmp_path)))
+
+    assert MixtureOptions().roots() == DataRoots.of([str(tmp_path), *urls])
+
+
+def test_mixture_and_data_follow_the_environment() -> None:
+    environment = {"TOKENLOOM_MIXTURE": "/a/my.yaml", "TOKENLOOM_DATA": "/b", "TOKENLOOM_GRPC_PORT": "1"}
+
+    changed = _read_compose(TOKEN | environment)["services"]["server"]
+
+    assert {target: bind["source"] for target, bind in _binds(changed).items()} == {
+        "/config/mixture.yaml": "/a/my.yaml",
+        "/config/data": "/b",
+    }
+    assert changed["ports"][0] == "127.0.0.1:1:50051"
+
+
+def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
+    assert {arguments.split()[0] for name, arguments in instructions if name == "FROM"} == {"python:3.11-slim"}
+    assert _last(instructions, "USER") == server["user"] == "10001:10001"
+    assert json.loads(_last(instructions, "ENTRYPOINT")) == ["tokenloom"]
+    assert _last(instructions, "STOPSIGNAL") == "SIGTERM"
+    assert "PYTHONUNBUFFERED=1" in _last(instructions, "ENV")
+    assert "org.opencontainers.image.licenses" in _last(instructions, "LABEL")
+
+
+def test_the_image_is_built_from_files_that_exist_and_that_docker_is_shown(
+    instructions: list[tuple[str, str]],
+) -> None:
+    shown = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+    ]
+
+    copied = [a.split()[:-1] for name, a in instructions if name == "COPY" and not a.startswith("--from")]
+    sources = {source for sources in copied for source in sources}
+
+    assert sources == set(shown)
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_the_package_builds_from_what_the_image_copies(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
+    for sources in [a.split() for name, a in instructions if name == "COPY" and not a.startswith("--from")]:
+        for source in sources[:-1]:
+            target = tmp_path / source
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _copy(ROOT / source, target)
+
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "built"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    assert len(list((tmp_path / "built").iterdir())) == 1
+
+
+# --- The ledger's command ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[RedisServer]:
+    """Redis, started by the Compose file's command; only its place differs."""
+    program, *arguments = ledger["command"]
+    assert program == "redis-server"
+    server = RedisServer(tmp_path, arguments).start()
+    yield server
+    server.kill()
+
+
+def test_redis_takes_the_command_and_keeps_what_it_acknowledged_when_it_is_killed(compose_redis: RedisServer) -> None:
+    with compose_redis.client() as client:
+        # One at a time: a Redis before 7 takes no more.
+        found = {}
+        for setting in ("appendonly", "appendfsync", "maxmemory-policy", "save"):
+            found |= client.config_get(setting)
+
+        client.set("committed", 41)
+    assert found == {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
+    compose_redis.kill()
+    with compose_redis.start().client() as client:
+        assert client.get("committed") == "41"
+
+
+def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
+    compose_redis: RedisServer, ledger: Service, tmp_path: Path
+) -> None:
+    kind, command = ledger["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    # The image has redis-cli, and asks it on the usual port.
+    real = shutil.which("redis-cli") or str(Path(sys.executable).parent / "redis-cli")
+    stand_in = tmp_path / "bin" / "redis-cli"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(real)} -p {compose_redis.port} "$@"\n', encoding="utf-8")
+    stand_in.chmod(0o755)
+    environment = os.environ | {"PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def healthy() -> bool:
+        checked = subprocess.run(
+            ["/bin/sh", "-c", command], env=environment, capture_output=True, timeout=10, check=False
+        )
+        return checked.returncode == 0
+
+    assert healthy()
+    compose_redis.kill()
+    assert not healthy()
+
+
+# --- The server's health check -----------------------------------------------------------------------------------
+
+
+class ReadyPage(HTTPServer):
+    """A stand-in for the REST port: answers /readyz with ``status``."""
+
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _ReadyPageHandler)
+
+
+class _ReadyPageHandler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, ReadyPage)
+        self.send_response(self.server.status if self.path == "/readyz" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def ready_page() -> Iterator[ReadyPage]:
+    with ReadyPage() as page:
+        thread = threading.Thread(target=page.serve_forever, args=(0.01,))
+        thread.start()
+        yield page
+        page.shutdown()
+        thread.join()
+
+
+def _health_check(instructions: list[tuple[str, str]], port: int, **environment: str) -> int:
+    """Exit status of the image's health check, asked on another port."""
+    program, *arguments = json.loads(_last(instructions, "HEALTHCHECK").partition("CMD ")[2])
+    assert program == "python"
+    assert sum("127.0.0.1:8080/" in argument for argument in arguments) == 1
+    command = [sys.executable, *(argument.replace(":8080/", f":{port}/") for argument in arguments)]
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, timeout=30, check=False
+    ).returncode
+
+
+def test_the_health_check_passes_where_the_server_is_ready_and_asks_no_proxy(
+    instructions: list[tuple[str, str]], ready_page: ReadyPage
+) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    proxies = {"http_proxy": nobody, "HTTP_PROXY": nobody, "no_proxy": ""}
+
+    assert _health_check(instructions, ready_page.server_port, **proxies) == 0
+    ready_page.status = 503
+    assert _health_check(instructions, ready_page.server_port) != 0
+    assert _health_check(instructions, free_port()) != 0
+
+
+# --- The server's command ----------------------------------------------------------------------------------------
+
+
+def _place(argument: str, config: Path, redis_port: int) -> str:
+    """An argument of the server's command, moved from the containers to this machine."""
+    moved = argument.replace("/config/", f"{config}/").replace(
+        "redis://redis:6379/", f"redis://127.0.0.1:{redis_port}/"
+    )
+    return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved)
+
+
+def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
+    compose_redis: RedisServer, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    config, ready = tmp_path / "config", tmp_path / "ready.json"
+    config.mkdir()
+    for target, bind in _binds(server).items():
+        _copy(ROOT / bind["source"], config / Path(target).name)
+    (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
+    arguments = [_place(argument, config, compose_redis.port) for argument in server["command"]]
+    log = tmp_path / "server.log"
+    process = server_forks().fork(
+        command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config, environment=TOKEN
+    )
+    with compose_redis.client() as client:
+        try:
+            deadline = time.monotonic() + STARTS_WITHIN_S
+            while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert ready.exists(), log.read_text(encoding="utf-8")
+            addresses = json.loads(ready.read_text(encoding="utf-8"))
+            port = int(addresses["rest"].rpartition(":")[2])
+            assert _health_check(instructions, port) == 0
+
+            dataset = RemoteDataset(
+                f"grpc://{addresses['grpc']}/sample",
+                batch_size=4,
+                rank=0,
+                world_size=1,
+                attempt="compose",
+                connection=ConnectionOptions(token=TOKEN["TOKENLOOM_TOKEN"]),
+            )
+            with contextlib.closing(dataset):
+                batch = next(iter(dataset))
+            assert batch["input_ids"].shape == (4, 128)
+            assert sorted(set(batch["source_ids"].tolist())) == [0, 1]
+            assert client.dbsize() > 0
+
+            process.send_signal(signal.SIGTERM)
+            grace_s = int(server["stop_grace_period"].removesuffix("s"))
+            assert process.wait(timeout=grace_s) == 0
+        finally:
+            process.kill()

@@ -1,0 +1,256 @@
+"""The Kubernetes manifest: its parts are held against each other, and what they run is run, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from support.catalog import CATALOG
+from support.redis_server import RedisServer
+from support.server_process import MAIN, server_forks
+from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom_server.config import mixture_file as config
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = ROOT / "examples" / "kubernetes" / "tokenloom.yaml"
+TOKEN = "a-token-for-kubernetes-0123456789"
+DEADLINE_S = 60.0
+
+Object = dict[str, Any]
+#: What each kind is of, and what its spec must have.
+KINDS = {
+    "ConfigMap": ("v1", set()),
+    "PersistentVolumeClaim": ("v1", {"accessModes", "resources"}),
+    "Service": ("v1", {"selector", "ports"}),
+    "Deployment": ("apps/v1", {"replicas", "selector", "template", "strategy"}),
+    "StatefulSet": ("apps/v1", {"replicas", "selector", "template", "serviceName"}),
+    "Job": ("batch/v1", {"template", "completions", "parallelism", "completionMode"}),
+    "NetworkPolicy": ("networking.k8s.io/v1", {"podSelector", "policyTypes", "ingress"}),
+}
+
+
+def assert_keys_stand_once(node: yaml.Node) -> None:
+    """As the API server asks; a YAML reader lets the last one win."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key stands twice: {keys}"
+        for _, value in node.value:
+            assert_keys_stand_once(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            assert_keys_stand_once(value)
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[tuple[str, str], Object]:
+    """By kind and name."""
+    text = MANIFEST.read_text(encoding="utf-8")
+    for document in yaml.compose_all(text, yaml.SafeLoader):
+        assert_keys_stand_once(document)
+    found = list(yaml.safe_load_all(text))
+    named = {(item["kind"], item["metadata"]["name"]): item for item in found}
+    assert len(named) == len(found), "two objects of one kind and name"
+    return named
+
+
+def pods(objects: dict[tuple[str, str], Object]) -> dict[str, Object]:
+    """Templates of pods, by the name of what makes them."""
+    return {name: item["spec"]["template"] for (_, name), item in objects.items() if "template" in item.get("spec", {})}
+
+
+def container(pod: Object) -> Object:
+    (found,) = pod["spec"]["containers"]
+    return dict(found)
+
+
+def environment(of: Object) -> dict[str, Object]:
+    return {entry["name"]: entry for entry in of.get("env", [])}
+
+
+# --- What the parts say of each other ----------------------------------------------------------------------------
+
+
+def test_every_object_is_of_a_kind_with_what_that_needs(objects: dict[tuple[str, str], Object]) -> None:
+    for (kind, name), item in objects.items():
+        version, needed = KINDS[kind]
+        assert item["apiVersion"] == version, name
+        assert needed <= item.get("spec", {}).keys(), name
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name)
+
+
+def test_selectors_find_the_pods_that_they_are_for(objects: dict[tuple[str, str], Object]) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(objects).values()]
+
+    def found(selector: Object) -> int:
+        return sum(selector.items() <= label.items() for label in labels)
+
+    for (kind, name), item in objects.items():
+        spec = item.get("spec", {})
+        if kind in ("Deployment", "StatefulSet"):
+            assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"], name
+        elif kind == "Service":
+            assert found(spec["selector"]) == 1, name
+        elif kind == "NetworkPolicy":
+            assert found(spec["podSelector"]["matchLabels"]) == 1, name
+            for rule in spec["ingress"]:
+                assert all(found(source["podSelector"]["matchLabels"]) == 1 for source in rule["from"]), name
+
+
+def test_every_port_that_is_named_is_one_of_the_pods(objects: dict[tuple[str, str], Object]) -> None:
+    ports = {
+        str(pod["metadata"]["labels"]["app"]): {port["name"]: port["containerPort"] for port in container(pod)["ports"]}
+        for pod in pods(objects).values()
+    }
+    assert ports == {
+        "tokenloom": {"grpc": 50051, "rest": 8080},
+        "tokenloom-redis": {"redis": 6379},
+        "trainer": {"master": 29500},
+    }
+    for (kind, name), item in objects.items():
+        if kind == "Service":
+            own = ports[item["spec"]["selector"]["app"]]
+            assert all(port["port"] == own[port["targetPort"]] for port in item["spec"]["ports"]), name
+        elif kind == "NetworkPolicy":
+            own = ports[item["spec"]["podSelector"]["matchLabels"]["app"]]
+            assert {port["port"] for rule in item["spec"]["ingress"] for port in rule["ports"]} <= own.keys(), name
+    for pod in pods(objects).values():
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            if "httpGet" in (asked := container(pod).get(probe, {})):
+                assert asked["httpGet"]["port"] in {port["name"] for port in container(pod)["ports"]}
+
+
+def test_every_volume_is_declared_mounted_and_there(objects: dict[tuple[str, str], Object]) -> None:
+    for name, pod in pods(objects).items():
+        declared = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
+        templates = objects.get(("StatefulSet", name), {}).get("spec", {}).get("volumeClaimTemplates", [])
+        declared |= {claim["metadata"]["name"]: {} for claim in templates}
+        mounted = {mount["name"]: mount for mount in container(pod)["volumeMounts"]}
+        assert declared.keys() == mounted.keys(), name
+        for volume in declared.values():
+            if "configMap" in volume:
+                data = objects["ConfigMap", volume["configMap"]["name"]]["data"]
+                assert mounted[volume["name"]]["subPath"] in data
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in objects
+
+
+def test_the_token_comes_from_a_secret_that_is_not_in_the_file(objects: dict[tuple[str, str], Object]) -> None:
+    secret = {"valueFrom": {"secretKeyRef": {"name": "tokenloom", "key": "token"}}}
+    for name in ("tokenloom", "trainer"):
+        assert environment(container(pods(objects)[name]))["TOKENLOOM_TOKEN"] == {"name": "TOKENLOOM_TOKEN", **secret}
+    assert "kubectl create secret generic tokenloom --from-literal=token=" in MANIFEST.read_text(encoding="utf-8")
+    assert not any(kind == "Secret" for kind, _ in objects)
+
+
+def test_servers_run_with_as_little_as_they_need(objects: dict[tuple[str, str], Object]) -> None:
+    for name in ("tokenloom", "tokenloom-redis"):
+        pod, own = pods(objects)[name], container(pods(objects)[name])
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["securityContext"]["runAsUser"] > 0
+        assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert own["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= own["resources"]["requests"].keys()
+        assert "memory" in own["resources"]["limits"]
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    user = pods(objects)["tokenloom"]["spec"]["securityContext"]["runAsUser"]
+    assert f"USER {user}:{user}" in dockerfile
+
+
+def test_the_trainers_ranks_and_names_fit(objects: dict[tuple[str, str], Object]) -> None:
+    job = objects["Job", "trainer"]["spec"]
+    variables = environment(container(job["template"]))
+    service = objects["Service", job["template"]["spec"]["subdomain"]]["spec"]
+
+    assert job["completionMode"] == "Indexed"
+    assert str(job["completions"]) == str(job["parallelism"]) == variables["WORLD_SIZE"]["value"]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert variables["RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == index
+    assert variables["MASTER_ADDR"]["value"] == "trainer-0.trainer"
+    assert variables["MASTER_PORT"]["value"] == str(service["ports"][0]["port"])
+    # Names are there before ranks are ready, which they are when they have met.
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    url = next(argument for argument in container(job["template"])["command"] if argument.startswith("grpc://"))
+    host, port, run = re.fullmatch(r"grpc://(\S+):(\d+)/(\S+)", url).groups()  # type: ignore[union-attr]
+    assert ("Service", host) in objects
+    assert int(port) in {entry["port"] for entry in objects["Service", host]["spec"]["ports"]}
+    assert variables["TOKENLOOM_PLAINTEXT_HOSTS"]["value"] == host
+    assert run == yaml.safe_load(objects["ConfigMap", "tokenloom"]["data"]["mixture.yaml"])["run"]
+
+
+# --- What they run -----------------------------------------------------------------------------------------------
+
+
+def test_with_redis_away_the_server_is_alive_and_not_ready(
+    objects: dict[tuple[str, str], Object], tmp_path: Path
+) -> None:
+    server, redis = container(pods(objects)["tokenloom"]), container(pods(objects)["tokenloom-redis"])
+    folder = tmp_path / "config"
+    folder.mkdir()
+    mixture = objects["ConfigMap", "tokenloom"]["data"]["mixture.yaml"]
+    (folder / "mixture.yaml").write_text(mixture, encoding="utf-8")
+    shutil.copytree(ROOT / "examples" / "compose" / "data", folder / "data")
+    assert config.load(folder / "mixture.yaml", CATALOG).run == "sample"
+
+    program, *arguments = redis["args"]
+    assert program == "redis-server"
+    ledger = RedisServer(tmp_path, arguments).start()
+
+    def here(argument: str) -> str:
+        argument = argument.replace("/config/", f"{folder}/").replace("/index", f"{tmp_path}/index")
+        argument = argument.replace("redis://tokenloom-redis:6379/", f"redis://127.0.0.1:{ledger.port}/")
+        return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", argument)
+
+    ready, log = tmp_path / "ready.json", tmp_path / "log"
+    roots = environment(server)["TOKENLOOM_DATA_ROOTS"]["value"].replace("/config", str(folder))
+    process = server_forks().fork(
+        MAIN,
+        [*map(here, server["args"]), f"--ready-file={ready}"],
+        output=log,
+        folder=tmp_path,
+        environment={"TOKENLOOM_TOKEN": TOKEN, "TOKENLOOM_DATA_ROOTS": roots},
+    )
+
+    def status(probe: str) -> int:
+        assert server[probe]["httpGet"]["port"] == "rest"
+        url = f"http://{addresses['rest']}{server[probe]['httpGet']['path']}"
+        try:
+            return httpx.get(url, trust_env=False, timeout=server[probe].get("timeoutSeconds", 1)).status_code
+        except httpx.TimeoutException:  # a failed probe, as any
+            return 0
+
+    try:
+        wait_for(ready.exists, log)
+        addresses = json.loads(ready.read_text(encoding="utf-8"))
+        with RemoteDataset(
+            f"grpc://{addresses['grpc']}/sample", 4, connection=ConnectionOptions(token=TOKEN)
+        ) as dataset:
+            assert next(iter(dataset))["input_ids"].shape == (4, 128)
+        wait_for(lambda: status("startupProbe") == 200, log)
+        assert (status("livenessProbe"), status("readinessProbe")) == (200, 200)
+        ledger.kill()
+        wait_for(lambda: status("readinessProbe") == 503, log)
+        assert status("livenessProbe") == 200
+        ledger.start()
+        wait_for(lambda: status("readinessProbe") == 200, log)
+    finally:
+        process.kill()
+        ledger.kill()
+
+
+def wait_for(done: Any, log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, log.read_text(encoding="utf-8")[-4000:]
+        time.sleep(0.05)

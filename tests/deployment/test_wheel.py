@@ -1,0 +1,269 @@
+"""The built wheel, in environments that have only what it asks for.
+
+A process that is started without site packages sees the wheel and exactly the distributions that a set of
+requirements brings in. They are linked from this environment, since torch is slow to install.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.killed import two_runs
+from tokenloom import RemoteDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"tokenloom": "client", "tokenloom_server": "server", "tokenloom_proto": "proto"}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--quiet", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=60)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def client_environment(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Search path of ``pip install tokenloom``."""
+    return _environment(installed, _requirements(installed), tmp_path_factory.mktemp("client"))
+
+
+@pytest.fixture(scope="session")
+def server_environment(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Search path of the server's image: what docker/server_requirements.py prints."""
+    command = [sys.executable, str(ROOT / "docker" / "server_requirements.py")]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return _environment(installed, map(Requirement, printed.splitlines()), tmp_path_factory.mktemp("server"))
+
+
+def _requirements(installed: Path, extra: str = "") -> list[Requirement]:
+    """What the wheel asks for: its base dependencies, or those of an extra alone."""
+    (info,) = installed.glob("tokenloom-*.dist-info")
+    every = [Requirement(line) for line in Distribution.at(info).requires or ()]
+    base = [r for r in every if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [r for r in every if r not in base and r.marker and r.marker.evaluate({"extra": extra})] if extra else base
+
+
+def _environment(installed: Path, requirements: Iterable[Requirement], links: Path) -> list[str]:
+    for found in _closure(requirements).values():
+        for top in _top_level(found):
+            (links / top).symlink_to(Path(str(found.locate_file(top))))
+    return [str(installed), str(links)]
+
+
+def _closure(requirements: Iterable[Requirement]) -> dict[str, Distribution]:
+    """The installed distributions that requirements name, and those that these need in their turn."""
+    found: dict[str, Distribution] = {}
+    waiting = [(requirement, "") for requirement in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        if not wanted or (name in found and not requirement.extras):
+            continue
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError:
+            continue  # of an optional kind that this platform's builds go without
+        needs = [Requirement(line) for line in found[name].requires or ()]
+        waiting += [(need, extra) for need in needs for extra in ("", *requirement.extras)]
+    return found
+
+
+def _top_level(found: Distribution) -> set[str]:
+    """The entries of site-packages that a distribution owns."""
+    return {file.parts[0] for file in found.files or ()} - {"..", "__pycache__", "bin"}
+
+
+def _run(path: Sequence[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python that sees its standard library and ``path``; -I leaves the user's environment out, too."""
+    prelude = f"import sys; sys.path[:0] = {list(path)!r}; sys.argv = ['tokenloom', *{list(arguments)!r}]\n"
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", prelude + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=path[0],
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+    )
+
+
+def _entry_point(installed: Path) -> str:
+    """Code that does what the installed command does."""
+    (info,) = installed.glob("tokenloom-*.dist-info")
+    (entry,) = Distribution.at(info).entry_points.select(group="console_scripts", name="tokenloom")
+    return f"from {entry.module} import {entry.attr}; sys.exit({entry.attr}())"
+
+
+def _import_names(requirements: Iterable[Requirement]) -> set[str]:
+    """What the distributions of requirements are imported as."""
+    names = {Path(top).name for r in requirements for top in _top_level(distribution(r.name))}
+    return {name.removesuffix(".py") for name in names if "." not in name.removesuffix(".py")}
+
+
+def _content(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_all_files_of_the_three_packages_and_no_others(wheel: Path) -> None:
+    in_tree = {
+        path.relative_to(ROOT / folder).as_posix()
+        for package, folder in PACKAGES.items()
+        for path in (ROOT / folder / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+    names = _content(wheel)
+
+    assert {name for name in names if ".dist-info/" not in name} == in_tree
+
+
+def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
+    names = _content(wheel)
+
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {"tokenloom_proto/dataloader_pb2.py", "tokenloom_proto/dataloader_pb2.pyi"} <= names
+    assert "tokenloom_server/api/page/index.html" in names
+    assert any(name.startswith("tokenloom_server/ledger/") and name.endswith(".lua") for name in names)
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_base_dependencies_are_the_clients_alone(installed: Path) -> None:
+    assert {requirement.name for requirement in _requirements(installed)} == {
+        *("grpcio", "protobuf", "numpy", "torch", "typing-extensions")
+    }
+
+
+def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (installed / "tokenloom_server").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+
+    extra = _requirements(installed, extra="server")
+
+    assert len(extra) > 10
+    assert [r.name for r in extra if not _import_names([r]) & imported] == []
+
+
+def test_the_client_imports_where_only_the_base_dependencies_are(
+    installed: Path, client_environment: list[str]
+) -> None:
+    servers = _import_names(_requirements(installed, extra="server"))
+    assert {"fastapi", "pyarrow", "pydantic", "redis", "typer", "yaml"} <= servers
+    code = (
+        "import importlib.util, json\n"
+        "import tokenloom\n"
+        "from tokenloom import LocalDataset, RemoteDataset, TokenLRScheduler\n"
+        f"found = [name for name in {sorted(servers)!r} if importlib.util.find_spec(name)]\n"
+        "said = []\n"
+        "for kind in (RemoteDataset, LocalDataset):\n"
+        "    try: kind('mixture.yaml', 4)\n"
+        "    except ModuleNotFoundError as error: said.append(str(error))\n"
+        "print(json.dumps([tokenloom.__file__, found, said, 'tokenloom_server' in sys.modules]))"
+    )
+
+    result = _run(client_environment, code)
+
+    assert result.returncode == 0, result.stderr
+    path, found, said, has_server = json.loads(result.stdout)
+    assert ["pip install 'tokenloom[server]'" in text for text in said] == [True, True]
+    assert Path(path).parent.parent == installed
+    assert found == []
+    assert not has_server
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "mixture.yaml"], []])
+def test_the_command_names_the_extra_that_it_misses(
+    arguments: list[str], installed: Path, client_environment: list[str]
+) -> None:
+    result = _run(client_environment, _entry_point(installed), *arguments)
+
+    assert result.returncode != 0
+    assert "pip install 'tokenloom[server]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_every_server_module_imports_without_torch(installed: Path, server_environment: list[str]) -> None:
+    server = installed / "tokenloom_server"
+    names = [
+        ".".join(path.relative_to(installed).with_suffix("").parts).removesuffix(".__init__")
+        for path in server.rglob("*.py")
+        if "demo" not in path.relative_to(server).parts and path.name != "__main__.py"
+    ]
+    code = (
+        "import importlib, importlib.util\n"
+        f"for name in {sorted(names)!r}: importlib.import_module(name)\n"
+        "print(importlib.util.find_spec('torch'), 'tokenloom' in sys.modules)"
+    )
+
+    result = _run(server_environment, code)
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["None", "False"]
+
+
+def test_the_command_works_in_the_servers_image(installed: Path, server_environment: list[str]) -> None:
+    result = _run(server_environment, _entry_point(installed), "--help")
+
+    assert result.returncode == 0, result.stderr
+    assert all(command in result.stdout for command in ("serve", "validate", "plan", "stats", "peek", "demo"))
+
+
+#: The oldest releases of what the client needs beside torch, and the newest: images have something in between.
+RELEASES = {
+    "oldest": ("protobuf==4.25.0", "grpcio==1.62.0", "numpy==1.26.0"),
+    "newest": ("protobuf==7.36.2", "grpcio==1.85.1", "numpy==2.4.6"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", RELEASES)
+def test_the_client_reads_a_run_with_the_oldest_and_the_newest_packages_that_it_allows(
+    which: str, installed: Path, client_environment: list[str], tmp_path: Path
+) -> None:
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--target", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *RELEASES[which]], check=True, timeout=100)
+    allowed = {requirement.name: requirement.specifier for requirement in _requirements(installed)}
+    for name, version in (release.split("==") for release in RELEASES[which]):
+        assert version in allowed[name]
+    code = (
+        "import json, google.protobuf, grpc, numpy\n"
+        "from tokenloom import RemoteDataset\n"
+        "dataset = RemoteDataset(sys.argv[1], 4, columns=['position_ids', 'attention_mask'])\n"
+        "with dataset:\n"
+        "    batches = [batch for _, batch in zip(range(50), dataset)]\n"
+        "found = [dataset.digest, [int(batch['input_ids'].sum()) for batch in batches]]\n"
+        "print(json.dumps([google.protobuf.__version__, grpc.__version__, numpy.__version__, found]))"
+    )
+    with two_runs(tmp_path / "runs") as urls:
+        expected = RemoteDataset(urls[0], 4)
+        with expected:
+            sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), expected, strict=False)]
+        result = _run([str(tmp_path), *client_environment], code, urls[1])
+
+    assert result.returncode == 0, result.stderr
+    *versions, found = json.loads(result.stdout)
+    assert versions == [release.split("==")[1] for release in RELEASES[which]]
+    assert found == [expected.digest, sums]

@@ -1,0 +1,227 @@
+"""Peeks at a run without a socket: how far they go, in whose turn, and what they hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.corpora import CODE, mixture, write_corpus
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.replay.peek import Peek, PeekCall
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join_call import JoinCall
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("peeked"))
+
+
+@contextmanager
+def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
+    path = folder / f"{ledger_folder.name}.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    ledger = SqliteLedger(ledger_folder / "ledger.db")
+    runs = Runs(ledger)
+    try:
+        yield runs.add(path, None)
+    finally:
+        runs.stop()
+        ledger.close()
+
+
+@pytest.fixture
+def served(folder: Path, tmp_path: Path) -> Iterator[ServedRun]:
+    with serving(folder, tmp_path, mixture()) as run:
+        yield run
+
+
+@pytest.fixture
+def ids(served: ServedRun) -> list[bytes]:
+    """Every sample of the order."""
+    order = served.coordinator.order
+    pipeline = order.pipeline(order.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
+    pipeline.fill(group, 1000)
+    assert pipeline.ended is not None
+    return [sample.tobytes() for sample in group.ids(0, 0, len(group.marks))]
+
+
+def never() -> bool:
+    return False
+
+
+def joined(served: ServedRun, resume: str = "") -> State:
+    call = PeekCall(rank=0, world_size=1, batch_size=1, resume=resume, state=b"")
+    return served.peeks.join(call, never).state
+
+
+def trained_to(served: ServedRun, sample_index: int) -> None:
+    """One rank consumes so many samples, and all of it is committed."""
+    coordinator = served.coordinator
+    call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
+    opening = served.join_handler.join(call).opening
+    session = coordinator.attach(coordinator.uid, opening.generation, 0, "n", 0, 0)
+    coordinator.progress(session, 0, 1000)
+    sent = 0
+    while sent < sample_index:
+        found = coordinator.next_for(session, PATIENCE_S, never)
+        assert isinstance(found, Delivery)
+        sent = found.group.marks[found.last - 1].sample_index
+    coordinator.progress(session, sample_index, 1000)
+    coordinator.finish(session, PATIENCE_S)
+    coordinator.detach(session)
+
+
+def shown(peek: Peek, count: int) -> list[bytes]:
+    """The next ``count`` samples of steps of one, or fewer where the data end."""
+    found: list[bytes] = []
+    while len(found) < count:
+        made = peek.next(PATIENCE_S, never)
+        assert not isinstance(made, Waiting), "a peek has its credits and makes nothing"
+        if isinstance(made, EndOfData):
+            break
+        found += [sample.tobytes() for sample in made.group.ids(0, made.first, made.last)]
+    return found
+
+
+def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
+    served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 5)
+    assert joined(served, "5").sample_index == 5
+    with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
+        joined(served, "11")
+    trained_to(served, 40)
+    for at in (39, 20, 40, 45):
+        with served.peeks.open(served.coordinator.uid, at, 1) as peek:
+            peek.progress(at, 2)
+            assert shown(peek, 2) == ids[at : at + 2]
+    with pytest.raises(BeyondHorizon, match=r"beyond sample 4\d, .* \(committed: 40\)"):
+        joined(served, "70")
+
+
+def test_a_peek_gives_what_the_credits_allow_and_no_more(served: ServedRun, ids: list[bytes]) -> None:
+    with served.peeks.open(served.coordinator.uid, 3, 2) as peek:
+        peek.progress(3, 2)
+        made = peek.next(PATIENCE_S, never)
+        assert isinstance(made, Delivery)
+        assert (made.group.begin, made.group.end, made.with_base) == (3, 7, True)
+        assert peek.next(0.05, never) == Waiting("")
+        peek.progress(5, 2)
+        assert shown(peek, 1) == ids[7:9]
+        assert peek.next(0.05, never) == Waiting("")
+        with pytest.raises(JoinRefused, match="reports sample 11 as consumed, but it was sent nothing beyond 9"):
+            peek.progress(11, 2)
+
+
+def test_a_peek_that_rests_lets_its_pipeline_go_and_goes_on_all_the_same(
+    served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
+    with served.peeks.open(served.coordinator.uid, 0, 1) as peek:
+        for at in range(0, len(ids), 10):
+            peek.progress(at, 10)
+            assert shown(peek, 10) == ids[at : at + 10]
+            if at + 10 <= len(ids):
+                assert peek.next(0.01, never) == Waiting("")
+                assert peek._replay.rests
+        assert isinstance(peek._end, EndOfData)
+
+
+def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 8)  # one sample
+    endless = {"policy": "weighted", "children": [{"source": CODE, "epochs": float("inf")}]}
+    far = 20_000
+    with (
+        serving(folder, tmp_path, mixture(mixture=endless)) as served,
+        served.peeks.open(served.coordinator.uid, far, 1) as long,
+        served.peeks.open(served.coordinator.uid, 1, 1) as short,
+    ):
+        long.progress(far, 1)
+        ended: list[str] = []
+        thread = threading.Thread(target=lambda: ended.append(f"{len(shown(long, 1))} far"))
+        thread.start()
+        short.progress(1, 3)
+        ended.append(f"{len(shown(short, 3))} near")
+        thread.join(PATIENCE_S)
+    assert ended == ["3 near", "1 far"]
+
+
+def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 8)
+    with served.peeks.open(served.coordinator.uid, 60, 1) as peek:
+        peek.progress(60, 1)
+        heard = set()
+        while isinstance(made := peek.next(0.0, never), Waiting):
+            heard.add(made.waiting_for)
+        assert any(text.startswith("sample 60: this peek is at ") for text in heard)
+
+
+def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
+    digest = digest_hex(joined(served, "9").digest)
+    for came in (digest, ""):
+        with served.peeks.open(served.coordinator.uid, 9, 1, came) as peek:
+            peek.progress(9, 1)
+            assert len(shown(peek, 1)) == 1
+    with (
+        served.peeks.open(served.coordinator.uid, 9, 1, "1" * 32) as peek,
+        pytest.raises(OrderMismatch, match=f"sample 9 has digest {digest} here, but this peek came there with 1111"),
+    ):
+        peek.progress(9, 1)
+        peek.next(PATIENCE_S, never)
+    with (
+        pytest.raises(NotFound, match="this peek began with another-uid"),
+        served.peeks.open("another-uid", 9, 1),
+    ):
+        pass
+
+
+def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.replay.past.KNOWN_STATES", 3)
+    for at in (1, 2, 3, 1, 4):
+        joined(served, str(at))
+    assert sorted(served.past._known) == [(0, 1), (0, 3), (0, 4)]
+
+
+def test_all_who_look_hear_that_the_server_stops(served: ServedRun) -> None:
+    errors: list[Exception] = []
+
+    def wait(peek: Peek) -> None:
+        try:
+            peek.next(PATIENCE_S, never)
+        except ServerStopping as error:
+            errors.append(error)
+
+    with served.peeks.open(served.coordinator.uid, 0, 1) as peek:
+        peek.progress(0, 1)
+        shown(peek, 1)
+        thread = threading.Thread(target=wait, args=(peek,))
+        thread.start()
+        served.peeks.stop()
+        thread.join(PATIENCE_S)
+    assert len(errors) == 1
+    for late in (lambda: joined(served), lambda: joined(served, "30")):
+        with pytest.raises(ServerStopping):
+            late()
+
+
+def test_nobody_goes_forward_for_a_client_that_is_gone(served: ServedRun) -> None:
+    call = PeekCall(rank=0, world_size=1, batch_size=1, resume="30", state=b"")
+    with pytest.raises(ServerStopping, match="nobody waits"):
+        served.peeks.join(call, lambda: True)
+    assert joined(served, "30").sample_index == 30, "its place is free"
