@@ -43,9 +43,9 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import builder, snapshot
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 
 from benchmarks import corpora
 from benchmarks.corpora import Documents, IdCorpus
@@ -210,7 +210,7 @@ def measure_restore(data: Data, runs: int) -> list[Row]:
     with Processes(1) as processes:
         mixture = _once_through(data.write(processes.folder))
         index = processes.folder / "index"
-        order = Order.create(config.load(mixture, open_catalog()), mixture.parent, index)
+        order = builder.create(config.load(mixture, open_catalog()), mixture.parent, index)
         rows = []
         for place, text in zip(("begin", "middle", "end"), snapshots(order), strict=True):
             row = Row(name=f"{data.name}, {place}")
@@ -262,16 +262,16 @@ def _once_through(mixture: Path) -> Path:
     return mixture
 
 
-def snapshots(order: Order) -> list[str]:
+def snapshots(order: PipelineFactory) -> list[str]:
     """Snapshots near the begin, the middle and the end of the data, half a group behind a state boundary."""
-    step = BATCH_SIZE * order.sample_bytes
+    step = BATCH_SIZE * order.form.sample_bytes
     plan = BatchPlan(start_index=0, world_size=RANKS, batch_size=BATCH_SIZE, group_steps=max(1, 512 * 1024 // step))
     pipeline = order.pipeline(order.initial())
     states = [pipeline.state()]
     while pipeline.ended is None:
         pipeline.advance(KEPT_EVERY_GROUPS * plan.group_samples)
         states.append(pipeline.state())
-    template = order.template(uuid.uuid4().hex, "train", 1)
+    template = order.record.template(uuid.uuid4().hex, "train", 1)
     found = []
     for fraction in (0.0, 0.5, 0.9):
         state = max((state for state in states if state.sample_index <= fraction * states[-1].sample_index), key=_index)
@@ -279,7 +279,7 @@ def snapshots(order: Order) -> list[str]:
         pipeline.advance(plan.group_samples // 2)
         there = pipeline.state()
         position = there.sample_index, digest_hex(there.digest), there.total_tokens
-        found.append(snapshot.compose(template, order.encode(state), *position))
+        found.append(snapshot.compose(template, snapshot.encode_state(state, order.record.shape), *position))
     return found
 
 
@@ -338,7 +338,7 @@ def _percentiles(found: Sequence[float]) -> Figures:
     return {f"p{q} ms": float(np.percentile(found, q)) for q in (50, 99)} | {"max ms": max(found)}
 
 
-def _clocked(what: str, make: Callable[[], Order], figures: Figures) -> Order:
+def _clocked(what: str, make: Callable[[], PipelineFactory], figures: Figures) -> PipelineFactory:
     began, used = time.perf_counter(), time.process_time()
     made = make()
     figures[f"{what} ms"] = (time.perf_counter() - began) * 1e3
@@ -349,8 +349,12 @@ def _clocked(what: str, make: Callable[[], Order], figures: Figures) -> Order:
 # --- order -----------------------------------------------------------------------------------------
 
 
+def _created(mixture: Path) -> PipelineFactory:
+    return builder.create(config.load(mixture, open_catalog()), mixture.parent, None)
+
+
 def measure_order(sources: int, shards: int, runs: int) -> Row:
-    """``Order.create`` and ``Order.load`` of so many sources of so many shards (links to one file), in process."""
+    """``builder.create`` and ``builder.load`` of so many sources of so many shards (links to one file), in process."""
     corpus = IdCorpus(name=f"order-{sources}x{shards}", sources=(Documents(count=1_000),) * sources, links=shards)
     workload = Workload(name="order", about="", corpus=corpus)
     row = Row(name=f"{sources} sources of {shards} shards", at={"sources": sources, "shards": shards})
@@ -358,15 +362,9 @@ def measure_order(sources: int, shards: int, runs: int) -> Row:
         mixture = workload.write(processes.folder)
         for run in range(runs + 1):
             figures: Figures = {}
-            order = _clocked(
-                "create", lambda: Order.create(config.load(mixture, open_catalog()), mixture.parent, None), figures
-            )
-            record = order.record()
-            _clocked(
-                "load",
-                partial(Order.load, config.load(mixture, open_catalog()), mixture.parent, None, record),
-                figures,
-            )
+            order = _clocked("create", partial(_created, mixture), figures)
+            loaded = config.load(mixture, open_catalog())
+            _clocked("load", partial(builder.load, loaded, mixture.parent, None, order.record.to_json()), figures)
             if run:
                 row.runs.append(figures)
     return row

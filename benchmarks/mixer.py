@@ -19,8 +19,8 @@ import numpy as np
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
-from tokenloom_server.order.size_estimates import SizeEstimate
 
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, RANKS, SEQUENCE_LENGTH

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
 from tokenloom_server.tokenizer.choose import EngineRecord, load_engine
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.tokenizer.documents import DocumentEncoder
@@ -86,7 +86,7 @@ def measure(folder: Path, length: int, packing: dict[str, Any], runs: int) -> di
         "mixture": {"policy": "sequential", "children": [{"source": "parquet:ids.parquet:ids"}]},
         **packing,
     }
-    order = Order.create(config.parse(document, where="benchmark", catalog=open_catalog()), folder, None)
+    order = builder.create(config.parse(document, where="benchmark", catalog=open_catalog()), folder, None)
     seconds, first = [], []
     for _ in range(runs):
         pipeline = order.pipeline(order.initial())

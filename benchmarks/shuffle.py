@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
 
 from benchmarks import pictures
 from benchmarks.results import FOLDER, Figures, Result, Row, show
@@ -93,7 +93,7 @@ def measured(folder: Path, rows: int, way: Way) -> tuple[Figures, npt.NDArray[np
         "sequence_length": SEQUENCE_LENGTH,
         "mixture": {"policy": "sequential", "children": [{"source": "parquet:*.parquet:ids", **way.options}]},
     }  # fmt: skip
-    order = Order.create(config.parse(document, where="the benchmark", catalog=open_catalog()), folder, None)
+    order = builder.create(config.parse(document, where="the benchmark", catalog=open_catalog()), folder, None)
     packer = order.packers()(0, order.initial().sources[0])
     began, cpu = time.perf_counter(), time.process_time()
     first_ms, found = 0.0, []

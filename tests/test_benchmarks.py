@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
 
 from benchmarks import corpora, document, pictures, prototype, shuffle
 from benchmarks.corpora import Corpus, Documents, IdCorpus, OwnedCorpus, TextCorpus
@@ -68,7 +68,7 @@ def test_a_corpus_of_text_has_each_text_once_and_a_tokeniser(cache: Path) -> Non
         sum(len(t) for f in folder.glob(f"parquet/{s}/*") for t in pq.read_table(f)["text"].to_pylist()) for s in "02"
     ]
     assert sizes[0] > sizes[1], "the sources are cut to their weights"
-    found = Order.create(config.load(_written(corpus, cache), CATALOG), cache, None)
+    found = builder.create(config.load(_written(corpus, cache), CATALOG), cache, None)
     assert found.vocab_size > 256
 
 
@@ -79,14 +79,14 @@ def _written(corpus: Corpus, folder: Path, form: Form | OwnedForm = "parquet") -
 @pytest.mark.parametrize("form", get_args(Form) + get_args(OwnedForm))
 def test_a_workload_is_a_mixture_that_the_server_takes(form: Form | OwnedForm, cache: Path) -> None:
     corpus = OwnedCorpus(name="owned", ids=SMALL) if form in get_args(OwnedForm) else SMALL
-    order = Order.create(config.load(_written(corpus, cache, form), CATALOG), cache, None)
+    order = builder.create(config.load(_written(corpus, cache, form), CATALOG), cache, None)
     pipeline = order.pipeline(order.initial())
     pipeline.advance(64)
     assert pipeline.ended is None
     assert pipeline.state().sample_index == 64
-    assert order.dtype == np.uint16
+    assert order.record.dtype == np.uint16
     # Documents that carry their end have the tokens of those that get one.
-    as_arrow = Order.create(config.load(_written(SMALL, cache, "arrow"), CATALOG), cache, None)
+    as_arrow = builder.create(config.load(_written(SMALL, cache, "arrow"), CATALOG), cache, None)
     pipeline, again = order.pipeline(order.initial()), as_arrow.pipeline(as_arrow.initial())
     for one in (pipeline, again):
         one.advance(64)

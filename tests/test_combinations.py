@@ -12,6 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 from support.corpora import (
+    decode_state,
+    encode_state,
     id_rows,
     mixture,
     order_of,
@@ -24,8 +26,8 @@ from support.corpora import (
     write_txt,
 )
 from tokenloom_server.core.state import State
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 
 #: Three shards of each source.
 IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]
@@ -118,7 +120,9 @@ PACKINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def taken(order: Order, state: State, limit: int | None = None) -> tuple[list[bytes], list[State], str | None]:
+def taken(
+    order: PipelineFactory, state: State, limit: int | None = None
+) -> tuple[list[bytes], list[State], str | None]:
     """The samples from a state on as they travel, the state behind each, and why they ended."""
     pipeline = order.pipeline(state)
     plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=limit or 10_000)
@@ -142,8 +146,8 @@ def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packin
     assert ended == "every source is exhausted"
     assert {state.sources[0].cursor.epoch for state in states} == {0, 1}
     for at, state in enumerate([order.initial(), *states[:-1]]):
-        written = order.encode(state)
-        again = order.decode(written)
+        written = encode_state(order, state)
+        again = decode_state(order, written)
         assert again == state
         assert json.loads(written)["sample_index"] == at
         limit = None if at % WHOLE_EVERY == 0 else AHEAD

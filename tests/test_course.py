@@ -137,7 +137,7 @@ def test_rows_left_out_give_no_token_from_then_on_but_a_row_begun_is_read_to_its
     document = mixture(mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code", "epochs": 2}]})
     plain = Timeline(order_of(folder, document))
     timeline = revised(plain, 0, exclude={"file": "out.jsonl"})
-    assert timeline.at(0).excluded.count(CODE) == 4
+    assert timeline.at(0).record.excluded.count(CODE) == 4
     ends = [_end(each).sources[0] for each in (plain, timeline)]
     assert ends[0].rows == ends[1].rows
     assert ends[0].tokens + ends[0].dropped_tokens > ends[1].tokens + ends[1].dropped_tokens
@@ -151,7 +151,7 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
     timeline = revised(timeline, 10, set=[{"child": "code", "alias": "programs"}])
     timeline = revised(timeline, 15, exclude={"file": "more.jsonl"})
     for found in (timeline, Timeline(timeline.first, timeline.revisions)):
-        counts = [found.at(index).excluded.count(CODE) for index in (0, 5, 10, 15)]
+        counts = [found.at(index).record.excluded.count(CODE) for index in (0, 5, 10, 15)]
         assert counts == [0, 4, 4, 6]
 
 
@@ -331,8 +331,8 @@ def test_rows_stay_left_out_whatever_their_source_is_called_later(folder: Path) 
     timeline = revised(Timeline(order_of(folder, mixture())), 5, exclude={"file": "out.jsonl"})
     timeline = revised(timeline, 6, set=[{"child": "code", "alias": "source code"}])
     timeline = revised(timeline, 7, exclude={"file": "later.jsonl"})
-    assert [timeline.at(7).excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
-    assert [file.path for file in timeline.at(7).excluded.files] == ["out.jsonl", "later.jsonl"]
+    assert [timeline.at(7).record.excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
+    assert [file.path for file in timeline.at(7).record.excluded.files] == ["out.jsonl", "later.jsonl"]
 
 
 def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(tmp_path: Path) -> None:
@@ -378,10 +378,13 @@ def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None
         pipeline.advance(10)
         back = pipeline.state()
         for spec in sources:
-            assert back.sources[timeline.at(30).specs.index(spec)] == left.sources[timeline.at(20).specs.index(spec)]
+            assert (
+                back.sources[timeline.at(30).record.specs.index(spec)]
+                == left.sources[timeline.at(20).record.specs.index(spec)]
+            )
         pipeline.advance(1000)
         assert pipeline.ended and timeline.decode(timeline.encode(pipeline.state())) == pipeline.state()
-        assert all(pipeline.state().sources[timeline.at(30).specs.index(spec)].exhausted for spec in sources)
+        assert all(pipeline.state().sources[timeline.at(30).record.specs.index(spec)].exhausted for spec in sources)
 
 
 def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
@@ -537,4 +540,7 @@ def test_how_samples_are_packed_cannot_be_revised(folder: Path, change: dict[str
     with pytest.raises(ConfigError, match=says):
         revised(timeline, 5, **change)
     with pytest.raises(ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""):
-        refuse(parsed(mixture(packing="none")), differences(parsed(mixture(packing="none")), timeline.first.record()))
+        refuse(
+            parsed(mixture(packing="none")),
+            differences(parsed(mixture(packing="none")), timeline.first.record.to_json()),
+        )

@@ -11,7 +11,8 @@ import pytest
 from support.corpora import flat, parsed, write_corpus, write_parquet, write_txt
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 
 SECRET = "the content of a file outside"
 
@@ -25,8 +26,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def create(root: Path, spec: str, **fields: Any) -> Order:
-    return Order.create(parsed(flat([spec], **fields)), root, None, DataRoots.of([root]))
+def create(root: Path, spec: str, **fields: Any) -> PipelineFactory:
+    return builder.create(parsed(flat([spec], **fields)), root, None, DataRoots.of([root]))
 
 
 def test_a_corpus_below_a_root_is_read_as_without_one(tmp_path: Path) -> None:
@@ -35,10 +36,10 @@ def test_a_corpus_below_a_root_is_read_as_without_one(tmp_path: Path) -> None:
 
     config = parsed(mixture())
     roots = DataRoots.of([tmp_path / "data"])
-    free, bound = Order.create(config, tmp_path, None), Order.create(config, tmp_path, None, roots)
+    free, bound = builder.create(config, tmp_path, None), builder.create(config, tmp_path, None, roots)
 
-    assert free.record() == bound.record()
-    assert Order.load(config, tmp_path, None, free.record(), roots).record() == free.record()
+    assert free.record.to_json() == bound.record.to_json()
+    assert builder.load(config, tmp_path, None, free.record.to_json(), roots).record.to_json() == free.record.to_json()
 
 
 def link_to_a_file(root: Path) -> str:
@@ -145,10 +146,10 @@ def test_a_tokeniser_lies_below_a_root_too(root: Path, name: str) -> None:
 def test_a_run_that_began_without_roots_is_held_to_them_afterwards(root: Path) -> None:
     (root / "linked.txt").symlink_to(root.parent / "outside/secret.txt")
     config = parsed(flat(["txt:*.txt:text"]))
-    record = Order.create(config, root, None).record()
+    record = builder.create(config, root, None).record.to_json()
 
     with pytest.raises(ConfigError, match=r"source 'txt:\*\.txt:text': 'linked\.txt', which is .* no data root"):
-        Order.load(config, root, None, record, DataRoots.of([root]))
+        builder.load(config, root, None, record, DataRoots.of([root]))
 
 
 def test_several_roots_and_links_between_them_are_fine(root: Path) -> None:
@@ -157,15 +158,15 @@ def test_several_roots_and_links_between_them_are_fine(root: Path) -> None:
     (root / "more.txt").symlink_to(other / "more.txt")
     roots = DataRoots.of([root, other])
 
-    order = Order.create(parsed(flat(["txt:*.txt:text"])), root, None, roots)
+    order = builder.create(parsed(flat(["txt:*.txt:text"])), root, None, roots)
 
-    assert order.shard_paths == (("inside.txt", "more.txt"),)
+    assert order.record.shard_paths == (("inside.txt", "more.txt"),)
 
 
 def test_a_root_that_is_a_link_stands_for_its_folder(root: Path) -> None:
     (root.parent / "link").symlink_to(root)
 
-    Order.create(parsed(flat(["txt:inside.txt:text"])), root, None, DataRoots.of([root.parent / "link"]))
+    builder.create(parsed(flat(["txt:inside.txt:text"])), root, None, DataRoots.of([root.parent / "link"]))
 
 
 def test_a_root_that_is_not_there_is_refused(root: Path) -> None:

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 from support import corpora
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import Cursor
-from tokenloom_server.order import size_estimates
-from tokenloom_server.order.record import Order
-from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order import builder, size_estimates
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.tokenizer.documents import Documents as Encoded
 
 
-def counted(order: Order, source_id: int) -> tuple[int, int]:
+def counted(order: PipelineFactory, source_id: int) -> tuple[int, int]:
     """Rows and tokens of one epoch, by reading it whole."""
-    reader = order.open(source_id)
+    reader = order.readers.open(source_id)
     documents = Documents("", reader, order.encoder(source_id, reader), 1)
     pieces = list(documents.read(Cursor()))
     return sum(len(piece.ends) for piece in pieces), sum(len(piece.ids) for piece in pieces)
 
 
-def order_over(folder: Path, *specs: str) -> Order:
+def order_over(folder: Path, *specs: str) -> PipelineFactory:
     return corpora.order_of(folder, corpora.flat(specs))
 
 
@@ -34,7 +34,7 @@ def long_rows(count: int, salt: int, low: int, high: int) -> list[str]:
 
 def test_a_source_that_is_read_whole_is_counted_exactly(tmp_path: Path) -> None:
     order = corpora.order_of(corpora.write_corpus(tmp_path))
-    for source_id in range(len(order.specs)):
+    for source_id in range(len(order.record.specs)):
         rows, tokens = counted(order, source_id)
         assert size_estimates.measure(order, source_id) == SizeEstimate(rows, round(1000 * tokens / rows))
 
@@ -98,7 +98,7 @@ def test_much_text_is_neither_scanned_nor_indexed(tmp_path: Path, monkeypatch: p
             corpora.write_jsonl(tmp_path / f"{shard}.jsonl", rows)
     index = tmp_path / "index"
     config = corpora.parsed(corpora.flat([f"{scheme}:*.{scheme}:text"]))
-    order = Order.create(config, tmp_path, index)
+    order = builder.create(config, tmp_path, index)
     before = {path.name for path in index.glob("lines-*")}
     found = size_estimates.measure(order, 0)
     assert {path.name for path in index.glob("lines-*")} == before
@@ -127,7 +127,7 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
     order = order_over(tmp_path, "txt:a.txt:text")
     rows, tokens = counted(order, 0)
     monkeypatch.setattr(size_estimates, "ENCODED_BYTES", 80_000)
-    encoder = order.encoder(0, order.open(0))
+    encoder = order.encoder(0, order.readers.open(0))
     encoded = 0
 
     class Counting:
@@ -146,7 +146,7 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
 
 def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\nthree")
-    reader = order_over(tmp_path, "txt:a.txt:text").open(0)
+    reader = order_over(tmp_path, "txt:a.txt:text").readers.open(0)
     assert isinstance(reader, LinesSource)
     assert [reader.head_bytes(0, rows) for rows in (1, 2, 3)] == [5, 9, 14]
 

@@ -19,6 +19,7 @@ from support.corpora import (
     mixture,
     order_of,
     parsed,
+    reread,
     text_rows,
     write_corpus,
     write_jsonl,
@@ -29,7 +30,8 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.prepare.job import Job
@@ -46,9 +48,9 @@ def of_one(spec: str, share: float | None = SHARE, **fields: Any) -> dict[str, A
     return mixture(mixture={"policy": "sequential", "children": [source | fields]}, seed=SEED)
 
 
-def both(order: Order) -> tuple[Counter[bytes], Counter[bytes]]:
+def both(order: PipelineFactory) -> tuple[Counter[bytes], Counter[bytes]]:
     """All samples that are trained on, and all that are held out."""
-    out = order.aside(order.config)
+    out = builder.aside(order, order.config)
     return Counter(taken(order, order.initial())[0]), Counter(taken(out, out.initial())[0])
 
 
@@ -66,7 +68,8 @@ def test_every_document_is_on_one_side_and_none_on_both(scheme: str, shuffle: st
     whole = order_of(tmp_path, of_one(spec, None, **options) | {"packing": "none", "sequence_length": 128})
     order = order_of(tmp_path, of_one(spec, **options) | {"packing": "none", "sequence_length": 128})
     # Of several lanes one may have nothing; evaluation reads in one.
-    out = order.aside(order.config.model_copy(update={"mixture": order_of(tmp_path, of_one(spec)).config.mixture}))
+    config = order.config.model_copy(update={"mixture": order_of(tmp_path, of_one(spec)).config.mixture})
+    out = builder.aside(order, config)
     kept = Counter(taken(order, order.initial())[0])
     held = Counter(taken(out, out.initial())[0])
     assert kept
@@ -84,7 +87,7 @@ def test_a_run_that_holds_out_goes_on_from_every_sample_index(shuffle: str, pack
     samples, states, ended = taken(order, order.initial())
     assert ended == "every source is exhausted"
     for at in range(0, len(samples), 7):
-        state = order.decode(order.encode(states[at]))
+        state = reread(order, states[at])
         assert taken(order, state)[0] == samples[at + 1 :]
 
 
@@ -187,7 +190,7 @@ def test_rows_that_are_bad_or_filtered_are_told_once_and_never_evaluated_on(tmp_
     fields = {"filter": "n > 0", "on_bad_row": "skip"}
     order = order_of(tmp_path, of_one("jsonl:a.jsonl:text", **fields) | {"tail": "pad"})
     whole = order_of(tmp_path, of_one("jsonl:a.jsonl:text", None, **fields) | {"tail": "pad"})
-    out = order.aside(order.config)
+    out = builder.aside(order, order.config)
     tallies = [taken(each, each.initial())[1][-1].sources[0] for each in (order, whole, out)]
     assert tallies[0].rows == tallies[1].rows
     assert tallies[0].tally[:2] == tallies[1].tally[:2]
@@ -198,7 +201,7 @@ def test_rows_that_are_bad_or_filtered_are_told_once_and_never_evaluated_on(tmp_
 def test_a_source_without_a_document_that_is_held_out_gives_none(tmp_path: Path) -> None:
     write_txt(tmp_path / "a.txt", text_rows(20, 3, 9))
     order = order_of(tmp_path, of_one("txt:a.txt:text", 1e-9))
-    assert taken(order.aside(order.config), order.initial())[0] == []
+    assert taken(builder.aside(order, order.config), order.initial())[0] == []
 
 
 def test_a_plan_knows_what_is_held_out(tmp_path: Path) -> None:

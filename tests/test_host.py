@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import pytest
 import yaml
-from support.corpora import CODE, WIKI, flat, mixture, write_corpus
+from support.corpora import CODE, WIKI, encode_state, flat, mixture, write_corpus
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
@@ -93,7 +93,9 @@ class Rank:
         opening, start = self.joined.opening, self.joined.start
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, f"{start.digest:032x}", base)
-        template = canonical(served.coordinator.order.template(self.joined.uid, "train", opening.generation)).encode()
+        template = canonical(
+            served.coordinator.order.record.template(self.joined.uid, "train", opening.generation)
+        ).encode()
         self.history = History(template, point, loaded)
         self.base = base
         self.buffer: deque[Step] = deque()
@@ -292,9 +294,9 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
         message = coordinator.message_steps(2)
         assert coordinator.group_steps(2, 2) == message
         monkeypatch.setattr("tokenloom_server.run.sizing.SOURCES_PER_MESSAGE", 2)
-        assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.specs) // 2) * message
+        assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.record.specs) // 2) * message
         # Many ranks: less than one message for each, but a step at least.
-        monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.sample_bytes)
+        monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.order.form.sample_bytes)
         assert [coordinator.group_steps(64, 2), coordinator.group_steps(10_000, 2)] == [3, 1]
     finally:
         place.stop()
@@ -643,7 +645,7 @@ def test_a_cursor_behind_the_files_is_refused_also_where_there_is_nothing_to_go_
     state = Trainer(served, state=trainer.state()).state()
     document = json.loads(state)
     assert document["sample_index"] == 16
-    at_boundary = served.coordinator.order.encode(served.history.forward(served.history.parse(state)))
+    at_boundary = encode_state(served.coordinator.order, served.history.forward(served.history.parse(state)))
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
     assert served.history.parse(seal(document)).base is not None
@@ -718,7 +720,7 @@ def test_any_range_behind_any_point_can_be_skipped(place: Place, end: int) -> No
             pipeline.advance(at)
             states.append(pipeline.state().sources)
         assert behind.ranks[0].history.last.digest == digest_hex(pipeline.state().digest)
-        for spec, before, after, last in zip(order.specs, *states, strict=True):
+        for spec, before, after, last in zip(order.record.specs, *states, strict=True):
             skipped = after.samples - before.samples, after.rows - before.rows
             assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
         # The generation's own snapshots carry it on, whichever index they are at.
@@ -906,7 +908,7 @@ def counters_of(place: Place) -> dict[str, tuple[int, int]]:
 
 def recount(served: ServedRun, samples: dict[int, Sample]) -> dict[str, tuple[int, int]]:
     given = Counter(sample.source for sample in samples.values())
-    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.coordinator.order.specs)}
+    return {spec: (given[i], given[i] * 8) for i, spec in enumerate(served.coordinator.order.record.specs)}
 
 
 def test_committed_counters_are_a_recount_of_what_the_ranks_took(place: Place) -> None:
@@ -1093,7 +1095,7 @@ def test_a_commit_that_contradicts_the_ledger_stops_everything(place: Place) -> 
         "train",
         coordinator.lease.epoch,
         1,
-        other(commit_of(coordinator.timeline, state, coordinator.order.encode(state))),
+        other(commit_of(coordinator.timeline, state, encode_state(coordinator.order, state))),
         False,
     )
     with pytest.raises(OrderMismatch):
@@ -1114,7 +1116,9 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(place: 
     text = json.loads(served.history.snapshot(12)[0])
     point = served.history.parse(seal(text))
     state = served.history.forward(point)
-    commit = commit_of(coordinator.timeline, state, coordinator.order.encode(point.base or coordinator.order.initial()))
+    commit = commit_of(
+        coordinator.timeline, state, encode_state(coordinator.order, point.base or coordinator.order.initial())
+    )
     coordinator.ledger.commit(coordinator.uid, "train", coordinator.lease.epoch, 1, other(commit), False)
     again = place.restart()
     rank.received = rank.consumed = 12

@@ -18,8 +18,8 @@ from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def order(folder: Path) -> Order:
+def order(folder: Path) -> PipelineFactory:
     return order_of(folder)
 
 
@@ -44,11 +44,11 @@ def entry(spec: str, row_offset: int = 0, token_offset: int | None = None, **mor
     return found | ({} if token_offset is None else {"token_offset": token_offset}) | more
 
 
-def wiki(order: Order, **more: Any) -> dict[str, Any]:
-    return entry(WIKI, shard=order.shard_paths[order.specs.index(WIKI)][0], **more)
+def wiki(order: PipelineFactory, **more: Any) -> dict[str, Any]:
+    return entry(WIKI, shard=order.record.shard_paths[order.record.specs.index(WIKI)][0], **more)
 
 
-def import_into(order: Order, *entries: dict[str, Any]) -> ResumePoint:
+def import_into(order: PipelineFactory, *entries: dict[str, Any]) -> ResumePoint:
     payload = foreign_checkpoint.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
     assert payload is not None
     return foreign_checkpoint.resume_point(payload, Timeline(order))
@@ -59,7 +59,7 @@ def consumed(run: config.RunConfig, samples: list[int]) -> list[SourceState]:
     return [SourceState(samples=count, tokens=count * run.sequence_length) for count in samples]
 
 
-def decoded(order: Order, state: State) -> State:
+def decoded(order: PipelineFactory, state: State) -> State:
     """A state through its text."""
     timeline = Timeline(order)
     return timeline.decode(timeline.encode(state))
@@ -70,7 +70,7 @@ def state_of(point: ResumePoint) -> State:
     return point.base
 
 
-def picks(order: Order, state: State, count: int) -> list[int]:
+def picks(order: PipelineFactory, state: State, count: int) -> list[int]:
     """Samples of each source among the next ``count``."""
     pipeline = order.pipeline(state)
     pipeline.advance(count)
@@ -89,7 +89,7 @@ def first_ids(pipeline: Pipeline, source: int) -> list[int]:
 # --- What goes on ------------------------------------------------------------------------------------------------
 
 
-def test_cursors_and_counters_are_what_the_payload_says(order: Order) -> None:
+def test_cursors_and_counters_are_what_the_payload_says(order: PipelineFactory) -> None:
     point = import_into(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry(PROSE, 12, 16), wiki(order, row_offset=5))
     state = state_of(point)
 
@@ -106,7 +106,7 @@ def test_cursors_and_counters_are_what_the_payload_says(order: Order) -> None:
     assert decoded(order, state) == state
 
 
-def test_each_spec_is_told_in_one_line(order: Order) -> None:
+def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
     point = import_into(order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x"))
 
     assert [note.replace(CODE, "CODE") for note in point.notes] == [
@@ -119,7 +119,7 @@ def test_each_spec_is_told_in_one_line(order: Order) -> None:
     ]
 
 
-def test_a_source_goes_on_with_the_row_behind_its_cursor(order: Order) -> None:
+def test_a_source_goes_on_with_the_row_behind_its_cursor(order: PipelineFactory) -> None:
     state = state_of(import_into(order, entry(CODE, 3, 80), entry(DOCS, 4, 40), entry(PROSE, 12, 40)))
 
     rows = [END if token is None else token for row in ROWS[CODE][1][3:] for token in [*row, *([None] if row else [])]]
@@ -233,7 +233,9 @@ PAYLOADS = st.fixed_dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(PAYLOADS)
-def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(order: Order, document: dict[str, Any]) -> None:
+def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(
+    order: PipelineFactory, document: dict[str, Any]
+) -> None:
     try:
         payload = foreign_checkpoint.read(json.dumps(document))
         if payload is None:
@@ -245,14 +247,14 @@ def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(order: Order,
         assert decoded(order, point.base) == point.base
 
 
-def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: Order) -> None:
+def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: PipelineFactory) -> None:
     same = [import_into(order, entry(CODE, 3, 83, note=note), entry(DOCS, 4)).digest for note in "ab"]
     other = import_into(order, entry(CODE, 4, 83), entry(DOCS, 4)).digest
     assert same[0] == same[1] != other
     assert state_of(import_into(order, entry(CODE, 3, 83))).imported is not None
 
 
-def test_a_sample_index_alone_skips_so_many_samples(order: Order) -> None:
+def test_a_sample_index_alone_skips_so_many_samples(order: PipelineFactory) -> None:
     payload = foreign_checkpoint.read('{"sample_index": 37}')
     assert payload is not None
     point = foreign_checkpoint.resume_point(payload, Timeline(order))
@@ -290,7 +292,7 @@ def test_a_weight_counts_in_the_baseline(folder: Path) -> None:
     assert point.notes[2].endswith("starts at the mean, 96 tokens")
 
 
-def test_a_node_that_is_new_begins_at_the_baseline_as_a_whole(order: Order) -> None:
+def test_a_node_that_is_new_begins_at_the_baseline_as_a_whole(order: PipelineFactory) -> None:
     carried = elsewhere.imported(order.config, consumed(order.config, [10, 5, 0, 0]), [True, True, False, False])
     # Of 2 : 1 : 1.5 parts, 80/2 and 40/1 are 40 tokens a part; the integers are 4 : 2 : 3.
     assert carried.baselines == (None, None, 60, 60)
@@ -304,7 +306,7 @@ def test_without_balances_a_new_source_just_begins(folder: Path) -> None:
     )
 
 
-def test_what_the_mixture_lacks_is_written_back_as_it_was(order: Order) -> None:
+def test_what_the_mixture_lacks_is_written_back_as_it_was(order: PipelineFactory) -> None:
     old = entry("hf:old/set@main:train:text", 9, 1000, shard="part-7", extra={"b": [1, None]})
     state = state_of(import_into(order, entry(CODE, 3, 80), old))
     datasets = json.loads(Timeline(order).encode(state))["datasets"]
@@ -315,7 +317,9 @@ def test_what_the_mixture_lacks_is_written_back_as_it_was(order: Order) -> None:
 # --- Paths -------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(order: Order, folder: Path) -> None:
+def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(
+    order: PipelineFactory, folder: Path
+) -> None:
     for shard in ("data/code-1.parquet", str(folder / "data/code-1.parquet"), "/old/machine/data/code-1.parquet",
                   "code-1.parquet", "./data/../data/code-1.parquet"):  # fmt: skip
         assert state_of(import_into(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard == 1
@@ -353,7 +357,9 @@ def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
         ({"epoch": 1}, r"datasets\.0 .*epoch is 1, but the mixture file reads the source for 1 epochs"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_spec_and_field(order: Order, change: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_used_is_refused_by_spec_and_field(
+    order: PipelineFactory, change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
         import_into(order, entry(CODE, 3, 80) | change, entry(DOCS, 1))
 
@@ -377,17 +383,17 @@ def test_what_is_no_payload_is_refused(document: dict[str, Any], said: str) -> N
         foreign_checkpoint.read(json.dumps(document))
 
 
-def test_a_spec_that_stands_there_twice_is_refused(order: Order) -> None:
+def test_a_spec_that_stands_there_twice_is_refused(order: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match=r"datasets\.1 .*stands there already, at 0"):
         import_into(order, entry(CODE), entry(CODE))
 
 
-def test_a_payload_of_which_nothing_is_known_is_refused(order: Order) -> None:
+def test_a_payload_of_which_nothing_is_known_is_refused(order: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match="none of its specs is in this mixture; found 'a:b:c', expected some of"):
         import_into(order, entry("a:b:c", shard="x"))
 
 
-def test_more_tokens_than_can_be_counted_are_refused(order: Order) -> None:
+def test_more_tokens_than_can_be_counted_are_refused(order: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match="token_offset adds up to"):
         import_into(order, entry(CODE, 3, MAX_COUNTER), entry(DOCS, 1, MAX_COUNTER))
 
@@ -400,7 +406,7 @@ def test_more_tokens_than_can_be_counted_are_refused(order: Order) -> None:
     ],
 )
 def test_what_every_later_state_would_carry_is_bounded_and_can_be_written(
-    order: Order, more: dict[str, Any], said: str
+    order: PipelineFactory, more: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
         import_into(order, entry(CODE, 3, 80), entry("gone:a:b", shard="x", **more))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
 
@@ -46,15 +47,15 @@ class Corpus:
     folder: Path
     #: All files, the late ones, too.
     manifest: Manifest = field(repr=False)
-    first: Order = field(repr=False)
+    first: PipelineFactory = field(repr=False)
 
-    def order(self, document: dict[str, Any]) -> Order:
+    def order(self, document: dict[str, Any]) -> PipelineFactory:
         """The order of a run that began before the late files were there."""
         config = parsed(document)
         named = {source.source for _, source in config.named_sources()}
         early = tuple(SourceFiles(one.spec, one.shards[:-1]) for one in self.manifest.sources if one.spec in named)
-        order = Order(config, self.folder, None, Manifest(early), self.first.tokenizer, self.first.engine)
-        return order._measured()
+        record = replace(self.first.record, config=config, manifest=Manifest(early), has_loss_mask=config.masks_loss)
+        return builder.measured(self.first.with_record(record))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
                 write(path.with_suffix(suffix), ["7", *text_rows(rows, 10 * number + file, 14)])
     manifest = build([spec_of(_spec(number)) for number in range(SOURCES)], folder)
     document = mixture(mixture={"policy": "sequential", "children": [{"source": _spec(1)}]})
-    return Corpus(folder, manifest, Order.create(parsed(document), folder, None))
+    return Corpus(folder, manifest, builder.create(parsed(document), folder, None))
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def _change(rng: random.Random, timeline: Timeline, index: int, folder: Path) ->
             return kind, {"mixture": random_tree(rng, 2, iter(cycle(rng.sample(kept + specs, len(kept) + len(specs)))))}
         case "exclude":
             order, rows = timeline.at(index), []
-            for source, shards in zip(config.sources, order.shard_paths, strict=True):
+            for source, shards in zip(config.sources, order.record.shard_paths, strict=True):
                 # The first row of a file stays, so that no epoch is without a token.
                 rows += [
                     {"spec": source.source, "shard": rng.choice(shards), "row": rng.randint(1, 14)}

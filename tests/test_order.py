@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, SourceChanged, SourceError, TokenizerError, TokenloomError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 
 
 @pytest.fixture
@@ -22,11 +23,11 @@ def folder(tmp_path: Path) -> Path:
     return write_corpus(tmp_path)
 
 
-def load(folder: Path, record: str, document: dict[str, Any] | None = None) -> Order:
-    return Order.load(parsed(document or mixture()), folder, None, record)
+def load(folder: Path, record: str, document: dict[str, Any] | None = None) -> PipelineFactory:
+    return builder.load(parsed(document or mixture()), folder, None, record)
 
 
-def digest_of(order: Order, samples: int = 40) -> int:
+def digest_of(order: PipelineFactory, samples: int = 40) -> int:
     pipeline = order.pipeline(order.initial())
     pipeline.advance(samples)
     return pipeline.state().digest
@@ -45,14 +46,14 @@ def write_tokenizer(path: Path, end_of_text: int, extra: str = "x") -> None:
 
 def test_an_order_comes_back_from_its_record(folder: Path) -> None:
     made = order_of(folder)
-    loaded = load(folder, made.record())
-    assert loaded.record() == made.record()
-    assert loaded.template("u", "train", 1) == made.template("u", "train", 1)
+    loaded = load(folder, made.record.to_json())
+    assert loaded.record.to_json() == made.record.to_json()
+    assert loaded.record.template("u", "train", 1) == made.record.template("u", "train", 1)
     assert digest_of(loaded) == digest_of(made)
 
 
 def test_the_record_holds_what_decides_the_order_and_nothing_of_this_machine(folder: Path) -> None:
-    record = order_of(folder).record()
+    record = order_of(folder).record.to_json()
     assert str(folder) not in record
     assert set(json.loads(record)) == {"format", "order_version", "config", "tokenizer", "vocab_size", "manifest"}
     assert canonical(json.loads(record)) == record
@@ -63,7 +64,7 @@ def test_a_run_moves_with_its_folder(folder: Path, tmp_path_factory: pytest.Temp
     expected = digest_of(made)
     moved = tmp_path_factory.mktemp("moved") / "corpus"
     folder.rename(moved)
-    assert digest_of(load(moved, made.record())) == expected
+    assert digest_of(load(moved, made.record.to_json())) == expected
 
 
 def child(document: dict[str, Any], position: int) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
     document = mixture()
     change(document)
     with pytest.raises(ConfigError) as caught:
-        load(folder, order_of(folder).record(), document)
+        load(folder, order_of(folder).record.to_json(), document)
     first, *found, last = str(caught.value).splitlines()
     assert first == "the mixture file of run 'test' differs from the run's record:"
     assert [line.strip() for line in found] == lines
@@ -118,13 +119,13 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
 def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
     document = mixture(window_steps=9, last_step="pad")
     child(document, 0)["alias"] = "other"
-    assert digest_of(load(folder, order_of(folder).record(), document)) == digest_of(order_of(folder))
+    assert digest_of(load(folder, order_of(folder).record.to_json(), document)) == digest_of(order_of(folder))
 
 
 @pytest.mark.parametrize("field", ["format", "order_version"])
 @pytest.mark.parametrize("value", [0, 2, None, "1"])
 def test_a_record_of_another_version_is_refused(folder: Path, field: str, value: Any) -> None:
-    record = json.loads(order_of(folder).record()) | {field: value}
+    record = json.loads(order_of(folder).record.to_json()) | {field: value}
     with pytest.raises(LedgerError, match=f"its record has {field} {value!r}, this server honours 1"):
         load(folder, json.dumps(record))
     assert ORDER_VERSION == 1
@@ -148,7 +149,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_changed_file_is_refused_by_name(folder: Path, what: str) -> None:
-    record = order_of(folder).record()
+    record = order_of(folder).record.to_json()
     name, damage = DAMAGE[what]
     damage(folder / name)
     with pytest.raises(SourceChanged, match=name):
@@ -156,7 +157,7 @@ def test_a_changed_file_is_refused_by_name(folder: Path, what: str) -> None:
 
 
 def test_a_touched_file_is_the_same_file(folder: Path) -> None:
-    record = order_of(folder).record()
+    record = order_of(folder).record.to_json()
     (folder / "data/docs.jsonl").touch()
     load(folder, record)
 
@@ -165,7 +166,7 @@ def test_files_that_appear_later_only_warn(folder: Path, caplog: pytest.LogCaptu
     made = order_of(folder)
     (folder / "data/prose/2.txt").write_text("1 2 3\n")
     with caplog.at_level(logging.WARNING):
-        loaded = load(folder, made.record())
+        loaded = load(folder, made.record.to_json())
     assert "data/prose/2.txt appeared after the run began and is not read" in caplog.text
     assert digest_of(loaded, 10**6) == digest_of(made, 10**6)
 
@@ -176,7 +177,7 @@ def text_document() -> dict[str, Any]:
 
 def test_another_tokeniser_is_refused(folder: Path) -> None:
     write_tokenizer(folder / "tokenizer.json", 5)
-    record = order_of(folder, text_document()).record()
+    record = order_of(folder, text_document()).record.to_json()
     load(folder, record, text_document())
     write_tokenizer(folder / "tokenizer.json", 5, extra="y")
     with pytest.raises(TokenizerError, match=r"its files have the digest .* but the run began with"):
@@ -185,7 +186,7 @@ def test_another_tokeniser_is_refused(folder: Path) -> None:
 
 def test_another_engine_version_is_refused(folder: Path) -> None:
     write_tokenizer(folder / "tokenizer.json", 5)
-    record = json.loads(order_of(folder, text_document()).record())
+    record = json.loads(order_of(folder, text_document()).record.to_json())
     record["tokenizer"]["version"] = "0.0.1"
     with pytest.raises(TokenizerError, match=r"the run began with .* 0.0.1, but"):
         load(folder, json.dumps(record), text_document())
@@ -195,12 +196,12 @@ def test_another_end_of_text_is_refused_also_where_every_source_holds_ids(folder
     document = flat([CODE, WIKI], tokenizer="tokenizer.json")
     write_tokenizer(folder / "tokenizer.json", 280)
     made = order_of(folder, document)
-    assert json.loads(made.record())["tokenizer"]["engine"] == "none"
-    load(folder, made.record(), document)
+    assert json.loads(made.record.to_json())["tokenizer"]["engine"] == "none"
+    load(folder, made.record.to_json(), document)
     write_tokenizer(folder / "tokenizer.json", 281)
     assert digest_of(order_of(folder, document)) != digest_of(made)
     with pytest.raises(TokenizerError, match="put the old files back, or begin a new run"):
-        load(folder, made.record(), document)
+        load(folder, made.record.to_json(), document)
 
 
 def test_text_without_a_tokeniser_is_refused(folder: Path) -> None:
@@ -220,8 +221,8 @@ def test_ids_travel_in_the_narrowest_type(folder: Path, vocab: int, width: int) 
     document = flat([CODE], labels="shifted") | {"vocab_size": vocab, "end_of_text_id": vocab - 1}
     del document["tokenizer"]
     order = order_of(folder, document)
-    assert order.dtype.itemsize == width
-    assert order.sample_bytes == 9 * width
+    assert order.record.dtype.itemsize == width
+    assert order.form.sample_bytes == 9 * width
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_a_source_that_is_not_there_is_refused_when_the_run_is_created(
 
 
 def test_shards_in_file_order_give_a_warning(folder: Path) -> None:
-    found = order_of(folder).warnings()
+    found = builder.warnings(order_of(folder).record)
     assert len(found) == sum(len(shards) > 1 for shards in ROWS.values()) == 2
     assert all("shuffl" in text for text in found)
 

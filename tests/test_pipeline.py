@@ -14,12 +14,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import xxhash
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    ROWS,
+    WIKI,
+    flat,
+    mixture,
+    order_of,
+    reread,
+    write_corpus,
+)
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, StepGroup
-from tokenloom_server.order.record import Order
 
 GOLDEN = Path(__file__).parent / "golden" / f"order_v{ORDER_VERSION}.json"
 END_OF_TEXT = 256
@@ -44,7 +55,7 @@ class Step(NamedTuple):
 
 
 def groups(
-    order: Order, state: State, world_size: int = 1, batch_size: int = 1, group_steps: int = 5, burst: int = 3
+    order: PipelineFactory, state: State, world_size: int = 1, batch_size: int = 1, group_steps: int = 5, burst: int = 3
 ) -> Iterator[StepGroup]:
     """The groups from a state to the end of data."""
     pipeline = order.pipeline(state)
@@ -58,7 +69,7 @@ def groups(
         yield group
 
 
-def steps(order: Order, state: State, **plan: int) -> Iterator[Step]:
+def steps(order: PipelineFactory, state: State, **plan: int) -> Iterator[Step]:
     """Steps as a client sees them: each rank's slice put back to where it says that it belongs."""
     for group in groups(order, state, **plan):
         world_size, batch_size = group.plan.world_size, group.plan.batch_size
@@ -78,7 +89,7 @@ def steps(order: Order, state: State, **plan: int) -> Iterator[Step]:
             yield Step(tuple(sample for sample in places if sample is not None), group.state_behind(step))
 
 
-def whole(order: Order) -> list[Step]:
+def whole(order: PipelineFactory) -> list[Step]:
     return list(steps(order, order.initial()))
 
 
@@ -136,14 +147,14 @@ def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(
     for k in range(len(uninterrupted) + 1):
         state = uninterrupted[k - 1].state if k else order.initial()
         # The state as it travels and rests.
-        again = order.decode(order.encode(state))
+        again = reread(order, state)
         assert again == state
         rest = steps(order, again, group_steps=1 + k % 7, burst=1 + k % 4)
         if k % 9 and k < len(uninterrupted) - 3:
             # A short way on, then from there once more: what works once may break the second time.
             ahead = [next(rest), next(rest)]
             assert ahead == uninterrupted[k : k + 2]
-            again = order.decode(order.encode(ahead[-1].state))
+            again = reread(order, ahead[-1].state)
             assert next(steps(order, again, group_steps=3)) == uninterrupted[k + 2]
         else:
             assert list(rest) == uninterrupted[k:]
@@ -163,7 +174,7 @@ def test_a_run_covers_every_edge_that_resuming_can_meet(folder: Path) -> None:
     assert any(not cursor.offset for cursor in code)
 
 
-def rows_of(order: Order, source: int) -> list[int]:
+def rows_of(order: PipelineFactory, source: int) -> list[int]:
     """A source's tokens, by the definition: every row of every shard with the end of text behind it."""
     config = order.config.sources[source]
     documents = [
@@ -182,8 +193,8 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
     padding, run = Counter[int](), whole(order)
     for step in run:
         for sample in step.samples:
-            assert len(sample.ids) == order.sample_bytes
-            padding[sample.source] += order.width - len(order.form.ids(sample.ids))
+            assert len(sample.ids) == order.form.sample_bytes
+            padding[sample.source] += order.form.width - len(order.form.ids(sample.ids))
         sources = step.state.sources
         assert [source.tally.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
         assert step.state.total_tokens == step.state.sample_index * order.config.sequence_length
@@ -191,7 +202,7 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
     if order.config.packing != "concat":
         # All that is read is there, or counted as lost.
         lost = sum(source.tally.lost_tokens for source in run[-1].state.sources)
-        given = run[-1].state.sample_index * order.width - sum(padding.values()) + lost
+        given = run[-1].state.sample_index * order.form.width - sum(padding.values()) + lost
         specs = [source.source for source in order.config.sources]
         if all(order.config.epochs[i] in (1.0, 2.0) for i in range(len(specs))):
             assert given == sum(len(rows_of(order, i)) for i in range(len(specs)))
@@ -209,8 +220,8 @@ def test_each_sources_samples_are_its_documents_joined_and_cut(folder: Path, nam
     for source, samples in found.items():
         tokens = rows_of(order, source)
         cut = [
-            np.array(tokens[at : at + order.width], order.dtype).tobytes()
-            for at in range(0, len(tokens) - order.width + 1, length)
+            np.array(tokens[at : at + order.form.width], order.record.dtype).tobytes()
+            for at in range(0, len(tokens) - order.form.width + 1, length)
         ]
         assert samples == cut
         state = run[-1].state.sources[source]
@@ -255,7 +266,7 @@ def test_four_two_three_one_ranks_with_changing_batches_give_one_sequence(folder
     for world_size, batch_size, count in ((4, 2, 4), (2, 5, 3), (3, 1, 6), (1, 7, 2), (2, 3, 10**9)):
         for number, step in enumerate(steps(order, state, world_size=world_size, batch_size=batch_size), start=1):
             found += step.samples
-            state = order.decode(order.encode(step.state))
+            state = reread(order, step.state)
             assert state == uninterrupted[len(found) - 1].state
             if number == count:
                 break
@@ -385,7 +396,7 @@ def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
     order = order_of(folder)
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10**6)
-    over = order.decode(order.encode(pipeline.state()))
+    over = reread(order, pipeline.state())
     again = order.pipeline(over)
     again.advance(5)
     assert again.ended == "every source is exhausted"
@@ -429,7 +440,7 @@ def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path)
     behind = END_OF_TEXT
     count = 0
     for sample in samples_of(steps(order, order.initial(), world_size=2, batch_size=2)):
-        ids = np.frombuffer(sample.ids, order.dtype).tolist()
+        ids = np.frombuffer(sample.ids, order.record.dtype).tolist()
         assert sample.starts == tuple(i for i, before in enumerate([behind, *ids[:-1]]) if before == END_OF_TEXT)
         behind = ids[-1]
         count += len(sample.starts)
@@ -487,7 +498,7 @@ def values(state: State) -> list[Any]:
     return [*position, sources, [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes]]
 
 
-def fingerprint(order: Order) -> dict[str, Any]:
+def fingerprint(order: PipelineFactory) -> dict[str, Any]:
     """An order in a few values: its length, its digest, and a hash of every sample and cursor."""
     hashed = hashlib.sha256()
     step = None

@@ -8,12 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import id_rows, mixture, order_of, parsed, write_jsonl, write_parquet
+from support.corpora import (
+    decode_state,
+    encode_state,
+    id_rows,
+    mixture,
+    order_of,
+    parsed,
+    reread,
+    write_jsonl,
+    write_parquet,
+)
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 from tokenloom_server.mixing.varying import UPDATE_PICKS
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 
 #: Rows, and the tokens of the longest: about 2,100, 5,400 and 900 samples of 4 tokens.
 SIZES = {"a": (420, 40), "b": (270, 160), "c": (1200, 6)}
@@ -66,13 +77,13 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def order_named(folder: Path, name: str) -> Order:
+def order_named(folder: Path, name: str) -> PipelineFactory:
     if name == "nested":
         write_jsonl(folder / "d.jsonl", [f"document {i} of a few" for i in range(60)])
     return order_of(folder, DOCUMENTS[name])
 
 
-def run(order: Order, state: State, burst: int = 50) -> tuple[list[int], list[State], str | None]:
+def run(order: PipelineFactory, state: State, burst: int = 50) -> tuple[list[int], list[State], str | None]:
     """All samples' sources from a state on, the state behind each, and why they ended."""
     pipeline = order.pipeline(state)
     plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=400)
@@ -97,7 +108,7 @@ def test_a_run_goes_on_identically_from_every_kind_of_state(folder: Path, name: 
     at_updates = [k * UPDATE_PICKS for k in range(1, len(states) // UPDATE_PICKS, 9)]
     # State k is behind sample k, so that k + 1 samples lie before it: on an update, beside it, and where one goes out.
     for k in sorted({0, 100, *changes, *(at + by for at in at_updates for by in (-2, -1, 0)), len(states) - 2}):
-        again = order.decode(order.encode(states[k]))
+        again = reread(order, states[k])
         assert again == states[k]
         rest, rest_states, reason = run(order, again, burst=1 + k % 97)
         assert rest == sources[k + 1 :]
@@ -147,22 +158,22 @@ def test_estimates_come_to_what_there_is(folder: Path) -> None:
 
 def test_extents_are_in_the_record_where_a_policy_needs_them_and_are_kept(folder: Path) -> None:
     order = order_named(folder, "balance_remaining")
-    record = json.loads(order.record())
+    record = json.loads(order.record.to_json())
     assert len(record["extents"]) == 3
     record["extents"] = {key: [2 * rows, tokens] for key, (rows, tokens) in record["extents"].items()}
-    again = Order.load(order.config, folder, None, json.dumps(record))
-    assert [extent.rows for extent in again.size_estimates.values()] == [2 * rows for rows, _ in SIZES.values()]
-    assert json.loads(again.record()) == record
-    assert "extents" not in json.loads(order_of(folder, under("least_consumed")).record())
+    again = builder.load(order.config, folder, None, json.dumps(record))
+    assert [extent.rows for extent in again.record.size_estimates.values()] == [2 * rows for rows, _ in SIZES.values()]
+    assert json.loads(again.record.to_json()) == record
+    assert "extents" not in json.loads(order_of(folder, under("least_consumed")).record.to_json())
 
 
 def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> None:
     order = order_named(folder, "nested")
     pipeline = order.pipeline(order.initial())
     pipeline.advance(100)
-    nodes = json.loads(order.encode(pipeline.state()))["nodes"]
+    nodes = json.loads(encode_state(order, pipeline.state()))["nodes"]
     assert [{len(child) for child in children} for children in nodes] == [{6}, {6}, {6}, {4}]
-    assert json.loads(order.encode(order.initial()))["nodes"][0] == [[0, 0, 0, 0]] * 2
+    assert json.loads(encode_state(order, order.initial()))["nodes"][0] == [[0, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -180,13 +191,13 @@ def test_a_state_with_other_weights_than_there_can_be_is_refused(
     order = order_named(folder, "balance_remaining")
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10)
-    document = json.loads(order.encode(pipeline.state()))
+    document = json.loads(encode_state(order, pipeline.state()))
     at = document["nodes"]
     for part in path[:-1]:
         at = at[part]
     at[path[-1]] = value
     with pytest.raises(SnapshotInvalid, match=says):
-        order.decode(json.dumps(document))
+        decode_state(order, json.dumps(document))
 
 
 def test_epochs_of_a_node_multiply_those_of_its_sources(folder: Path) -> None:

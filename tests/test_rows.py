@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-from support.corpora import numbers, order_of, parsed
+from support.corpora import encode_state, numbers, order_of, parsed, reread
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -27,8 +27,9 @@ from tokenizers.trainers import BpeTrainer
 from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core.state import Cursor, State
 from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.run.fork import _refuse_other_documents
@@ -235,7 +236,7 @@ def write(folder: Path, scheme: str) -> None:
         WRITERS[scheme][0](folder / "data", shard, rows)
 
 
-def order_over(folder: Path, case: Case, **run: Any) -> Order:
+def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
     source = {"source": WRITERS[case.scheme][1] + case.column} | case.options
     document = {
         "run": "rows",
@@ -249,7 +250,7 @@ def order_over(folder: Path, case: Case, **run: Any) -> Order:
     return order_of(folder, document | run)
 
 
-def samples_from(order: Order, state: State) -> Iterator[tuple[list[int], State]]:
+def samples_from(order: PipelineFactory, state: State) -> Iterator[tuple[list[int], State]]:
     """Sample by sample, with the state behind each, which went through its text."""
     pipeline = order.pipeline(state)
     count = 64
@@ -258,7 +259,7 @@ def samples_from(order: Order, state: State) -> Iterator[tuple[list[int], State]
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         for step, ids in enumerate(group.ids(0, 0, len(group.marks))):
-            yield np.frombuffer(ids, "<u2").tolist(), order.decode(order.encode(group.state_behind(step)))
+            yield np.frombuffer(ids, "<u2").tolist(), reread(order, group.state_behind(step))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -327,7 +328,7 @@ def test_every_packing_counts_them_and_resumes(packing: str, name: str, tmp_path
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         ids = group.ids(0, 0, len(group.marks))
-        return [(bytes(each), order.decode(order.encode(group.state_behind(i)))) for i, each in enumerate(ids)]
+        return [(bytes(each), reread(order, group.state_behind(i))) for i, each in enumerate(ids)]
 
     whole = samples(order.initial(), 1000)
     last, known = whole[-1][1].sources[0].tally, expected(case)
@@ -349,7 +350,7 @@ def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
         for _, state in samples_from(order, order.initial())
     ]
     assert found == [(Cursor(0, 0, 1, 0), 1, 0), (Cursor(0, 0, 4, 0), 4, 2)]
-    entry = json.loads(order.encode(list(samples_from(order, order.initial()))[-1][1]))["datasets"][0]
+    entry = json.loads(encode_state(order, list(samples_from(order, order.initial()))[-1][1]))["datasets"][0]
     assert entry["bad_rows"] == 2
     assert "filtered_rows" not in entry
 
@@ -399,7 +400,7 @@ def test_one_bad_row_too_many_is_an_error_that_names_it_at_the_same_sample_from_
         assert (index + found, str(again.value)) == (3, str(caught.value))
 
 
-def step_by_step(order: Order, state: State) -> Iterator[tuple[list[int], State]]:
+def step_by_step(order: PipelineFactory, state: State) -> Iterator[tuple[list[int], State]]:
     """As a producer does behind a bad row: so that good samples before it go out."""
     pipeline = order.pipeline(state)
     while pipeline.ended is None:
@@ -407,7 +408,10 @@ def step_by_step(order: Order, state: State) -> Iterator[tuple[list[int], State]
         group = pipeline.begin_group(plan)
         pipeline.fill(group, 1)
         for ids in group.ids(0, 0, len(group.marks)):
-            yield np.frombuffer(ids, order.dtype).tolist(), order.decode(order.encode(group.state_behind(0)))
+            yield (
+                np.frombuffer(ids, order.record.dtype).tolist(),
+                reread(order, group.state_behind(0)),
+            )
 
 
 def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: Path) -> None:
@@ -441,7 +445,7 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
         for _, behind in step_by_step(failing, states[0]):
             states.append(behind)
     config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
-    skipping = Order.load(config, tmp_path, None, failing.record())
+    skipping = builder.load(config, tmp_path, None, failing.record.to_json())
     assert order_digest(skipping.config) == order_digest(failing.config)
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
 
@@ -522,7 +526,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
         "on_bad_row": policy,
         "mixture": {"policy": "sequential", "children": [{"source": "txt:a.txt:text"}]},
     }
-    order = Order.create(parsed(document), tmp_path, tmp_path / "index")
+    order = builder.create(parsed(document), tmp_path, tmp_path / "index")
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(DEADLY)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
@@ -534,7 +538,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
             return
         whole = list(samples_from(order, order.initial()))
     finally:
-        order.close()
+        order.resources.close()
     end = tokenizer.token_to_id("<|endoftext|>")
     known = [token for i, text in enumerate(texts) if i != 5 for token in [*tokenizer.encode(text).ids, end]]
     assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
@@ -546,7 +550,7 @@ def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "score": 1}\n')
     fim = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
 
-    def order(run: str, seed: int = 1, **fields: Any) -> Order:
+    def order(run: str, seed: int = 1, **fields: Any) -> PipelineFactory:
         source = {"source": "jsonl:rows.jsonl:text", **fields}
         mixture = {"policy": "sequential", "children": [source]}
         return order_of(

@@ -10,14 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, write_corpus, write_parquet
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    ROWS,
+    WIKI,
+    decode_state,
+    encode_state,
+    mixture,
+    order_of,
+    write_corpus,
+    write_parquet,
+)
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.fork import _refuse_other_documents
 from tokenloom_server.run.stats import StatsReader
@@ -98,7 +110,7 @@ def test_every_token_comes_as_often_as_there_are_epochs(folder: Path) -> None:
     sources = group.source_ids.reshape(-1)[: len(group.marks)].tolist()
     for source, ids in zip(sources, group.ids(0, 0, len(group.marks)), strict=True):
         found[source].update(memoryview(ids).cast("H").tolist())
-    for source, spec in enumerate(order.specs):
+    for source, spec in enumerate(order.record.specs):
         rows = [
             list(row.encode()) if isinstance(row, str) else list(row or ()) for shard in ROWS[spec] for row in shard
         ]
@@ -111,14 +123,14 @@ def test_every_token_comes_as_often_as_there_are_epochs(folder: Path) -> None:
 
 def test_states_name_what_they_mean(folder: Path) -> None:
     order = order_of(folder, shuffled())
-    found = json.loads(order.encode(states(Timeline(order))[80]))["datasets"]
+    found = json.loads(encode_state(order, states(Timeline(order))[80]))["datasets"]
     code, docs, prose, wiki = found
     assert code["shuffle"] == docs["shuffle"] == wiki["shuffle"] == "rows"
     assert prose["shuffle"] == "shards"
     for entry in (code, docs, wiki):
         assert "window" in entry
         assert not {"shard", "shard_index", "row_offset"} & entry.keys()
-    assert prose["shard"] == order.shard_paths[2][prose["shard_index"]]
+    assert prose["shard"] == order.record.shard_paths[2][prose["shard_index"]]
     assert len(wiki["lanes"]) == 3
     assert sum(lane[4] for lane in wiki["lanes"]) == wiki["samples"]
     assert [wiki["epoch"], wiki["window"], wiki["window_row"], wiki["row_token_offset"]] in [
@@ -128,7 +140,7 @@ def test_states_name_what_they_mean(folder: Path) -> None:
     assert f"window {code['window']}, row {code['window_row']}" in shown[0]
     assert f"{prose['shard']}, row {prose['row_offset']}" in shown[2]
     # A source that is not shuffled says nothing new.
-    plain = json.loads(order_of(folder).encode(order_of(folder).initial()))["datasets"]
+    plain = json.loads(encode_state(order_of(folder), order_of(folder).initial()))["datasets"]
     assert not {"shuffle", "lanes", "window"} & {key for entry in plain for key in entry}
 
 
@@ -148,10 +160,10 @@ BAD: list[tuple[str, int, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("source", "fields", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
 def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields: dict[str, Any], says: str) -> None:
     order = order_of(folder, shuffled())
-    document = json.loads(order.encode(states(Timeline(order))[80]))
+    document = json.loads(encode_state(order, states(Timeline(order))[80]))
     document["datasets"][source].update(fields)
     with pytest.raises(SnapshotInvalid, match=says):
-        order.decode(canonical(document))
+        decode_state(order, canonical(document))
 
 
 def test_an_older_checkpoint_of_a_shuffled_source_is_refused(folder: Path) -> None:
@@ -199,7 +211,7 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
     ours = order_of(folder, shuffled())
     _refuse_other_documents(ours, order_of(folder, shuffled(run="fork")))
 
-    def fork(change: Any = None, **fields: Any) -> Order:
+    def fork(change: Any = None, **fields: Any) -> PipelineFactory:
         document = shuffled(run="fork", **fields)
         if change is not None:
             change(document["mixture"]["children"])
@@ -218,7 +230,7 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
 
 @pytest.mark.parametrize(("epochs", "other"), [(1.5, 2), (2, 1.5), (1, 1.5), (1.5, 1)])
 def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Path, epochs: float, other: float) -> None:
-    def order(epochs: float, lanes: int = 3, run: str = "test") -> Order:
+    def order(epochs: float, lanes: int = 3, run: str = "test") -> PipelineFactory:
         children = [{"source": CODE, "alias": "code", "lanes": lanes, "epochs": epochs}]
         return order_of(folder, mixture(run=run, mixture={"policy": "sequential", "children": children}))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import CODE, flat, mixture, order_of, parsed, write_corpus
+from support.corpora import CODE, decode_state, encode_state, flat, mixture, order_of, parsed, reread, write_corpus
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
@@ -26,7 +26,7 @@ from tokenloom_server.core.state import (
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shapes
 from tokenloom_server.order import snapshot
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.snapshot import ResumePoint, Shape
 
 UID = "0123456789abcdef0123456789abcdef"
@@ -43,14 +43,14 @@ class Case:
         self.base = pipeline.state()
         pipeline.advance(INDEX - BASE)
         self.state = pipeline.state()
-        self.template = self.order.template(UID, "train", 4)
-        self.resume_state = self.order.encode(self.base)
+        self.template = self.order.record.template(UID, "train", 4)
+        self.resume_state = encode_state(self.order, self.base)
         self.text = snapshot.compose(
             self.template, self.resume_state, INDEX, digest_hex(self.state.digest), self.state.total_tokens
         )
 
     def parse(self, text: str | bytes) -> ResumePoint:
-        return snapshot.parse(text, self.order.template("", "train", 0), lambda _: self.order.shape)
+        return snapshot.parse(text, self.order.record.template("", "train", 0), lambda _: self.order.record.shape)
 
     def changed(self, change: Callable[[dict[str, Any]], Any]) -> str:
         """The snapshot with a change, sealed anew."""
@@ -79,8 +79,8 @@ def test_a_snapshot_comes_back_as_it_was_written(case: Case) -> None:
 
 def test_what_was_skipped_comes_back_and_is_only_written_where_there_is_some(case: Case) -> None:
     skipped = jumped_over(case.base, case.state)
-    text = case.order.encode(skipped)
-    assert case.order.decode(text) == skipped
+    text = encode_state(case.order, skipped)
+    assert decode_state(case.order, text) == skipped
     assert sum(source.skipped_samples for source in skipped.sources) == INDEX - BASE
     assert sum(source.skipped_tokens for source in skipped.sources) == 8 * (INDEX - BASE)
     for was, now in zip(case.base.sources, skipped.sources, strict=True):
@@ -117,8 +117,8 @@ def test_earlier_tools_find_what_they_read(case: Case) -> None:
 
 def test_the_state_before_the_first_sample_comes_back(case: Case) -> None:
     initial = case.order.initial()
-    assert case.order.decode(case.order.encode(initial)) == initial
-    text = snapshot.compose(case.template, case.order.encode(initial), 0, digest_hex(0), 0)
+    assert reread(case.order, initial) == initial
+    text = snapshot.compose(case.template, encode_state(case.order, initial), 0, digest_hex(0), 0)
     assert case.parse(text).base == initial
 
 
@@ -130,6 +130,10 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
         shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
         nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
         sample_tokens=8,
+        names=(None,) * 200,
+        shuffles=("none",) * 200,
+        lanes=(1,) * 200,
+        mixture=(),
     )
     # As wide as honest counters get: 10^12 samples a source.
     samples = 10**12
@@ -389,10 +393,10 @@ def test_a_swapped_resume_state_is_refused_where_the_ledger_keeps_it_too(case: C
     damaged = json.loads(case.resume_state)
     damaged["nodes"][0].pop()
     with pytest.raises(SnapshotInvalid, match="children"):
-        case.order.decode(canonical(damaged))
+        decode_state(case.order, canonical(damaged))
     for text in ("", "{", "null", case.resume_state[:-1]):
         with pytest.raises(SnapshotInvalid):
-            case.order.decode(text)
+            decode_state(case.order, text)
 
 
 # --- before the first join -------------------------------------------------------------------------
@@ -417,6 +421,6 @@ def test_only_sample_0_needs_no_resume_state(case: Case, fields: dict[str, Any])
 
 
 def test_the_shape_is_that_of_the_mixture(case: Case) -> None:
-    assert isinstance(case.order, Order)
-    assert case.order.shape.nodes == {0: (0, 2, 3), 1: (4, 6)}
-    assert case.order.shape.sample_tokens == mixture()["sequence_length"]
+    assert isinstance(case.order, PipelineFactory)
+    assert case.order.record.shape.nodes == {0: (0, 2, 3), 1: (4, 6)}
+    assert case.order.record.shape.sample_tokens == mixture()["sequence_length"]

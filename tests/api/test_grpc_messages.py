@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.catalog import CATALOG
+from support.corpora import encode_state
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import _varint, encode_delivery
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
+from tokenloom_server.order import builder
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.delivery import Delivery
 
@@ -35,7 +36,7 @@ def test_the_bytes_are_the_message_field_by_field(
         where="test",
         catalog=CATALOG,
     )
-    order = Order.create(found, tmp_path, None)
+    order = builder.create(found, tmp_path, None)
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_steps=5))
     pipeline.fill(group, 5)
@@ -61,7 +62,9 @@ def test_the_bytes_are_the_message_field_by_field(
             source_ids=[0] * 9,
             document_counts=counts,
             document_starts=starts.tolist(),
-            base=wire.Base(sample_index=0, resume_state=order.encode(group.base).encode()) if with_base else None,
+            base=wire.Base(sample_index=0, resume_state=encode_state(order, group.base).encode())
+            if with_base
+            else None,
         ),
         committed_through=6,
         server_epoch=3,

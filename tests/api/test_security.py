@@ -561,9 +561,8 @@ def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() ->
 
 def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.order.snapshot.unseal", lambda text: pytest.fail("it was parsed"))
-    shape = snapshot.Shape(specs=(), shards=(), nodes=(), sample_tokens=1)
     with pytest.raises(SnapshotInvalid, match=f"has {snapshot.MAX_BYTES + 1} bytes; expected at most"):
-        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, lambda _: shape)
+        snapshot.parse(b"x" * (snapshot.MAX_BYTES + 1), {}, lambda _: pytest.fail("it was parsed"))
 
 
 def test_the_bounds_fit_together() -> None:

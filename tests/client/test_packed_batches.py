@@ -17,8 +17,8 @@ from tokenloom.batch.layout import IGNORED, OPTIONAL_COLUMNS, Batch, Layout, Ste
 from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
 from tokenloom.errors import ProtocolError
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import PADDING, BatchPlan
-from tokenloom_server.order.record import Order
 from tokenloom_server.packing.origins import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,12 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def layout_of(order: Order, *asked: str) -> Layout:
+def layout_of(order: PipelineFactory, *asked: str) -> Layout:
     """As a Join makes it."""
     return Layout(
         batch_size=BATCH,
         sequence_length=order.config.sequence_length,
-        id_type=order.dtype.newbyteorder("<").str,
+        id_type=order.record.dtype.newbyteorder("<").str,
         shifted=order.config.labels == "shifted",
         lengths=order.form.lengths,
         pads_left=order.form.padding == "left",
@@ -45,10 +45,10 @@ def layout_of(order: Order, *asked: str) -> Layout:
     )
 
 
-def batches(order: Order, *asked: str) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
+def batches(order: PipelineFactory, *asked: str) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
     state, layout = order.initial(), layout_of(order, *asked)
-    parts = {i: order.parts(i, source, 10_000) for i, source in enumerate(state.sources)}
+    parts = {i: order.spans(i, source, 10_000) for i, source in enumerate(state.sources)}
     pipeline, pool = order.pipeline(state), ArrayPool.of(layout)
     plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_steps=2)
     while pipeline.ended is None:
@@ -74,7 +74,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def order(folder: Path, name: str, labels: str, **fields: Any) -> Order:
+def order(folder: Path, name: str, labels: str, **fields: Any) -> PipelineFactory:
     document = flat([CODE, DOCS, WIKI], labels=labels, sequence_length=24, last_step="pad", pad_id=0)
     return order_of(folder, document | PACKINGS[name] | fields)
 

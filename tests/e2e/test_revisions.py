@@ -22,7 +22,7 @@ from support.trainer import Sample, World, rolling_digest
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
 from tokenloom_server.order.timeline import Timeline
 
 LENGTH = 16
@@ -73,7 +73,7 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
 
 def course_of(mixture: Path) -> Timeline:
     """The order of the run, worked out here and not by any server."""
-    return Timeline(Order.create(config.load(mixture, CATALOG), mixture.parent, None))
+    return Timeline(builder.create(config.load(mixture, CATALOG), mixture.parent, None))
 
 
 def check(world: World, timeline: Timeline, begin: int = 0) -> list[Sample]:

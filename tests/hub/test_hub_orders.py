@@ -18,7 +18,8 @@ from support.hub import StandInHub, stand_in_hub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.open import open_source
@@ -55,8 +56,8 @@ def jsonl(rows: Sequence[str]) -> bytes:
     return lines([json.dumps({"text": row}) for row in rows])
 
 
-def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> Order:
-    return Order.create(parsed(flat([spec])), folder, None, DataRoots.of(roots))
+def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> PipelineFactory:
+    return builder.create(parsed(flat([spec])), folder, None, DataRoots.of(roots))
 
 
 def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
@@ -128,11 +129,11 @@ def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_pa
     repo.commit({"train.parquet": parquet(ROWS[1])})
     hub.forget()
 
-    again = Order.load(order.config, tmp_path, None, order.record())
+    again = builder.load(order.config, tmp_path, None, order.record.to_json())
 
     assert hub.asked("") == [], "loading a run asks the Hub for nothing"
-    assert again.record() == order.record() != create(tmp_path).record()
-    assert again.manifest.commits == {SPEC: (f"org/name@{commit}",)}
+    assert again.record.to_json() == order.record.to_json() != create(tmp_path).record.to_json()
+    assert again.record.manifest.commits == {SPEC: (f"org/name@{commit}",)}
     assert rows_of_order(again) == ROWS[0]
 
 
@@ -144,10 +145,10 @@ def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tm
     document = flat([SPEC])
     document["mixture"]["children"][0]["commit"] = commit
 
-    again = Order.create(parsed(document), tmp_path, None)
+    again = builder.create(parsed(document), tmp_path, None)
 
-    assert again.record() == order.record()
-    assert again.template("uid", "train", 1) == order.template("uid", "train", 1)
+    assert again.record.to_json() == order.record.to_json()
+    assert again.record.template("uid", "train", 1) == order.record.template("uid", "train", 1)
 
 
 def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
@@ -159,11 +160,11 @@ def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub
     repo.commit({}, "refs/convert/parquet")
     document = flat([SPEC])
     document["mixture"]["children"][0]["commit"] = commit
-    assert Order.create(parsed(document), tmp_path, None).record() == order.record()
+    assert builder.create(parsed(document), tmp_path, None).record.to_json() == order.record.to_json()
 
 
-def rows_of_order(order: Order) -> list[str]:
-    source = order.open(0)
+def rows_of_order(order: PipelineFactory) -> list[str]:
+    source = order.readers.open(0)
     return [
         text
         for shard in range(len(source.shards))
@@ -220,7 +221,7 @@ def test_with_data_roots_the_hub_is_read_where_a_root_says_so(hub: StandInHub, t
             create(tmp_path, SPEC, roots)
     assert hub.requests == [], "it was asked before it was checked"
     for root in ("hf://datasets/org/name", "hf://datasets/org", "hf://datasets"):
-        assert create(tmp_path, SPEC, [root]).shards[0][0].size
+        assert create(tmp_path, SPEC, [root]).record.shards[0][0].size
     with pytest.raises(ConfigError, match="lies below no data root"):
         create(tmp_path, "hf:org/name2:train:text", ["hf://datasets/org/name"])
 
@@ -231,11 +232,11 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
     spec = "parquet:hf://datasets/org/name/deep/*.parquet:text"
     order = create(tmp_path, spec, ["hf://datasets/org/name"])
     repo.commit({})
-    assert [shard.path for shard in order.shards[0]] == [
+    assert [shard.path for shard in order.record.shards[0]] == [
         f"hf://datasets/org/name@{commit}/deep/{i}.parquet" for i in range(2)
     ]
     hub.forget()
-    assert rows_of_order(Order.load(order.config, tmp_path, None, order.record())) == ROWS[0] + ROWS[1]
+    assert rows_of_order(builder.load(order.config, tmp_path, None, order.record.to_json())) == ROWS[0] + ROWS[1]
     assert hub.asked("^/api/") == []
 
 
@@ -274,7 +275,7 @@ def test_a_downloaded_dataset_is_served_without_a_network(
 
     offline = create(tmp_path)
 
-    assert offline.record() == online.record()
+    assert offline.record.to_json() == online.record.to_json()
     assert rows_of_order(offline) == ROWS[0] + ROWS[1]
     assert hub.requests == []
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.corpora import flat, parsed
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.balance_remaining import BalanceRemaining
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.node import NOTHING
@@ -22,7 +23,6 @@ from tokenloom_server.mixing.soft_sequential import SoftSequential
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
 from tokenloom_server.mixing.varying import UPDATE_PICKS, Left
 from tokenloom_server.mixing.weights import MAX_SUM
-from tokenloom_server.order.size_estimates import SizeEstimate
 
 ESTIMATED = ("soft_sequential", "balance_remaining")
 

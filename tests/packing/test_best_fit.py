@@ -17,7 +17,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import flat, order_of
+from support.corpora import flat, order_of, reread
 from support.documents import EOT, Row, Sample, documents_of, samples_of, state_behind
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import Cursor, RowCounts, SourceState
@@ -319,6 +319,6 @@ def test_bad_and_filtered_rows_and_masks_go_with_every_packing(
     end = states[-1].sources[0].tally
     assert (end.bad_rows, end.filtered_rows) == (6, 2 * (len(rows) - 3 - len(kept)))
     for k, state in enumerate(states[:-1]):
-        again = order.pipeline(order.decode(order.encode(state)))
+        again = order.pipeline(reread(order, state))
         again.advance(1 if k % 8 else 10**6)
         assert again.state() == states[k + 1 if k % 8 else -1]

@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.corpora import reread
 from support.features import LATENTS, MORE, SHAPES, document, latents, order_of, write_arrow, write_features
 from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs
@@ -105,7 +106,7 @@ def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     samples = [sample for step in whole for sample in step.samples]
     for at, step in enumerate(whole):
         assert step.behind.sample_index == (at + 1) * SIZE
-        assert order.decode(order.encode(step.behind)) == step.behind
+        assert reread(order, step.behind) == step.behind
         rest = list(steps(order.pipeline(step.behind), world_size=(1, 2, 4)[at % 3], group_steps=1 + at % 4))
         assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
         assert [more.batch for more in rest] == [more.batch for more in whole[at + 1 :]]
@@ -137,7 +138,7 @@ def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remain
     by_caption = [{row["caption"]: row for row in table.to_pylist()} for table in tables]
     given = Counter[int]()
     for step in whole:
-        epoch = given[step.source] // (order.epochs_of(step.source).batches * SIZE)
+        epoch = given[step.source] // (order.readers.bucket_epochs(step.source).batches * SIZE)
         given[step.source] += SIZE
         for sample, caption, number in zip(step.samples, captions_of(step), numbers_of(step), strict=True):
             row = by_caption[step.source][caption]
@@ -198,7 +199,7 @@ def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_one
     assert len(whole) == len(list(steps(plain.pipeline(plain.initial()))))
     captions = [caption for step in whole for caption in captions_of(step)]
     for at, step in enumerate(whole):
-        assert order.decode(order.encode(step.behind)) == step.behind
+        assert reread(order, step.behind) == step.behind
         rest = list(steps(order.pipeline(step.behind), world_size=2))
         assert [caption for more in rest for caption in captions_of(more)] == captions[(at + 1) * SIZE :]
     rows = [
@@ -302,7 +303,7 @@ def test_what_was_read_again_from_the_cache_is_the_same(folder: Path, caplog: py
     assert len(cached) == 2
     again = order_of(folder, document())
     for source in range(2):
-        one, other = first.epochs_of(source).index, again.epochs_of(source).index
+        one, other = first.readers.bucket_epochs(source).index, again.readers.bucket_epochs(source).index
         assert (one.keys, one.rows.tolist(), one.shard_ends.tolist()) == (
             other.keys,
             other.rows.tolist(),
@@ -346,7 +347,10 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
         assert {step.source for step in whole[:2]} <= {0, 1}
         assert 0 not in {step.source for step in whole[6:]}
         sources = Counter(step.source for step in whole)
-        assert (sources[1], sources[2]) == (order.epochs_of(1).batches, revised_course.at(24).epochs_of(2).batches)
+        assert (sources[1], sources[2]) == (
+            order.readers.bucket_epochs(1).batches,
+            revised_course.at(24).readers.bucket_epochs(2).batches,
+        )
         samples = [sample for step in whole for sample in step.samples]
         for at, step in enumerate(whole):
             again = revised_course.decode(revised_course.encode(step.behind))
@@ -358,7 +362,7 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
         revised(timeline, 8, append_files=["latents"])
 
 
-def by_length(folder: Path, **batching: Any) -> Order:
+def by_length(folder: Path, **batching: Any) -> PipelineFactory:
     return order_of(
         folder,
         document(
@@ -397,9 +401,9 @@ def test_with_edges_rows_are_padded_to_them_and_say_how_long_they_are(tmp_path: 
     lengths = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 4, 8, 8]
     write_audio(tmp_path, lengths)
     order = by_length(tmp_path, edges=[4, 8], pad=["mel"], columns=["mel", "speaker", "audio"])
-    index = order.epochs_of(0).index
+    index = order.readers.bucket_epochs(0).index
     assert (index.keys, index.counts.tolist(), index.left_out) == (("4", "8"), [7, 6], 1)
-    assert order.epochs_of(0).lost_rows == 1 + 3 + 2
+    assert order.readers.bucket_epochs(0).lost_rows == 1 + 3 + 2
     for step in steps(order.pipeline(order.initial())):
         edge = int(step.batch.bucket)
         assert step.batch.features == (
@@ -488,7 +492,7 @@ def test_values_of_many_types_name_buckets(tmp_path: Path, values: pa.Array, key
             mixture={"policy": "sequential", "children": [{"source": MORE}]},
         ),
     )
-    index = order.epochs_of(0).index
+    index = order.readers.bucket_epochs(0).index
     assert (index.keys, index.counts.tolist()) == (keys, [2, 2])
 
 

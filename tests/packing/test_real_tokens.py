@@ -13,8 +13,8 @@ from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, wr
 from support.messages import message_of
 from tokenloom.batch.layout import IGNORED, Batch, Layout
 from tokenloom.batch.memory import ArrayPool
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
-from tokenloom_server.order.record import Order
 
 WORLD, BATCH, GROUP = 3, 2, 4
 FIM = {"fim": {"rate": 0.5, "ids": {"prefix": 1, "suffix": 2, "middle": 3}}}
@@ -33,11 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def layout_of(order: Order) -> Layout:
+def layout_of(order: PipelineFactory) -> Layout:
     return Layout(
         batch_size=BATCH,
         sequence_length=order.config.sequence_length,
-        id_type=order.dtype.newbyteorder("<").str,
+        id_type=order.record.dtype.newbyteorder("<").str,
         shifted=order.config.labels == "shifted",
         lengths=order.form.lengths,
         pads_left=order.form.padding == "left",
@@ -47,7 +47,7 @@ def layout_of(order: Order) -> Layout:
     )
 
 
-def steps(order: Order, pipeline: Pipeline | None = None) -> Iterator[list[Batch]]:
+def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[list[Batch]]:
     """The batches of all ranks, step by step, from what each rank's stream carries. Groups are filled in bursts."""
     layout = layout_of(order)
     pipeline = pipeline or order.pipeline(order.initial())
@@ -63,7 +63,7 @@ def steps(order: Order, pipeline: Pipeline | None = None) -> Iterator[list[Batch
             yield [message.batch(step, pool) for message in messages]
 
 
-def recount(order: Order, batches: list[Batch]) -> tuple[int, int]:
+def recount(order: PipelineFactory, batches: list[Batch]) -> tuple[int, int]:
     """From the tensors alone."""
     first = 1 if order.config.labels == "same" else 0
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)

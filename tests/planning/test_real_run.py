@@ -16,7 +16,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.size_estimates import measure_curve
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import EXACT_PICKS, Part, forecast
@@ -94,17 +94,17 @@ def random_node(
     return node | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
 
 
-def order_of(folder: Path, root: dict[str, Any], seed: int) -> Order:
+def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
     return corpora.order_of(folder, corpora.mixture(mixture=root, sequence_length=LENGTH, seed=seed))
 
 
-def plan_of(order: Order, state: State, exact_picks: int = EXACT_PICKS) -> RunPlan:
-    curves = [measure_curve(order, i) for i in range(len(order.specs))]
-    part = Part(config=order.config, curves=curves, size_estimates=order.size_estimates)
+def plan_of(order: PipelineFactory, state: State, exact_picks: int = EXACT_PICKS) -> RunPlan:
+    curves = [measure_curve(order, i) for i in range(len(order.record.specs))]
+    part = Part(config=order.config, curves=curves, size_estimates=order.record.size_estimates)
     return forecast([part], state, exact_picks=exact_picks)
 
 
-def run_out(order: Order, state: State) -> tuple[State, dict[int, int]]:
+def run_out(order: PipelineFactory, state: State) -> tuple[State, dict[int, int]]:
     """The state at the end, and by source id the sample index at which it turned out to be out."""
     pipeline = order.pipeline(state)
     found: dict[int, int] = {}
@@ -138,7 +138,9 @@ def tails(config: RunConfig, end: State) -> dict[int, float]:
     return found
 
 
-def check(order: Order, start: State, plan: RunPlan, end: State, out: dict[int, int], drawn: bool = False) -> None:
+def check(
+    order: PipelineFactory, start: State, plan: RunPlan, end: State, out: dict[int, int], drawn: bool = False
+) -> None:
     slack = tails(order.config, end)
     for i, (source, was) in enumerate(zip(plan.sources, end.sources, strict=True)):
         share = max(was.samples, 1) / end.sample_index

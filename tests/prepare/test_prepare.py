@@ -19,7 +19,8 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.prepare.job import Job, ShardFormat
 from tokenloom_server.prepare.journal import Journal, checksum
 from tokenloom_server.prepare.preparer import Done, Tell, prepare
@@ -58,11 +59,11 @@ def run(job: Job, folder: Path, out: Path, *, threads: int = 2, tell: Tell = not
     return prepare(job, folder, out, threads=threads, tell=tell, found=nothing)
 
 
-def served(path: Path) -> Order:
-    return Order.create(config.load(path, CATALOG), path.parent, None)
+def served(path: Path) -> PipelineFactory:
+    return builder.create(config.load(path, CATALOG), path.parent, None)
 
 
-def end_of(order: Order) -> State:
+def end_of(order: PipelineFactory) -> State:
     pipeline = order.pipeline(order.initial())
     while pipeline.ended is None:
         pipeline.advance(500)
@@ -100,8 +101,8 @@ def test_what_is_served_is_the_same_to_the_digest(
     assert [source.rows for source in ours.sources] == [source.rows for source in theirs.sources]
 
 
-def job_order(folder: Path, document: dict[str, Any]) -> Order:
-    return Order.create(config.parse(document, where="test", catalog=CATALOG), folder, None)
+def job_order(folder: Path, document: dict[str, Any]) -> PipelineFactory:
+    return builder.create(config.parse(document, where="test", catalog=CATALOG), folder, None)
 
 
 @pytest.mark.parametrize(
@@ -424,8 +425,8 @@ def test_the_folder_goes_elsewhere_with_its_tokeniser(tmp_path: Path) -> None:
     for path in ("made", "a.txt"):
         (tmp_path / path).rename(tmp_path / f"gone-{path}")
     order = served(tmp_path / "moved/mixture.yaml")
-    assert order.tokenizer is not None
-    assert order.tokenizer.vocab_size == tokenizer.get_vocab_size()
+    assert order.record.tokenizer is not None
+    assert order.record.tokenizer.vocab_size == tokenizer.get_vocab_size()
     assert end_of(order).digest == expected.digest
 
 

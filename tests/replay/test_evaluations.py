@@ -409,7 +409,7 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
     call = EvaluationCall(stream="validation", rank=0, world_size=1, batch_size=1, samples=0)
     with serving(folder, held_out()) as (url, runs):
         served = runs.get("test")
-        size = served.coordinator.order.sample_bytes
+        size = served.coordinator.order.form.sample_bytes
         monkeypatch.setattr("tokenloom_server.replay.evaluation.MAX_KEPT_BYTES", 30 * size)
         with pytest.raises(LimitExceeded, match="ask for fewer"):
             served.evaluations.join(call, never)

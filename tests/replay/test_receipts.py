@@ -13,7 +13,7 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("counted"))
 
 
-def read_for(folder: Path, epochs: float) -> Order:
+def read_for(folder: Path, epochs: float) -> PipelineFactory:
     document = flat([CODE], "sequential")
     document["mixture"]["children"][0]["epochs"] = epochs
     return order_of(folder, document)

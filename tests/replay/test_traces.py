@@ -161,7 +161,7 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
             found = served.traces.sample(index, None, index % 7 == 0)
             hashed = xxhash.xxh3_128_intdigest(wire, source)
             digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
-            assert (found.sample, found.source_id, found.spec) == (index, source, order.specs[source])
+            assert (found.sample, found.source_id, found.spec) == (index, source, order.record.specs[source])
             assert (found.generation, found.status, found.step, found.rank, found.place) == (
                 1,
                 "committed",

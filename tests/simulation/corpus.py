@@ -6,12 +6,11 @@ import bisect
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,14 @@ import pyarrow as pa
 import xxhash
 from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 from tokenloom_server.ledger.records import Counters, StoredRevision
-from tokenloom_server.order.exclusions import Exclusions
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup, Switch
-from tokenloom_server.order.record import Order
-from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.order.record import RunRecord
+from tokenloom_server.order.resources import RunResources
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles
@@ -117,30 +117,33 @@ def _columns(name: str) -> tuple[pa.Array, ...]:
     return tuple(pa.array(rows, pa.list_(pa.uint16())) for rows in rows_of(name))
 
 
-class MemoryOrder(Order):
-    """An order whose rows lie in memory. ``breathe`` is called around whatever the producer does that takes time."""
+class MemoryResources(RunResources):
+    """Those of a run whose rows lie in memory. ``breathe`` is called around whatever the producer does that takes
+    time."""
 
-    breathe: Callable[[], None] = staticmethod(lambda: None)
+    def __init__(self, breathe: Callable[[], None] = lambda: None) -> None:
+        super().__init__(Path(), None)
+        self.breathe = breathe
 
-    def open(self, source_id: int) -> MemorySource:
-        location = self.config.sources[source_id].spec.location
-        return MemorySource(location, self.shards[source_id])
+    def open_source(
+        self, spec: Spec, shards: tuple[Shard, ...], rules: RowRules = PLAIN, end_of_text_id: int | None = None
+    ) -> MemorySource:
+        return MemorySource(spec.location, shards)
 
-    def under(
-        self,
-        config: RunConfig,
-        manifest: Manifest,
-        excluded: Exclusions,
-        size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({}),
-    ) -> Order:
-        order = super().under(config, manifest, excluded, size_estimates)
-        order.__dict__["breathe"] = self.breathe
-        return order
+
+class MemoryFactory(PipelineFactory):
+    """Makes pipelines that breathe."""
+
+    resources: MemoryResources
+
+    def breathing(self, breathe: Callable[[], None]) -> MemoryFactory:
+        """The same for a server of its own."""
+        return MemoryFactory(self.record, MemoryResources(breathe))
 
     def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
         pipeline = super().pipeline(state, switches=switches)
         if ahead:
-            fill, breathe = pipeline.fill, self.breathe
+            fill, breathe = pipeline.fill, self.resources.breathe
 
             def breathing(group: StepGroup, steps: int) -> None:
                 breathe()
@@ -151,7 +154,7 @@ class MemoryOrder(Order):
         return pipeline
 
 
-def order_of(mixture: str, window_steps: int) -> MemoryOrder:
+def order_of(mixture: str, window_steps: int) -> MemoryFactory:
     """A new order over the mixture of that name."""
     document = {"run": "world", "vocab_size": VOCAB, "end_of_text_id": END_OF_TEXT, "window_steps": window_steps}
     parsed = config.parse(document | MIXTURES[mixture], where=mixture, catalog=CATALOG)
@@ -165,7 +168,8 @@ def order_of(mixture: str, window_steps: int) -> MemoryOrder:
         )
         for source in parsed.sources
     )
-    return MemoryOrder(parsed, Path(), None, Manifest(files), None, None)
+    record = RunRecord(config=parsed, manifest=Manifest(files), tokenizer=None, engine=None, has_loss_mask=False)
+    return MemoryFactory(record, MemoryResources())
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,7 @@ class Reference:
         order = order_of(mixture, 2)
         self.revisions = tuple(revisions)
         self.config = order.config
-        self.specs = order.specs
+        self.specs = order.record.specs
         self.length = order.config.sequence_length
         picks = _picks(Timeline(order, revisions))
         streams = [_stream(source.spec.location, source.epochs) for source in order.config.sources]
@@ -197,7 +201,7 @@ class Reference:
         digest = 0
         for source in picks:
             at = given[source] * self.length
-            ids = streams[source].tokens[at : at + order.width].astype("<u2").tobytes()
+            ids = streams[source].tokens[at : at + order.form.width].astype("<u2").tobytes()
             given[source] += 1
             digest = (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(ids, seed=source)) % DIGEST_MODULUS
             self.samples.append(Sample(source, ids))

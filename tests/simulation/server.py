@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -190,8 +189,7 @@ class Server(Process):
     def boot(self) -> None:
         """Serves the run, as ``Runs.add`` does on standby."""
         world = self._world
-        order = copy.copy(world.order)
-        order.breathe = partial(self._breathe_while_producing)
+        order = world.order.breathing(self._breathe_while_producing)
         ledger = LedgerLink(world, self)
         try:
             stored: StoredRun | None = ledger.read_run(RUN, STREAM)
@@ -373,7 +371,7 @@ class Server(Process):
     def _accepted(self, joined: Joined) -> Accepted:
         assert self.coordinator is not None
         start, opening = joined.start, joined.opening
-        template = self.coordinator.order.template(joined.uid, STREAM, opening.generation)
+        template = self.coordinator.order.record.template(joined.uid, STREAM, opening.generation)
         base = Base(start.sample_index, opening.start_state.encode())
         point = Point(start.sample_index, start.total_tokens, digest_hex(start.digest), base)
         return Accepted(joined.uid, opening, point, canonical(template).encode(), self.coordinator.lease.epoch)

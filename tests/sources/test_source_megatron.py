@@ -13,7 +13,8 @@ from support.catalog import CATALOG, paths_of, spec_of
 from support.corpora import flat
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.megatron import reader as megatron
 from tokenloom_server.sources.open import open_source
@@ -96,8 +97,8 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
 def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
     for prefix, count in (("a", 0), ("b", 1)):
         write(tmp_path / f"data/{prefix}", DOCUMENTS)
-        run = Order.create(config.parse(flat(["megatron:data/*"]) | IDS, where="test", catalog=CATALOG), tmp_path, None)
-        assert len(run.warnings()) == count
+        parsed = config.parse(flat(["megatron:data/*"]) | IDS, where="test", catalog=CATALOG)
+        assert len(builder.warnings(builder.create(parsed, tmp_path, None).record)) == count
 
 
 def test_a_spec_is_a_prefix_and_its_column_is_implied() -> None:
@@ -225,12 +226,12 @@ def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_
     assert refused > 300
 
 
-def order(folder: Path, **fields: Any) -> Order:
+def order(folder: Path, **fields: Any) -> PipelineFactory:
     document = flat(["megatron:data/corpus"]) | {"sequence_length": 4} | fields
-    return Order.create(config.parse(document, where="test", catalog=CATALOG), folder, None)
+    return builder.create(config.parse(document, where="test", catalog=CATALOG), folder, None)
 
 
-def ids_of(order: Order) -> list[int]:
+def ids_of(order: PipelineFactory) -> list[int]:
     cursor = order.initial().sources[0].cursor
     return [i for piece in order.documents(0).read(cursor) for i in piece.ids.tolist()]
 
@@ -263,6 +264,6 @@ def test_the_order_goes_on_from_every_sample(tmp_path: Path) -> None:
         whole.advance(1)
 
 
-def _samples(run: Order, state: Any) -> list[memoryview]:
+def _samples(run: PipelineFactory, state: Any) -> list[memoryview]:
     (packer,) = (run.packers()(0, state.sources[0]),)
     return [sample for block in packer.blocks() for sample in block.ids]

@@ -16,7 +16,8 @@ from support.corpora import flat
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.run import fork
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.npy import reader as npy
@@ -233,14 +234,14 @@ def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of
     assert refused > 250
 
 
-def order(folder: Path, spec: str, **fields: Any) -> Order:
+def order(folder: Path, spec: str, **fields: Any) -> PipelineFactory:
     run = {"tokenizer": None, "vocab_size": 60_000, "end_of_text_id": END, "sequence_length": 4}
-    return Order.create(
+    return builder.create(
         config.parse(flat([spec]) | run | fields, where="test", catalog=CATALOG), folder, folder / "index"
     )
 
 
-def ids_of(order: Order) -> list[int]:
+def ids_of(order: PipelineFactory) -> list[int]:
     cursor = order.initial().sources[0].cursor
     return [i for piece in order.documents(0).read(cursor) for i in piece.ids.tolist()]
 
@@ -259,8 +260,8 @@ def test_another_override_of_the_end_is_another_order_and_survives_the_record(tm
         child = {"source": "npy:a.npy"} | ({} if override is None else {"add_eot": override})
         mixture = {"policy": "least_consumed", "children": [child]}
         run = order(tmp_path, "npy:a.npy", mixture=mixture)
+        again = builder.load(run.config, tmp_path, None, run.record.to_json())
         digests[override] = order_digest(run.config)
-        again = Order.load(run.config, tmp_path, None, run.record())
         assert ids_of(again) == ids_of(run)
     assert digests[None] == digests["auto"]
     assert len(set(digests.values())) == 3

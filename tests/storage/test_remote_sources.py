@@ -14,8 +14,9 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 from tokenloom_server.sources import manifest
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
@@ -77,8 +78,8 @@ def test_patterns_match_what_they_match_of_local_files(tmp_path: Path, store: An
 
 
 def test_a_run_of_remote_files_is_the_run_of_local_ones(corpus: Path) -> None:
-    local = Order.create(parsed(mixture()), corpus, None)
-    specs = {spec: str(at(PLACE, spec)) for spec in local.specs}
+    local = builder.create(parsed(mixture()), corpus, None)
+    specs = {spec: str(at(PLACE, spec)) for spec in local.record.specs}
     document = mixture()
 
     def away(node: dict[str, Any]) -> None:
@@ -88,14 +89,14 @@ def test_a_run_of_remote_files_is_the_run_of_local_ones(corpus: Path) -> None:
             node["source"] = specs[node["source"]]
 
     away(document["mixture"])
-    remote_order = Order.create(parsed(document), corpus, None)
+    remote_order = builder.create(parsed(document), corpus, None)
 
     assert digests(remote_order, remote_order.initial()) == digests(local, local.initial())
-    again = Order.load(parsed(document), corpus, None, remote_order.record())
-    assert again.record() == remote_order.record()
+    again = builder.load(parsed(document), corpus, None, remote_order.record.to_json())
+    assert again.record.to_json() == remote_order.record.to_json()
 
 
-def digests(order: Order, state: State) -> list[int]:
+def digests(order: PipelineFactory, state: State) -> list[int]:
     """The digest behind each of the samples from a state to the end of data."""
     pipeline = order.pipeline(state)
     group = pipeline.begin_group(
@@ -184,11 +185,11 @@ def test_a_question_mark_may_be_a_wildcard() -> None:
 def test_data_roots_hold_urls_too(corpus: Path) -> None:
     config = parsed(flat([str(at(PLACE, PROSE))]))
     for places in ([f"{PLACE}/data"], [f"{PLACE}/data/prose/"], [corpus, "memory://corpus"]):
-        Order.create(config, corpus, None, DataRoots.of(places))
+        builder.create(config, corpus, None, DataRoots.of(places))
     for places in ([corpus], ["memory://corp"], ["memory://corpus/data/prose/deep"], ["s3://corpus"]):
         with pytest.raises(ConfigError, match=r"lies below no data root; expected it below"):
-            Order.create(config, corpus, None, DataRoots.of(places))
+            builder.create(config, corpus, None, DataRoots.of(places))
     with pytest.raises(ConfigError, match="lies below no data root"):
-        Order.create(parsed(flat(["txt:data/prose/0.txt:text"])), corpus, None, DataRoots.of([PLACE]))
+        builder.create(parsed(flat(["txt:data/prose/0.txt:text"])), corpus, None, DataRoots.of([PLACE]))
     with pytest.raises(ConfigError, match=r"--data-root: the URL 's3://…@bucket' carries"):
         DataRoots.of(["s3://KEY:SECRET@bucket"])

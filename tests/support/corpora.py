@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.order.record import Order
+from tokenloom_server.core.state import State
+from tokenloom_server.order import builder, snapshot
+from tokenloom_server.order.factory import PipelineFactory
 
 from support.catalog import CATALOG
 
@@ -142,9 +144,9 @@ def parsed(document: dict[str, Any]) -> RunConfig:
     return config.parse(document, where="mixture.yaml", catalog=CATALOG)
 
 
-def order_of(folder: Path, document: dict[str, Any] | None = None) -> Order:
+def order_of(folder: Path, document: dict[str, Any] | None = None) -> PipelineFactory:
     """A new run's order over files below a folder."""
-    return Order.create(parsed(document or mixture()), folder, None)
+    return builder.create(parsed(document or mixture()), folder, None)
 
 
 #: Those whose children have weights that count.
@@ -207,3 +209,18 @@ def random_presences(rng: random.Random, run: RunConfig, share: float = 0.12) ->
     document = run.model_dump()
     visit(document["mixture"])
     return RunConfig.model_validate(document, context=CATALOG)
+
+
+def encode_state(order: PipelineFactory, state: State) -> str:
+    """``resume_state`` of a run without phases and revisions."""
+    return snapshot.encode_state(state, order.record.shape)
+
+
+def decode_state(order: PipelineFactory, resume_state: str) -> State:
+    """Reads ``encode_state`` back."""
+    return snapshot.decode_state(resume_state, lambda _: order.record.shape)
+
+
+def reread(order: PipelineFactory, state: State) -> State:
+    """A state that was written and read again."""
+    return decode_state(order, encode_state(order, state))

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 
 from support.catalog import CATALOG
 from support.corpora import numbers
@@ -70,8 +71,8 @@ def document(**fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def order_of(folder: Path, found: dict[str, Any]) -> Order:
-    return Order.create(config.parse(found, where="test", catalog=CATALOG), folder, folder / "index")
+def order_of(folder: Path, found: dict[str, Any]) -> PipelineFactory:
+    return builder.create(config.parse(found, where="test", catalog=CATALOG), folder, folder / "index")
 
 
 def write_mixture(folder: Path, found: dict[str, Any]) -> Path:

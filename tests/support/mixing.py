@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.order.revision import carry
-from tokenloom_server.order.size_estimates import SizeEstimate
 
 #: Tokens of every row.
 ROW = 13

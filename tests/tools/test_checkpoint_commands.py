@@ -56,7 +56,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         base = Timeline(order).encode(pipeline.state())
         pipeline.advance(more)
         state = pipeline.state()
-        template = order.template(UID, "train", 2)
+        template = order.record.template(UID, "train", 2)
         text = snapshot.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
         found.append(text)
     return found

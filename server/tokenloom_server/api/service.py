@@ -20,7 +20,8 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredRun
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision import as_file, differences_of_files
 from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.planning.plan import RunPlan
@@ -89,8 +90,8 @@ class Runs:
 
         ``revise``: where the mixture differs from the one in force, why that is to be a revision.
 
-        Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``Order.create``
-        and ``Order.load`` raise, and the ledger's errors.
+        Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``builder.create``
+        and ``builder.load`` raise, and the ledger's errors.
         """
         self._refuse_one_too_many(where)
         if found.run in self._runs:
@@ -101,13 +102,13 @@ class Runs:
         stored = self._ledger.read_run(found.run, stream)
         order = None
         if stored is None:
-            order = Order.create(found, base_dir, index_dir, self._data_roots)
-            stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record())
+            order = builder.create(found, base_dir, index_dir, self._data_roots)
+            stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record.to_json())
         change = None
-        if order is None or order.record() != stored.record:
+        if order is None or order.record.to_json() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
             order, change = self._load(found, base_dir, index_dir, stored, revise)
-        for warning in order.warnings():
+        for warning in builder.warnings(order.record):
             _log.warning("%s: %s", found.run, warning)
         streams = Streams.of(order, found, self._ledger)
         coordinator = RunCoordinator(order, self._ledger, stored.uid, self._timeouts)
@@ -130,13 +131,13 @@ class Runs:
 
     def _load(
         self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
-    ) -> tuple[Order, MixtureChange | None]:
+    ) -> tuple[PipelineFactory, MixtureChange | None]:
         """The order of a known run, and the change that its mixture file asks for."""
         different = differences(found, stored.record)
         if not different and revise is None:
-            return Order.load(found, base_dir, index_dir, stored.record, self._data_roots), None
+            return builder.load(found, base_dir, index_dir, stored.record, self._data_roots), None
         refuse(found, {field: both for field, both in different.items() if not field.startswith("mixture.")})
-        order = Order.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
+        order = builder.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
         openings = self._ledger.openings(stored.uid, stored.stream)
         origin = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
@@ -182,7 +183,7 @@ class Runs:
         deadline = time.monotonic() + LET_GO_S
         for served in self._runs.values():
             served.leadership.end(max(0.0, deadline - time.monotonic()))
-            served.coordinator.order.close()
+            served.coordinator.order.resources.close()
 
     # What REST and metrics ask, by the name of a run.
 

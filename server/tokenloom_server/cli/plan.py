@@ -39,7 +39,7 @@ def plan(
     tokens are planned. Beyond two million samples, drawn policies are planned at their mean.
     """
     from tokenloom_server.core.amounts import parse_amount
-    from tokenloom_server.order.record import Order
+    from tokenloom_server.order import builder
     from tokenloom_server.order.timeline import Timeline
     from tokenloom_server.planning.planner import Planner
 
@@ -48,7 +48,7 @@ def plan(
     form = None if picture is None else _picture_format(picture)
     run_config, _, base_dir = short.load(mixture)
     with console(stderr=True).status("opening sources and tokeniser") as status:
-        order = Order.create(run_config, base_dir, None, short.roots())
+        order = builder.create(run_config, base_dir, None, short.roots())
         timeline = Timeline(order)
         planner = Planner(lambda name: status.update(f"measuring {name}"))
         made = planner.plan(timeline, timeline.initial(), until)

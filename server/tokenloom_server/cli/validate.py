@@ -33,7 +33,8 @@ def validate(
     Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
     """
     from tokenloom_server.mixing.mixer import target_shares
-    from tokenloom_server.order.record import Order
+    from tokenloom_server.order import builder
+    from tokenloom_server.order.readers import bucket_summary
     from tokenloom_server.reports.tables import table
     from tokenloom_server.run.streams import Streams
 
@@ -43,14 +44,15 @@ def validate(
     if print_file and not text:
         raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
     with console(stderr=True).status("opening sources and tokeniser"):
-        order = Order.create(run_config, base_dir, None, short.roots())
+        order = builder.create(run_config, base_dir, None, short.roots())
+        record = order.record
         samples = order.pipeline(order.initial())
         samples.advance(run_config.pick_samples)
         streams = Streams.checked(order, run_config)
     kind = f"sequence length {run_config.sequence_length}, {run_config.packing}"
     if run_config.batching is not None:
         kind = f"batches of {run_config.global_batch_size} by {run_config.batching.bucket_by}"
-    shares = target_shares(run_config, order.size_estimates)
+    shares = target_shares(run_config, record.size_estimates)
     rows = [
         (
             str(i),
@@ -60,21 +62,21 @@ def validate(
             f"{share:.2%}",
             f"{run_config.epochs[i]:g}",
         )
-        for i, (source, shards, share) in enumerate(zip(run_config.sources, order.shards, shares, strict=True))
+        for i, (source, shards, share) in enumerate(zip(run_config.sources, record.shards, shares, strict=True))
     ]
     headings = ("id", "source", "shards", "MB", "target share", "epochs")
     out.print(table(headings, rows, title=f"run {run_config.run}: {kind}, seed {run_config.seed}"))
-    for spec, commits in order.manifest.commits.items():
+    for spec, commits in record.manifest.commits.items():
         out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
     if run_config.batching is not None:
         for i in range(len(run_config.sources)):
-            out.print(f"{order.specs[i]}: {order.told_of_buckets(i)}", highlight=False)
-    engine = f"{order.engine.engine} {order.engine.version}" if order.engine else "none: every source holds ids"
+            out.print(f"{record.specs[i]}: {bucket_summary(order.readers.bucket_epochs(i))}", highlight=False)
+    engine = f"{record.engine.engine} {record.engine.version}" if record.engine else "none: every source holds ids"
     if run_config.batching is None:
-        out.print(f"tokeniser engine: {engine}; vocabulary: {order.vocab_size:,}; ids travel as {order.dtype.name}")
+        out.print(f"tokeniser engine: {engine}; vocabulary: {record.vocab_size:,}; ids travel as {record.dtype.name}")
     for name in streams.names:
         out.print(f"stream to evaluate on: {name}, of {streams.told(name)}", highlight=False)
-    for warning in order.warnings():
+    for warning in builder.warnings(record):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import Node, NodeWeights, Picks
 from tokenloom_server.mixing.policy import NodeShape
-from tokenloom_server.mixing.totals import SizeEstimate, SourceTotal, rows_of
+from tokenloom_server.mixing.totals import SourceTotal, rows_of
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.mixing.weights import integer_weights
 

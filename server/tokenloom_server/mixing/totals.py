@@ -5,20 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 from tokenloom_server.core.state import MAX_COUNTER
-
-
-class SizeEstimate(Protocol):
-    """One epoch of a source, measured once, when the run is created."""
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def tokens_per_1000_rows(self) -> int:
-        """With begin- and end-of-text ids; decides until the first row was picked to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,8 @@ class ExclusionFile(NamedTuple):
     rows: int
 
 
-class Named(NamedTuple):
-    """A source as the rows of a file may name it."""
-
-    spec: str
-    alias: str | None
-    shards: Sequence[str]
+#: By spec, and by alias, as the rows of a file may name a source: its spec, and the paths of its shards.
+NamedSources = Mapping[str, tuple[str, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +65,13 @@ def describe(path: str, base_dir: Path) -> ExclusionFile:
     return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
 
 
-def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named]) -> Exclusions:
+def load(files: Iterable[ExclusionFile], base_dir: Path, sources: NamedSources) -> Exclusions:
     """Reads the rows of all files.
 
     Raises ``SourceChanged`` for a file that is not what it was, ``ConfigError`` for rows of unknown sources or shards.
     """
     files = tuple(files)
-    found: dict[tuple[str, int], list[_Rows]] = {}
+    parts: list[tuple[tuple[str, int], _Rows]] = []
     for file in files:
         now = describe(file.path, base_dir)
         if now != file:
@@ -83,26 +79,23 @@ def load(files: Iterable[ExclusionFile], base_dir: Path, sources: Sequence[Named
                 f"{file.path!r} lists the rows that a revision left out, and has another content now: found sha256 "
                 f"{now.sha256}, expected {file.sha256}; put the file back as it was"
             )
-        for key, rows in _by_shard(file.path, _table(file.path, base_dir / file.path), sources):
-            found.setdefault(key, []).append(rows)
-    return Exclusions(files, _merged(found))
+        parts += _by_shard(file.path, _table(file.path, base_dir / file.path), sources)
+    return _merged(files, parts)
 
 
 def joined(first: Exclusions, second: Exclusions) -> Exclusions:
     """The rows of both."""
-    found: dict[tuple[str, int], list[_Rows]] = {}
-    for each in (first, second):
-        for spec, shards in each.rows.items():
-            for shard, rows in shards.items():
-                found.setdefault((spec, shard), []).append(rows)
-    return Exclusions(first.files + second.files, _merged(found))
+    every = (first, second)
+    parts = [((spec, i), rows) for each in every for spec in each.rows for i, rows in each.of(spec).items()]
+    return _merged(first.files + second.files, parts)
 
 
-def _merged(found: Mapping[tuple[str, int], Sequence[_Rows]]) -> dict[str, dict[int, _Rows]]:
+def _merged(files: tuple[ExclusionFile, ...], parts: Iterable[tuple[tuple[str, int], _Rows]]) -> Exclusions:
     by_spec: dict[str, dict[int, _Rows]] = {}
-    for (spec, shard), parts in sorted(found.items()):
-        by_spec.setdefault(spec, {})[shard] = np.unique(np.concatenate(parts))
-    return by_spec
+    for (spec, shard), rows in parts:
+        shards = by_spec.setdefault(spec, {})
+        shards[shard] = np.union1d(shards.get(shard, rows), rows)
+    return Exclusions(files, by_spec)
 
 
 def _table(path: str, local: Path) -> pa.Table:
@@ -131,20 +124,19 @@ def _table(path: str, local: Path) -> pa.Table:
     return table
 
 
-def _by_shard(path: str, table: pa.Table, sources: Sequence[Named]) -> Iterator[tuple[tuple[str, int], _Rows]]:
-    by_name = {name: source for source in sources for name in (source.spec, source.alias) if name is not None}
+def _by_shard(path: str, table: pa.Table, sources: NamedSources) -> Iterator[tuple[tuple[str, int], _Rows]]:
     specs, shards = (table[name].combine_chunks().cast(pa.string()).dictionary_encode() for name in ("spec", "shard"))
     rows = table["row"].combine_chunks().to_numpy()
     codes = specs.indices.to_numpy().astype(np.int64) * max(1, len(shards.dictionary)) + shards.indices.to_numpy()
     for code in np.unique(codes).tolist():
         at, shard_at = divmod(code, len(shards.dictionary))
         name, shard = specs.dictionary[at].as_py(), shards.dictionary[shard_at].as_py()
-        source = by_name.get(name)
-        if source is None:
-            raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(by_name))}")
-        if shard not in source.shards:
+        if name not in sources:
+            raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(sources))}")
+        spec, paths = sources[name]
+        if shard not in paths:
             raise ConfigError(
                 f"{path!r}: source {name!r} has no shard {shard!r}; it has "
-                f"{', '.join(source.shards[:5])}{', …' if len(source.shards) > 5 else ''}"
+                f"{', '.join(paths[:5])}{', …' if len(paths) > 5 else ''}"
             )
-        yield (source.spec, source.shards.index(shard)), rows[codes == code]
+        yield (spec, paths.index(shard)), rows[codes == code]

@@ -22,7 +22,7 @@ from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.snapshot import MAX_BYTES, ResumePoint, Shape
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.scheme import scheme_of
@@ -108,8 +108,6 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
             digest=None,
             total_tokens=timeline.tokens_at(payload.sample_index),
             base=None,
-            run_uid=None,
-            generation=0,
             notes=(note,),
         )
     if timeline.first.config.batching is not None:
@@ -124,18 +122,18 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
         digest=digest_hex(state.digest),
         total_tokens=state.total_tokens,
         base=state,
-        run_uid=None,
-        generation=0,
         notes=notes,
     )
 
 
-def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> Order:
+def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> PipelineFactory:
     """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
     schemes = timeline.first.config.catalog.sources
     for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
         order, length = segment.order, segment.order.config.sequence_length
-        samples = sum((e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.specs)
+        samples = sum(
+            (e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.record.specs
+        )
         reached = segment.begin <= samples and (behind is None or samples < behind.begin)
         if reached and timeline.tokens_at(samples) == samples * length:
             return order
@@ -146,13 +144,13 @@ def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> Order:
     )
 
 
-def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, ...]]:
+def _state(entries: Sequence[_Entry], order: PipelineFactory) -> tuple[State, tuple[str, ...]]:
     length = order.config.sequence_length
     schemes = order.config.catalog.sources
     by_spec = {_normalised(entry.spec, schemes): (i, entry) for i, entry in enumerate(entries)}
     sources: list[SourceState] = []
     notes: list[str] = []
-    for source, spec in enumerate(order.specs):
+    for source, spec in enumerate(order.record.specs):
         if spec not in by_spec:
             sources.append(SourceState())
             notes.append("")
@@ -163,7 +161,7 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
         samples = (entry.token_offset or 0) // length
         sources.append(SourceState(cursor=cursor, samples=samples, rows=rows, tokens=samples * length))
         notes.append(
-            f"resume: spec={spec} shard={order.shard_paths[source][cursor.shard]} row_offset={cursor.row} "
+            f"resume: spec={spec} shard={order.record.shard_paths[source][cursor.shard]} row_offset={cursor.row} "
             f"tokens={samples * length} (from an older checkpoint"
             + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
             + ("" if counted else "; rows are counted from this shard on")
@@ -173,7 +171,7 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
     if not any(known):
         raise SnapshotInvalid(
             "resume_state.datasets: none of its specs is in this mixture; found "
-            f"{_names(entry.spec for entry in entries)}, expected some of {_names(order.specs)}"
+            f"{_names(entry.spec for entry in entries)}, expected some of {_names(order.record.specs)}"
         )
     total = sum(source.samples for source in sources)
     if total * length > MAX_COUNTER:
@@ -181,12 +179,12 @@ def _state(entries: Sequence[_Entry], order: Order) -> tuple[State, tuple[str, .
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
     nodes = elsewhere.imported(order.config, sources, known)
-    for source, spec in enumerate(order.specs):
+    for source, spec in enumerate(order.record.specs):
         if not known[source]:
             notes[source] = _new(spec, order, nodes.baselines[source])
     preserved = _preserved([entry for _, entry in by_spec.values()])
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for _, entry in by_spec.values()]
-    digest = _digest(sources, order.shape)
+    digest = _digest(sources, order.record.shape)
     state = State(
         sample_index=total,
         total_tokens=total * length,
@@ -217,7 +215,7 @@ def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
     return found
 
 
-def _new(spec: str, order: Order, baseline: int | None) -> str:
+def _new(spec: str, order: PipelineFactory, baseline: int | None) -> str:
     if baseline is None:
         return f"resume: spec={spec} new: starts at its beginning; the policies above it keep no balance"
     which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[order.config.new_source_baseline]
@@ -228,21 +226,15 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
     """Of the place itself, since no sample before it is known: runs that go on from the same one have equal digests,
     and ranks that bring different ones are told apart."""
     places = [
-        [
-            spec,
-            source.cursor.epoch,
-            shards[source.cursor.shard],
-            source.cursor.row,
-            source.cursor.offset,
-            source.samples,
-        ]
+        [spec, at.epoch, shards[at.shard], at.row, at.offset, source.samples]
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
+        for at in [source.cursor]
     ]
     text = canonical({"imported": places, "sample_tokens": shape.sample_tokens})
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
 
 
-def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
+def _cursor(where: str, entry: _Entry, source: int, order: PipelineFactory) -> Cursor:
     config = order.config.sources[source]
     if not config.in_file_order:
         raise SnapshotInvalid(
@@ -250,8 +242,8 @@ def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
             f"shuffle: {config.shuffle} in {config.lanes} lanes, where other rows lie before it: leave both out to go "
             "on from there, or take the entry out of the checkpoint's copy to read the source from its beginning"
         )
-    shard = _shard(where, entry.shard, order.shard_paths[source], order)
-    path, rows = order.shard_paths[source][shard], order.open(source).row_count(shard)
+    shard = _shard(where, entry.shard, order.record.shard_paths[source], order)
+    path, rows = order.record.shard_paths[source][shard], order.readers.open(source).row_count(shard)
     if entry.row_offset > rows:
         raise SnapshotInvalid(f"{where}: row_offset is {entry.row_offset}, but {path} has {rows} rows")
     epochs = order.config.epochs[source]
@@ -263,12 +255,12 @@ def _cursor(where: str, entry: _Entry, source: int, order: Order) -> Cursor:
     return Cursor(epoch=entry.epoch, shard=shard, row=entry.row_offset)
 
 
-def _shard(where: str, found: str, paths: Sequence[str], order: Order) -> int:
+def _shard(where: str, found: str, paths: Sequence[str], order: PipelineFactory) -> int:
     """The position of a shard: its path as it stands, or the one path that is the same but for where it begins."""
     if found in paths:
         return paths.index(found)
-    there = normpath(order.base_dir / found)
-    same = [i for i, path in enumerate(paths) if normpath(order.base_dir / path) == there]
+    there = normpath(order.resources.base_dir / found)
+    same = [i for i, path in enumerate(paths) if normpath(order.resources.base_dir / path) == there]
     if not same:
         same = [i for i, path in enumerate(paths) if _ends_alike(PurePath(found), PurePath(path))]
     if len(same) == 1:
@@ -290,15 +282,15 @@ def _ends_alike(a: PurePath, b: PurePath) -> bool:
     return a.parts[-shorter:] == b.parts[-shorter:]
 
 
-def _rows_before(source: int, cursor: Cursor, order: Order) -> tuple[int, bool]:
+def _rows_before(source: int, cursor: Cursor, order: PipelineFactory) -> tuple[int, bool]:
     """Rows before a cursor since the source's beginning, and whether those of earlier shards are among them: text has
     to be read for that."""
-    shards = order.shards[source]
+    shards = order.record.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
     scanned = not scheme_of(order.config.sources[source].spec).reader(shards).stores_row_counts
     if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
         return cursor.row, False
-    reader = order.open(source)
+    reader = order.readers.open(source)
     counts = [reader.row_count(i) for i in passed]
     return cursor.epoch * sum(counts) + sum(counts[: cursor.shard]) + cursor.row, True
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import slice_rotation
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     DIGEST_MULTIPLIER,
@@ -29,7 +30,6 @@ from tokenloom_server.core.state import (
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused, TokenloomError
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
 from tokenloom_server.mixing.node import NOTHING, Picks
-from tokenloom_server.mixing.totals import SizeEstimate
 from tokenloom_server.packing.base import Batch, Packer, PackerFactory, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
 

@@ -11,8 +11,8 @@ from itertools import zip_longest
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 
 #: A turn goes forward by so many tokens at most: about a second of one core.
@@ -28,7 +28,7 @@ class Replay:
     A fault in the data is met where it lies: samples before it come first. After an error the replay is of no use.
     """
 
-    def __init__(self, timeline: Timeline | Order, state: State) -> None:
+    def __init__(self, timeline: Timeline | PipelineFactory, state: State) -> None:
         self.timeline = timeline
         #: Why there are no more samples; None while there may be some.
         self.ended: str | None = None
@@ -58,7 +58,7 @@ class Replay:
         turn = max(1, TURN_TOKENS // order.config.sequence_length)
         if order.config.batching is not None:
             pick = order.config.pick_samples
-            turn = max(1, TURN_BYTES // (pick * order.sample_bytes)) * pick
+            turn = max(1, TURN_BYTES // (pick * order.form.sample_bytes)) * pick
         pipeline = self._begun()
         pipeline.advance(min(index - self.sample_index, turn))
         self.ended = pipeline.ended

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.token_curve import TokenCurve
+from tokenloom_server.packing.best_fit import Window, windowed_samples
 from tokenloom_server.packing.documents import Encoder
+from tokenloom_server.packing.unpacked import unpacked_samples
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.line_index import BOM
@@ -33,43 +36,6 @@ READ_BYTES = 1 << 25
 ENCODED_BYTES = 1 << 22
 #: A source of lines with at most so many bytes in its files is counted; beyond that, rows follow from the sample.
 COUNTED_BYTES = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class SizeEstimate:
-    """One epoch of a source: its ``rows``, and the tokens of 1,000 of them as samples count them: with begin- and
-    end-of-text ids and the padding that the packing makes, without what it cuts off.
-
-    ``tokens_per_1000_rows`` is an estimate, unless the source is so small that all of it was read.
-    """
-
-    rows: int
-    tokens_per_1000_rows: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one epoch."""
-        return self.rows * self.tokens_per_1000_rows // 1000
-
-
-class Readable(Protocol):
-    """What has sources, and makes tokens of their rows: an order."""
-
-    def open(self, source_id: int) -> Source: ...
-
-    def encoder(self, source_id: int, reader: Source) -> Encoder: ...
-
-    def kept(self, source_id: int, reader: Source) -> Source:
-        """A reader whose rows are those that give tokens; others are there as empty ones."""
-
-    def row_counts(self, source_id: int, reader: Source) -> list[int]: ...
-
-    @property
-    def rows_alone(self) -> bool:
-        """Whether each row makes samples of its own."""
-
-    def given(self, lengths: npt.NDArray[np.int64]) -> int:
-        """Tokens that the samples of consecutive rows count, of which these are the lengths in tokens."""
 
 
 class _Stratum(NamedTuple):
@@ -95,6 +61,26 @@ class _Budget(NamedTuple):
         )
 
 
+def _sample_tokens(factory: PipelineFactory, lengths: npt.NDArray[np.int64]) -> int:
+    """Tokens that the samples of consecutive rows count; ``lengths``: the tokens of each row."""
+    config = factory.config
+    if config.packing == "concat":
+        return int(lengths.sum())
+    if config.packing == "best_fit":
+        window = Window(config.pack_window_rows, config.pack_window_tokens)
+        return config.sequence_length * windowed_samples(lengths, factory.form, window)
+    return config.sequence_length * unpacked_samples(lengths, factory.form, splits=config.long_rows == "split")
+
+
+def _scaled(factory: PipelineFactory, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
+    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
+    every = np.concatenate(lengths)
+    total = int(every.sum())
+    if factory.config.packing == "none" or not total:
+        return tokens
+    return tokens * Fraction(_sample_tokens(factory, every), total)
+
+
 class _Sample(NamedTuple):
     """Rows with their bytes of text or ids; of the first ``encoded_bytes`` of these, the tokens, and the rows."""
 
@@ -105,58 +91,56 @@ class _Sample(NamedTuple):
     #: Tokens of each row that was encoded.
     lengths: npt.NDArray[np.int64]
 
-    def all_tokens(self, order: Readable) -> Fraction:
+    def all_tokens(self, factory: PipelineFactory) -> Fraction:
         """Tokens of all the rows, by their bytes; where each row makes samples of its own, those of the samples."""
-        if order.rows_alone:
-            return Fraction(order.given(self.lengths) * self.rows, self.encoded_rows)
+        if factory.config.packing == "none":
+            return Fraction(_sample_tokens(factory, self.lengths) * self.rows, self.encoded_rows)
         tokens = int(self.lengths.sum())
         if not self.encoded_bytes:
             return Fraction(tokens * self.rows, self.encoded_rows)
         return Fraction(tokens * self.bytes, self.encoded_bytes)
 
 
-def _given(order: Readable, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
-    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
-    every = np.concatenate(lengths)
-    total = int(every.sum())
-    return tokens if order.rows_alone or not total else tokens * Fraction(order.given(every), total)
-
-
-def measure(order: Readable, source_id: int) -> SizeEstimate:
-    """The extent of a source: rows of one epoch exactly for Parquet and Arrow files and little text.
+def measure(factory: PipelineFactory, source_id: int) -> SizeEstimate:
+    """Measures one epoch of a source: its rows exactly with ``batching``, for Parquet and Arrow files and little text.
 
     Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
     and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
     or a row of the sample, that is not readable.
     """
-    return _measure(order, source_id, LEAST_PLACES)[0]
+    readers = factory.readers
+    if factory.config.batching is not None:
+        epochs = readers.bucket_epochs(source_id)
+        return SizeEstimate(epochs.batches * epochs.size, 1000)
+    return _measure(factory, source_id, LEAST_PLACES)[0]
 
 
-def measure_curve(order: Readable, source_id: int) -> TokenCurve:
+def measure_curve(factory: PipelineFactory, source_id: int) -> TokenCurve:
     """The tokens of a source over its rows, for plans: of ``MOST_PLACES`` strata where the places of its rows are
     known. Reads and raises what ``measure`` does."""
-    return _measure(order, source_id, MOST_PLACES)[1]
+    return _measure(factory, source_id, MOST_PLACES)[1]
 
 
-def _measure(order: Readable, source_id: int, places: int) -> tuple[SizeEstimate, TokenCurve]:
-    reader = order.open(source_id)
-    encoder = order.encoder(source_id, reader)
+def _measure(factory: PipelineFactory, source_id: int, places: int) -> tuple[SizeEstimate, TokenCurve]:
+    readers = factory.readers
+    reader = readers.open(source_id)
+    encoder = factory.encoder(source_id, reader)
     if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        estimate = _of_many_lines(order, reader, order.kept(source_id, reader), encoder)
+        estimate = _of_many_lines(factory, reader, readers.kept(source_id, reader), encoder)
         return estimate, TokenCurve.of([(estimate.rows, estimate.tokens)])
-    counts = order.row_counts(source_id, reader)
+    counts = readers.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
     total = sum(shard.size for shard in reader.shards)
     strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts, places))
     budget = _Budget.of(total, len(strata))
     by_stratum, lengths = [], []
     for stratum in strata:
-        sample = _sample(order.kept(source_id, reader), encoder, stratum, budget)
-        by_stratum.append(sample.all_tokens(order) * stratum.rows / sample.rows)
+        sample = _sample(readers.kept(source_id, reader), encoder, stratum, budget)
+        by_stratum.append(sample.all_tokens(factory) * stratum.rows / sample.rows)
         lengths.append(sample.lengths)
     stood_for, rows = sum(stratum.rows for stratum in strata), sum(counts)
     tokens = sum(by_stratum, Fraction(0))
-    given = _given(order, tokens, lengths)
+    given = _scaled(factory, tokens, lengths)
     estimate = SizeEstimate(rows, round(1000 * given / stood_for))
     # What was not looked at is as what was.
     edges = [total * rows // stood_for for total in accumulate((stratum.rows for stratum in strata), initial=0)]
@@ -166,7 +150,7 @@ def _measure(order: Readable, source_id: int, places: int) -> tuple[SizeEstimate
     )
 
 
-def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
+def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
     """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
     rows = size = 0
     tokens, lengths = Fraction(0), []
@@ -179,12 +163,12 @@ def _of_many_lines(order: Readable, reader: LinesSource, kept: Source, encoder: 
         if not found.rows:
             continue  # a compressed file may hold nothing
         rows += found.rows
-        tokens += found.all_tokens(order)
+        tokens += found.all_tokens(factory)
         lengths.append(found.lengths)
         size += reader.head_bytes(shard, found.rows)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
     return SizeEstimate(
-        max(1, round(Fraction(total * rows, size))), round(1000 * _given(order, tokens, lengths) / rows)
+        max(1, round(Fraction(total * rows, size))), round(1000 * _scaled(factory, tokens, lengths) / rows)
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
@@ -229,13 +229,13 @@ class Shape:
     """By node id, ascending, the children's stable ids: 2 × source id, or 2 × node id + 1."""
     sample_tokens: int
     """Of a sample that begins here."""
-    names: tuple[str | None, ...] = ()
+    names: tuple[str | None, ...]
     """The sources' aliases."""
-    shuffles: tuple[str, ...] = ()
-    """The sources' ``shuffle``, where any has one."""
-    lanes: tuple[int, ...] = ()
-    """How many lanes the sources have, where any has several."""
-    mixture: tuple[Mapping[str, Any], ...] = ()
+    shuffles: tuple[str, ...]
+    """The sources' ``shuffle``."""
+    lanes: tuple[int, ...]
+    """How many lanes the sources have."""
+    mixture: tuple[Mapping[str, Any], ...]
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
     """The newest revision that holds: its sample index and ``what_of`` its content."""
@@ -249,11 +249,6 @@ class Shape:
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens at a sample index."""
         return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
-
-
-def with_tokens(shape: Shape, total_tokens: Callable[[int], int], left_samples: int = 0) -> Shape:
-    """The shape of a run whose samples are not all of one length, or that was forked."""
-    return replace(shape, total_tokens=total_tokens, left_samples=left_samples)
 
 
 #: The shape that the states of a run have at a sample index.
@@ -270,8 +265,8 @@ class ResumePoint:
     total_tokens: int
     base: State | None
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
-    run_uid: str | None
-    generation: int
+    run_uid: str | None = None
+    generation: int = 0
     #: Of an older data loader's checkpoint, what was made of it, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
 
@@ -305,32 +300,33 @@ def encode_state(
         if source.skipped_samples:
             entry |= {name: getattr(source, name) for name in _SKIPPED}
         entry |= {name: count for name, count in source.tally._asdict().items() if count}
-        if shape.names and shape.names[i] is not None:
+        if shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
     datasets += [{**json.loads(entry), "unknown": True} for entry in state.preserved]
-    return canonical(
-        {
-            **({"imported": _position(state.imported)} if state.imported is not None else {}),
-            **({"mixture": shape.mixture} if shape.mixture else {}),
-            **({"revisions": list(revisions)} if revisions else {}),
-            **({"origin": origin} if origin is not None else {}),
-            "sample_index": state.sample_index,
-            "digest": digest_hex(state.digest),
-            "total_tokens": state.total_tokens,
-            "datasets": datasets,
-            "nodes": [_encode_node(children) for children in state.nodes],
+    fields = {
+        "sample_index": state.sample_index,
+        "digest": digest_hex(state.digest),
+        "total_tokens": state.total_tokens,
+        "datasets": datasets,
+        "nodes": [_encode_node(children) for children in state.nodes],
+        "mixture": shape.mixture,
+    }
+    if state.imported is not None:
+        fields["imported"] = {
+            "sample_index": state.imported.sample_index,
+            "digest": digest_hex(state.imported.digest),
         }
-    )
-
-
-def _shuffle(shape: Shape, source: int) -> str:
-    return shape.shuffles[source] if shape.shuffles else "none"
+    if revisions:
+        fields["revisions"] = list(revisions)
+    if origin is not None:
+        fields["origin"] = origin
+    return canonical(fields)
 
 
 def _place(cursor: Cursor, shape: Shape, source: int) -> dict[str, Any]:
     """Where a cursor stands within its epoch, by names that say what it is."""
-    shuffle = _shuffle(shape, source)
+    shuffle = shape.shuffles[source]
     named = {} if shuffle == "none" else {"shuffle": shuffle}
     if shuffle == "rows":
         return {**named, "window": cursor.shard, "window_row": cursor.row}
@@ -346,10 +342,6 @@ def _encode_lane(lane: Lane) -> list[int]:
     cursor = lane.cursor
     tally = lane.tally if any(lane.tally) else ()
     return [cursor.epoch, cursor.shard, cursor.row, cursor.offset, lane.samples, lane.rows, *tally]
-
-
-def _position(place: Imported) -> dict[str, Any]:
-    return {"sample_index": place.sample_index, "digest": digest_hex(place.digest)}
 
 
 def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
@@ -459,45 +451,24 @@ class Source:
     """Whether the cursor stands in a window of best-fit packing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
-    """A snapshot as it is, of whichever run."""
+class Foreign(_Snapshot):
+    """A snapshot as it is, of whichever run that has begun."""
 
-    run: str
-    uid: str
-    generation: int
-    sample_index: int
-    total_tokens: int
-    digest: str
-    tokenizer: Mapping[str, str]
-    config_digest: str
-    manifest_digest: str
-    #: At which sample index the sources are told, which may lie before that of the snapshot.
-    base_index: int
-    sources: tuple[Source, ...]
-    #: (sample index, content) of the revisions that it carries.
-    revisions: tuple[tuple[int, Mapping[str, Any]], ...]
-    origin: Mapping[str, Any] | None
+    resume_state: _ResumeState
 
+    @property
+    def revisions(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """(sample index, content) of the revisions that it carries."""
+        return [(revision.sample_index, revision.content) for revision in self.resume_state.revisions or ()]
 
-def foreign(text: str | bytes) -> Foreign | None:
-    """What a snapshot says, whichever run it is of; None where that has not begun. Raises ``SnapshotInvalid``."""
-    found = _read(text)
-    resume = found.resume_state
-    if resume is None:
-        return None
-    return Foreign(
-        run=found.run,
-        uid=found.run_uid or "",
-        generation=found.generation or 0,
-        sample_index=found.sample_index,
-        total_tokens=found.total_tokens,
-        digest=found.digest,
-        tokenizer=found.tokenizer or {},
-        config_digest=found.config_digest or "",
-        manifest_digest=found.manifest_digest or "",
-        base_index=resume.sample_index,
-        sources=tuple(
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """Where its run was forked from."""
+        return self.resume_state.origin
+
+    def sources(self) -> tuple[Source, ...]:
+        """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
+        return tuple(
             Source(
                 spec=dataset.spec,
                 shard=dataset.shard if isinstance(dataset, _InFiles) else None,
@@ -505,12 +476,15 @@ def foreign(text: str | bytes) -> Foreign | None:
                 shuffle=dataset.shuffle,
                 in_window=dataset.packed_samples > 0,
             )
-            for dataset in resume.datasets
+            for dataset in self.resume_state.datasets
             if isinstance(dataset, _Known)
-        ),
-        revisions=tuple((revision.sample_index, revision.content) for revision in resume.revisions or ()),
-        origin=resume.origin,
-    )
+        )
+
+
+def foreign(text: str | bytes) -> Foreign | None:
+    """What a snapshot says, whichever run it is of; None where that has not begun. Raises ``SnapshotInvalid``."""
+    document = _read(text)
+    return Foreign.model_construct(**dict(document)) if document.resume_state is not None else None
 
 
 def _state(resume: _ResumeState, shape_at: ShapeAt) -> State:
@@ -596,7 +570,7 @@ def _sources(datasets: Sequence[_Known], shape: Shape) -> tuple[SourceState, ...
         )
     sources = []
     for i, dataset in enumerate(datasets):
-        shards, shuffle = shape.shards[i], _shuffle(shape, i)
+        shards, shuffle = shape.shards[i], shape.shuffles[i]
         if dataset.shuffle != shuffle:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i}: shuffle is {dataset.shuffle!r}, but {dataset.spec!r} of this run has "
@@ -644,7 +618,7 @@ def _source(dataset: _Known) -> SourceState:
 
 def _check_lanes(i: int, dataset: _Known, shape: Shape) -> None:
     """A source of several lanes has all of them, and gave what they gave; before its first sample it has none."""
-    where, several = f"resume_state.datasets.{i}: ", shape.lanes[i] if shape.lanes else 1
+    where, several = f"resume_state.datasets.{i}: ", shape.lanes[i]
     expected = several if several > 1 and dataset.samples else 0
     if len(dataset.lanes) != expected:
         raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
@@ -686,12 +660,9 @@ def _check_nodes(
         raise SnapshotInvalid(
             f"resume_state.nodes: the nodes have {found} children, but this run's mixture has {expected}"
         )
-    issued = {
-        number: sum(child.samples for child in children) for number, children in zip(shape.nodes, nodes, strict=True)
-    }
-    tokens = {
-        number: sum(child.tokens for child in children) for number, children in zip(shape.nodes, nodes, strict=True)
-    }
+    by_number = dict(zip(shape.nodes, nodes, strict=True))
+    issued = {number: sum(child.samples for child in children) for number, children in by_number.items()}
+    tokens = {number: sum(child.tokens for child in children) for number, children in by_number.items()}
     if issued[0] + shape.left_samples != sample_index:
         raise SnapshotInvalid(
             f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order import exclusions, snapshot
-from tokenloom_server.order.exclusions import ExclusionFile, Exclusions, Named
+from tokenloom_server.order import builder, exclusions, snapshot
+from tokenloom_server.order.exclusions import ExclusionFile, Exclusions
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline, Switch
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.record import estimates_from_json, estimates_to_json
 from tokenloom_server.order.revision import carry, changed, content_of, differences, merged, with_content, without
-from tokenloom_server.order.size_estimates import SizeEstimate
+from tokenloom_server.packing.base import PackerFactory
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import (
     Manifest,
@@ -44,7 +45,7 @@ class TimelineSegment:
     begin: int
     #: The run's total tokens there.
     tokens: int
-    order: Order
+    order: PipelineFactory
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
     #: The phase that begins here, counted from 0.
@@ -90,7 +91,9 @@ class _Recorded(NamedTuple):
 class Timeline:
     """Immutable. A run without phases and revisions has one segment."""
 
-    def __init__(self, first: Order, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None) -> None:
+    def __init__(
+        self, first: PipelineFactory, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None
+    ) -> None:
         """``first`` is the order that the run's record gives. Raises ``ConfigError``, ``SourceError`` and
         ``SourceChanged`` where a revision cannot be honoured."""
         self.first = first
@@ -105,7 +108,7 @@ class Timeline:
     @property
     def sample_bytes(self) -> int:
         """Bytes of the longest sample of the run, as it travels."""
-        return max(segment.order.sample_bytes for segment in self._segments)
+        return max(segment.order.form.sample_bytes for segment in self._segments)
 
     @property
     def segments(self) -> Sequence[TimelineSegment]:
@@ -120,7 +123,7 @@ class Timeline:
         """The course of a run that was forked, or was not."""
         return self if origin == self.origin else Timeline(self.first, self.revisions, origin)
 
-    def at(self, sample_index: int) -> Order:
+    def at(self, sample_index: int) -> PipelineFactory:
         """The order that decides the sample at an index."""
         return self._segment(sample_index).order
 
@@ -161,7 +164,7 @@ class Timeline:
         )
 
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
-        """As ``Order.pipeline``; goes over from segment to segment by itself."""
+        """As ``PipelineFactory.pipeline``; goes over from segment to segment by itself."""
         return self.at(state.sample_index).pipeline(
             state, ahead=ahead, switches=self.switches(state.sample_index, ahead=ahead)
         )
@@ -182,7 +185,7 @@ class Timeline:
                 )
             carried = partial(carry, old=before.config, new=order.config, grown=segment.grown)
             found.append(
-                Switch(segment.begin, order.config, _Lazily(order, ahead), carried, ends, order.size_estimates)
+                Switch(segment.begin, order.config, _lazily(order, ahead), carried, ends, order.record.size_estimates)
             )
             before = order
         return found
@@ -191,14 +194,14 @@ class Timeline:
 
     def shape_at(self, sample_index: int) -> snapshot.Shape:
         """What the states at a sample index look like."""
-        shape = self.at(sample_index).shape
+        shape = self.at(sample_index).record.shape
         held = [told for told in self._told if told.begin <= sample_index]
         if held:
             shape = replace(shape, revision=(held[-1].begin, held[-1].what))
         if self._one_length:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0
-        return snapshot.with_tokens(shape, self.tokens_at, left)
+        return replace(shape, total_tokens=self.tokens_at, left_samples=left)
 
     def encode(self, state: State) -> str:
         """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a
@@ -224,7 +227,7 @@ class Timeline:
                 content: dict[str, Any] = json.loads(segment.revision.content)
                 more = _listed(
                     (source.spec, source.shards)
-                    for source in segment.order.manifest.sources
+                    for source in segment.order.record.manifest.sources
                     if source.shards != _known_shards(self.first, source.spec)
                 )
                 content |= {"shards": more} if more else {}
@@ -267,12 +270,14 @@ class Timeline:
             content["mixture"]["max_tokens"] = order.config.mixture.max_tokens
             config = with_content(config, content)
         _check_limits(order.config, config)
-        order.check_named(config, *([change.exclude.file] if change.exclude is not None else []))
+        builder.check_named(config, order.resources)
+        if change.exclude is not None:
+            order.resources.roots.check_paths("exclude.file", order.resources.base_dir, [change.exclude.file])
         shards = dict(self._new_files(order, config))
         shards |= {spec: more for name in change.append_files for spec, more in [self._appended(order, name)]}
-        excluded = [*order.excluded.files]
+        excluded = [*order.record.excluded.files]
         if change.exclude is not None:
-            excluded.append(exclusions.describe(change.exclude.file, order.base_dir))
+            excluded.append(exclusions.describe(change.exclude.file, order.resources.base_dir))
         content = _content(order, config, shards, excluded)
         # That it can be read is found out now, and not when it is in force.
         revised = _revised(order, content)
@@ -283,16 +288,14 @@ class Timeline:
             if _known_shards(order, spec)
         ]
         for source in config.sources:
-            more = revised.excluded.count(source.source) - order.excluded.count(source.source)
+            more = revised.record.excluded.count(source.source) - order.record.excluded.count(source.source)
             if more:
                 lines.append(f"{source.name}: {more} rows left out of each epoch")
         if not lines:
             raise ConfigError("this changes nothing: the mixture in force there is the same")
         lines += self._ended_by_a_phase(sample_index)
-        if revised.size_estimates:
-            content["extents"] = {
-                str(i): [one.rows, one.tokens_per_1000_rows] for i, one in revised.size_estimates.items()
-            }
+        if revised.record.size_estimates:
+            content["extents"] = estimates_to_json(revised.record.size_estimates)
         return {**content, "changes": lines, "generation": generation}
 
     def as_revised(self) -> RunConfig:
@@ -325,13 +328,13 @@ class Timeline:
         begins = (segment.begin for segment in self._segments if (segment.phase or 0) >= len(phases) - 1)
         return bool(phases) and phases[-1].until_tokens is not None and sample_index >= min(begins)
 
-    def _new_files(self, order: Order, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
-        known = {source.spec for source in order.manifest.sources}
+    def _new_files(self, order: PipelineFactory, config: RunConfig) -> Iterator[tuple[str, tuple[Shard, ...]]]:
+        known = {source.spec for source in order.record.manifest.sources}
         new = [source.spec for source in config.sources if source.source not in known]
         if new:
-            yield from ((source.spec, source.shards) for source in build(new, order.base_dir).sources)
+            yield from ((source.spec, source.shards) for source in build(new, order.resources.base_dir).sources)
 
-    def _appended(self, order: Order, name: str) -> tuple[str, tuple[Shard, ...]]:
+    def _appended(self, order: PipelineFactory, name: str) -> tuple[str, tuple[Shard, ...]]:
         source = next((source for source in order.config.sources if name in (source.alias, source.source)), None)
         if source is None:
             names = ", ".join(repr(source.name) for source in order.config.sources)
@@ -343,7 +346,7 @@ class Timeline:
                 "the new files as a source of their own, or begin a new run"
             )
         known = _known_shards(order, source.source)
-        new = scheme_of(source.spec).more_shards(source.spec, known, order.base_dir)
+        new = scheme_of(source.spec).more_shards(source.spec, known, order.resources.base_dir)
         if not new:
             raise ConfigError(
                 f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"
@@ -404,17 +407,10 @@ class Timeline:
             )
 
 
-class _Lazily:
+def _lazily(factory: PipelineFactory, ahead: bool) -> PackerFactory:
     """The packers of a segment that may never be reached: made when the first is asked for."""
-
-    def __init__(self, order: Order, ahead: bool) -> None:
-        self._make = partial(order.packers, ahead=ahead)
-        self._made: Any = None
-
-    def __call__(self, source_id: int, state: Any) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return self._made(source_id, state)
+    packers = cache(partial(factory.packers, ahead=ahead))
+    return lambda source_id, state: packers()(source_id, state)
 
 
 def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:
@@ -424,7 +420,9 @@ def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:
     return {source for source in before if source in dropped} | (left & dropped)
 
 
-def _in_phase(order: Order, number: int, left_tokens: int, tokens: int, gone: Collection[int]) -> Order:
+def _in_phase(
+    order: PipelineFactory, number: int, left_tokens: int, tokens: int, gone: Collection[int]
+) -> PipelineFactory:
     """The order in a phase, which begins at so many of the run's tokens; what is ``gone`` stays so."""
     phase, last = order.config.phases[number], number == len(order.config.phases) - 1
     length = phase.sequence_length or order.config.sequence_length
@@ -444,11 +442,11 @@ def _in_phase(order: Order, number: int, left_tokens: int, tokens: int, gone: Co
         if mixture is not None
         else with_content(order.config, {**content_of(order.config), "sequence_length": length})
     )
-    return order.under(without(config, gone), order.manifest, order.excluded)
+    return builder.under(order, without(config, gone), order.record.manifest, order.record.excluded)
 
 
 def _content(
-    order: Order, config: RunConfig, shards: Mapping[str, Sequence[Shard]], excluded: Sequence[ExclusionFile]
+    order: PipelineFactory, config: RunConfig, shards: Mapping[str, Sequence[Shard]], excluded: Sequence[ExclusionFile]
 ) -> dict[str, Any]:
     content: dict[str, Any] = content_of(config)
     if plugins := plugins_of(source.spec for source in config.sources):
@@ -494,35 +492,38 @@ def _listed(files_of: Iterable[tuple[str, Sequence[Shard]]]) -> dict[str, list[l
     return {spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in files_of}
 
 
-def _revised(order: Order, content: Mapping[str, Any]) -> Order:
+def _revised(order: PipelineFactory, content: Mapping[str, Any]) -> PipelineFactory:
     """The order under a revision's content."""
     config = with_content(order.config, {**content, "sequence_length": order.config.sequence_length})
     given = {
         spec: tuple(Shard(path, size, fingerprint) for path, size, fingerprint in found)
         for spec, found in content.get("shards", {}).items()
     }
-    kept = [SourceFiles(source.spec, given.pop(source.spec, source.shards)) for source in order.manifest.sources]
-    plugins = order.manifest.plugins | plugins_from_json(content.get("plugins", {}))
+    kept = [SourceFiles(source.spec, given.pop(source.spec, source.shards)) for source in order.record.manifest.sources]
+    plugins = order.record.manifest.plugins | plugins_from_json(content.get("plugins", {}))
     manifest = Manifest((*kept, *(SourceFiles(spec, shards) for spec, shards in given.items())), plugins)
-    named = [
-        Named(source.source, source.alias, [shard.path for shard in manifest.shards(source.source)])
-        for source in config.sources
-    ]
+    named: dict[str, tuple[str, list[str]]] = {}
+    for source in config.sources:
+        paths = [shard.path for shard in manifest.shards(source.source)]
+        named |= {name: (source.source, paths) for name in (source.source, source.alias) if name is not None}
     listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
-    excluded: Exclusions = order.excluded
+    excluded: Exclusions = order.record.excluded
     known = excluded.files
     if tuple(listed[: len(known)]) != known:
-        excluded = exclusions.load(listed, order.base_dir, named)
+        excluded = exclusions.load(listed, order.resources.base_dir, named)
     elif len(listed) > len(known):
         # Those before are known, by the names that sources had then.
-        excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], order.base_dir, named))
-    size_estimates = {int(source): SizeEstimate(*one) for source, one in content.get("extents", {}).items()}
-    return order.under(config, manifest, excluded, size_estimates)
+        excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], order.resources.base_dir, named))
+    return builder.under(order, config, manifest, excluded, estimates_from_json(content.get("extents", {})))
 
 
-def _grown(before: Order, now: Order) -> tuple[int, ...]:
-    return tuple(i for i, shards in enumerate(now.shards[: len(before.shards)]) if len(shards) > len(before.shards[i]))
+def _grown(before: PipelineFactory, now: PipelineFactory) -> tuple[int, ...]:
+    return tuple(
+        i
+        for i, shards in enumerate(now.record.shards[: len(before.record.shards)])
+        if len(shards) > len(before.record.shards[i])
+    )
 
 
-def _known_shards(order: Order, spec: str) -> tuple[Shard, ...]:
-    return next((source.shards for source in order.manifest.sources if source.spec == spec), ())
+def _known_shards(order: PipelineFactory, spec: str) -> tuple[Shard, ...]:
+    return next((source.shards for source in order.record.manifest.sources if source.spec == spec), ())

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
 from tokenloom_server.mixing.node import NOTHING, Picks
-from tokenloom_server.mixing.totals import SizeEstimate
 from tokenloom_server.order.revision import carry
 from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
@@ -49,9 +49,6 @@ def forecast(
     """What the run will be from a state on, up to the first sample that reaches ``until`` total tokens or, for None, to
     its end.
 
-    The state lies in the first of the ``parts``. Up to ``exact_picks`` picks the plan is as exact as what is known of
-    the sources; a longer one takes no more time for more tokens. Raises ``ConfigError`` for an ``until`` that is not
-    beyond the state, and for None where no source ever runs out.
     """
     if until is not None and until <= state.total_tokens:
         raise ConfigError(

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from tokenloom_server.core.state import State
-from tokenloom_server.order.record import Order
-from tokenloom_server.order.size_estimates import measure_curve
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.size_estimates import measure, measure_curve
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.forecast import Part, forecast
@@ -46,27 +46,27 @@ class Planner:
                     self._curve(order, source.id) if source.presence != "dropped" else None
                     for source in order.config.sources
                 ],
-                size_estimates=order.size_estimates,
+                size_estimates=order.record.size_estimates,
                 begin=segment.begin,
                 tokens=segment.tokens,
                 grown=segment.grown,
             )
 
-    def _curve(self, order: Order, source_id: int) -> TokenCurve:
-        spec, files = order.specs[source_id], order.shard_paths[source_id]
+    def _curve(self, order: PipelineFactory, source_id: int) -> TokenCurve:
+        spec, files = order.record.specs[source_id], order.record.shard_paths[source_id]
         curve = self._measured.get((spec, files))
         if curve is None:
             if self._measuring is not None:
                 self._measuring(order.config.sources[source_id].name)
             curve = self._measured[spec, files] = _measured(order, source_id)
         # Rows that are left out are read as rows without tokens.
-        excluded = order.excluded.count(spec)
+        excluded = order.record.excluded.count(spec)
         return curve.flat(max(0, curve.epoch_rows - excluded) / curve.epoch_rows) if excluded else curve
 
 
-def _measured(order: Order, source_id: int) -> TokenCurve:
+def _measured(order: PipelineFactory, source_id: int) -> TokenCurve:
     if order.config.batching is None:
         return measure_curve(order, source_id)
     # A row is a sample of its own.
-    rows = order.measure(source_id).rows
+    rows = measure(order, source_id).rows
     return TokenCurve.of([(rows, float(rows))])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, SourceState
 from tokenloom_server.mixing.totals import rows_of
-from tokenloom_server.order.size_estimates import SizeEstimate
 from tokenloom_server.order.token_curve import TokenCurve
 
 

@@ -17,7 +17,8 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 
@@ -85,7 +86,9 @@ class Job:
     Shards depend on the files, the tokeniser and ``shard_bytes`` alone: not on how many threads make them.
     """
 
-    def __init__(self, config: RunConfig, order: Order, *, form: ShardFormat, shard_bytes: int, ids_too: bool) -> None:
+    def __init__(
+        self, config: RunConfig, order: PipelineFactory, *, form: ShardFormat, shard_bytes: int, ids_too: bool
+    ) -> None:
         """``order`` reads each source once, in file order; see ``create``."""
         self.config = config
         self.order = order
@@ -95,13 +98,13 @@ class Job:
         # Shards have ids alone, so a source with a loss mask beside them stays as it is: nothing of it is tokenised.
         chosen = [
             i
-            for i, spec in enumerate(order.specs)
-            if named[spec].loss_mask is None and (ids_too or order.open(i).content is Content.TEXT)
+            for i, spec in enumerate(order.record.specs)
+            if named[spec].loss_mask is None and (ids_too or order.readers.open(i).content is Content.TEXT)
         ]
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i in chosen:
-            source = named[order.specs[i]]
+            source = named[order.record.specs[i]]
             folder = f"sources/{i:03d}-{_file_name(source)}"
             self.sources.append(Prepared(i, source, folder))
             for number, (passages, size) in enumerate(self._cut(i)):
@@ -131,7 +134,7 @@ class Job:
                 f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; "
                 "serve it as it is"
             )
-        order = Order.create(_reading(config, shuffled), base_dir, index_dir, roots, engines=threads)
+        order = builder.create(_reading(config, shuffled), base_dir, index_dir, roots, encoders=threads)
         job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)
         if not job.sources:
             raise ConfigError(
@@ -143,17 +146,17 @@ class Job:
 
     def document(self) -> dict[str, Any]:
         """What decides the shards' content: two jobs with the same document make the same bytes."""
-        record = json.loads(self.order.record())
+        record = json.loads(self.order.record.to_json())
         config = self.order.config
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
-            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.dtype.name},
+            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
             "tokenizer": record["tokenizer"],
             "special_tokens_in_text": config.special_tokens_in_text,
-            "vocab_size": self.order.vocab_size,
-            "end_of_text_id": self.order.end_of_text_id,
-            "begin_of_text_id": self.order.begin_of_text_id,
+            "vocab_size": self.order.record.vocab_size,
+            "end_of_text_id": self.order.record.end_of_text_id,
+            "begin_of_text_id": self.order.record.begin_of_text_id,
             "seed": config.seed if self.shuffled else None,
             "sources": [self._described(prepared, children[prepared.config.source]) for prepared in self.sources],
         }
@@ -171,18 +174,18 @@ class Job:
             "add_eot": self.order.config.adds_eot(found),
             "files": [
                 {"path": shard.path, "size": shard.size, "fingerprint": shard.fingerprint}
-                for shard in self.order.shards[prepared.source]
+                for shard in self.order.record.shards[prepared.source]
             ],
         }
 
     def _cut(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
         """The passages of each shard, and their bytes."""
-        order, shards = self.order, self.order.shards[source]
+        order, shards = self.order, self.order.record.shards[source]
         if order.config.sources[source].shuffle == "rows":
             yield from self._cut_windows(source)
             return
         edges = in_threads(partial(self._edges, source), range(len(shards)))
-        for file in order.reading(source, order.open(source)).parts(0):
+        for file in order.readers.reading(source, order.readers.open(source)).parts(0):
             rows, size = edges[file][-1], shards[file].size
             for begin, end in pairwise(edges[file]):
                 yield (Passage(file, begin, end - begin),), size * (end - begin) // rows
@@ -190,15 +193,15 @@ class Job:
     def _edges(self, source: int, file: int) -> list[int]:
         """The rows at which a file is cut: where it can be read from without reading what lies before."""
         # A reader is for one thread.
-        blocks = self.order.open(source).blocks(file)
-        parts = max(1, round(self.order.shards[source][file].size / self.shard_bytes))
+        blocks = self.order.readers.open(source).blocks(file)
+        parts = max(1, round(self.order.record.shards[source][file].size / self.shard_bytes))
         wanted = [int(blocks[-1]) * part // parts for part in range(parts + 1)]
         return sorted(set(blocks[np.searchsorted(blocks, wanted)].tolist()))
 
     def _cut_windows(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
         # To read on in the middle of a window takes all of it, so none is parted.
-        order, total = self.order, sum(shard.size for shard in self.order.shards[source])
-        reading = order.reading(source, order.open(source))
+        order, total = self.order, sum(shard.size for shard in self.order.record.shards[source])
+        reading = order.readers.reading(source, order.readers.open(source))
         passages: list[Passage] = []
         rows = 0
         for window in reading.parts(0):

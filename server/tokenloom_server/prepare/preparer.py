@@ -87,7 +87,7 @@ def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, f
 def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Event) -> None:
     with journal.writing(task) as (draft, finish):
         left, bad, filtered = task.rows, 0, 0
-        with ShardWriter(draft, job.order.dtype, job.form) as writer:
+        with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
             documents = job.order.documents(task.source)
             for part, row, rows in task.passages:
                 for piece in documents.part(Cursor(shard=part, row=row), rows):
@@ -131,7 +131,7 @@ def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
             raise SourceError(
                 f"source {source['spec']!r}: no row of it has a token, so it cannot be served; leave it out"
             )
-        most = job.order.max_bad_rows(job.order.specs.index(source["spec"]))
+        most = job.order.max_bad_rows(job.order.record.specs.index(source["spec"]))
         if most is not None and source["bad_rows"] > most:
             raise SourceError(f"source {source['spec']!r}: {source['bad_rows']} rows are bad, and {_allowed(most)}")
     totals = {
@@ -187,7 +187,7 @@ def _origin(job: Job, task: Task) -> dict[str, Any]:
     first = task.passages[0]
     if job.order.config.sources[task.source].shuffle == "rows":
         return {"windows": [first.part, task.passages[-1].part + 1]}
-    return {"of": job.order.shard_paths[task.source][first.part], "first_row": first.row}
+    return {"of": job.order.record.shard_paths[task.source][first.part], "first_row": first.row}
 
 
 def _spec(job: Job, prepared: Prepared) -> str:

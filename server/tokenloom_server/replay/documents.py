@@ -12,8 +12,8 @@ import xxhash
 
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, SourceState, digest_hex
 from tokenloom_server.errors import OrderMismatch
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import StepGroup
-from tokenloom_server.order.record import Order
 from tokenloom_server.packing.buckets import described
 from tokenloom_server.reports.trace import TracedDocument, TracedSample
 from tokenloom_server.tokenizer.text import Decode
@@ -38,7 +38,7 @@ def by_source(group: StepGroup) -> list[SourceSamples]:
 
 
 def explain(
-    order: Order, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    order: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
 ) -> list[TracedSample]:
     """The samples of one source with their documents, and without their places: those are a generation's.
 
@@ -50,11 +50,11 @@ def explain(
 
 
 def _of_tokens(
-    order: Order, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    order: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
 ) -> list[TracedSample]:
-    source, paths = samples.source, order.shard_paths[samples.source]
+    source, paths = samples.source, order.record.shard_paths[samples.source]
     explained = []
-    spans_by_sample = order.parts(source, samples.state, len(samples.steps))
+    spans_by_sample = order.spans(source, samples.state, len(samples.steps))
     for number, step in enumerate(samples.steps):
         spans = next(spans_by_sample, [])
         travelling = group.ids(0, step, step + 1)[0]
@@ -100,11 +100,11 @@ def _of_tokens(
 
 
 def _of_rows(
-    order: Order, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    order: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
 ) -> list[TracedSample]:
     """Samples that are rows, by the batches that they came in."""
-    source, epochs = samples.source, order.epochs_of(samples.source)
-    paths, size = order.shard_paths[source], epochs.size
+    source, epochs = samples.source, order.readers.bucket_epochs(samples.source)
+    paths, size = order.record.shard_paths[source], epochs.size
     epoch, number = samples.state.cursor.epoch, samples.state.cursor.row // size
     explained = []
     for batch_number, step in enumerate(samples.steps):
@@ -143,7 +143,9 @@ def _of_rows(
     return explained
 
 
-def _traced(order: Order, samples: SourceSamples, number: int, travelling: Any, **fields: Any) -> TracedSample:
+def _traced(
+    order: PipelineFactory, samples: SourceSamples, number: int, travelling: Any, **fields: Any
+) -> TracedSample:
     """The sample of that number among these, from 0, whose ids travel so."""
     config = order.config.sources[samples.source]
     return TracedSample(

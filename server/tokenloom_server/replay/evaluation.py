@@ -146,7 +146,6 @@ class Evaluations:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             stream.stop()
-            stream.order.close()
 
     def _find(self, call: EvaluationCall) -> StreamSamples:
         self._coordinator.require_lead()
@@ -166,7 +165,7 @@ class Evaluations:
                 stream = self._samples[call.stream] = StreamSamples(
                     call.stream, order, self._pool, self._require_room, self._add_bytes
                 )
-        step_bytes = call.batch_size * stream.order.sample_bytes
+        step_bytes = call.batch_size * stream.order.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
                 f"a step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
@@ -176,7 +175,7 @@ class Evaluations:
 
     def _most(self, stream: StreamSamples) -> int:
         """More than may be kept: whoever asks for a whole stream gets that, or an error."""
-        return MAX_KEPT_BYTES // stream.order.sample_bytes + 1
+        return MAX_KEPT_BYTES // stream.order.form.sample_bytes + 1
 
     def _require_room(self, size: int) -> None:
         with self._lock:
@@ -196,7 +195,7 @@ class Evaluations:
         with self._lock:
             if self._samples.get(stream.name) is stream:
                 del self._samples[stream.name]
-                self._bytes -= stream.made() * stream.order.sample_bytes
+                self._bytes -= stream.made() * stream.order.form.sample_bytes
 
 
 class Evaluation:
@@ -291,7 +290,7 @@ class Evaluation:
             real=[stream.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
             samples=samples,
-            padding=bytes(stream.order.sample_bytes),
+            padding=bytes(stream.order.form.sample_bytes),
         )
 
     def _check_digest(self, total: int) -> None:

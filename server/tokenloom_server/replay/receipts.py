@@ -74,8 +74,8 @@ class Receipts:
                 f"{oldest} to {committed.sample_index} (committed)"
             )
         state = at_hand if at_hand.sample_index == index else self._past.state_at(index)[1]
-        specs = timeline.at(index).specs
-        same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+        specs = timeline.at(index).record.specs
+        same = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
         return Receipt(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -117,7 +117,7 @@ class Receipts:
         order = timeline.at(index)
         stats = self._stats.sources(committed, state)
         sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]
-        same = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+        same = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
         lineage = lineage_of(openings)
         return RunReport(
             run=coordinator.name,
@@ -136,10 +136,10 @@ class Receipts:
             sequence_length=order.config.sequence_length,
             packing=order.config.packing,
             labels=order.config.labels,
-            vocab_size=order.vocab_size,
+            vocab_size=order.record.vocab_size,
             tokenizer=Tokenizer(**same["tokenizer"]),
             config_digest=same["config_digest"],
-            manifest_digest=order.manifest.digest,
+            manifest_digest=order.record.manifest.digest,
             mixture=as_file(order.config),
             sources=sources,
             generations=_generations(openings, lineage, index),
@@ -150,14 +150,14 @@ class Receipts:
                 for revision in timeline.revisions
                 if revision.sample_index < index
             ],
-            exclusions=[ExclusionReport(**file._asdict()) for file in order.excluded.files],
+            exclusions=[ExclusionReport(**file._asdict()) for file in order.record.excluded.files],
             software={"python": platform.python_version(), **_versions()},
         )
 
 
 def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
     order = timeline.at(index)
-    shards = order.shards[figure.id]
+    shards = order.record.shards[figure.id]
     found = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
     listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
     return SourceReport(
@@ -172,7 +172,7 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
         rows=figure.rows,
         tokens=figure.tokens,
         skipped_tokens=state.tokens - figure.tokens,
-        excluded_rows=order.excluded.count(figure.spec),
+        excluded_rows=order.record.excluded.count(figure.spec),
         share=figure.actual_share,
         target_share=figure.target_share,
         epochs=figure.epoch,
@@ -187,9 +187,13 @@ def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
     orders = [segment.order for segment in timeline.segments if segment.begin <= index]
     found = [
-        (order.shards[source], order.config.epochs[source], order.excluded.count(order.specs[source]))
+        (
+            order.record.shards[source],
+            order.config.epochs[source],
+            order.record.excluded.count(order.record.specs[source]),
+        )
         for order in orders
-        if source < len(order.specs)
+        if source < len(order.record.specs)
     ]
     return all(each == found[0] for each in found) and timeline.at(index).config.sources[source].max_tokens is None
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ServerStopping, TokenloomError
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import StepGroup
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.replay import Replay
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class StreamSamples:
     def __init__(
         self,
         name: str,
-        order: Order,
+        order: PipelineFactory,
         pool: ThreadPoolExecutor,
         require_room: Callable[[int], None],
         add_bytes: Callable[[int], None],
@@ -161,9 +161,9 @@ class StreamSamples:
     def _make(self, most: int) -> StepGroup:
         """The next samples."""
         count = max(1, min(most, TURN_TOKENS // self.order.config.sequence_length))
-        self._require_room(count * self.order.sample_bytes)
+        self._require_room(count * self.order.form.sample_bytes)
         group = self._replay.samples(1, count)
-        self._add_bytes(len(group.marks) * self.order.sample_bytes)
+        self._add_bytes(len(group.marks) * self.order.form.sample_bytes)
         return group
 
     def _fail(self, error: TokenloomError) -> None:

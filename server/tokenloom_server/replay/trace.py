@@ -219,7 +219,7 @@ class Traces:
 
     def _decode(self) -> Decode | None:
         """Ids to text; None where the run has no tokeniser. Loaded once: a large vocabulary takes a second."""
-        definition = self._coordinator.order.tokenizer
+        definition = self._coordinator.order.record.tokenizer
         if definition is None:
             return None
         with self._decoder_lock:

@@ -22,7 +22,7 @@ def commit_of(timeline: Timeline, state: State, resume_state: str) -> Commit:
                 rows=source.rows - source.skipped_rows,
                 tokens=source.tokens - source.skipped_tokens,
             )
-            for spec, source in zip(timeline.at(state.sample_index).specs, state.sources, strict=True)
+            for spec, source in zip(timeline.at(state.sample_index).record.specs, state.sources, strict=True)
         },
     )
 

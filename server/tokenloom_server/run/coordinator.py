@@ -60,7 +60,7 @@ class RunCoordinator(StreamCommands):
         with self._lock:
             self._stopping = True
             self._wakes.everyone()
-        self.order.io_stats.stop()
+        self.order.resources.io_stats.stop()
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))

@@ -10,7 +10,8 @@ from tokenloom_server.core.state import SourceState, State, packed_again
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
 from tokenloom_server.order import snapshot
-from tokenloom_server.order.record import Order, moves_parts
+from tokenloom_server.order.builder import moves_parts
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.snapshot import Foreign, Source
 from tokenloom_server.order.timeline import Origin, Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -56,7 +57,7 @@ class Forking:
                     )
                 origin = self._origin(text, found)
                 coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
-            template = coordinator.order.template(coordinator.uid, coordinator.stream, 0)
+            template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
     def _origin(self, text: str | bytes, found: Foreign) -> Origin:
@@ -70,8 +71,8 @@ class Forking:
         kept = [source.state for source in theirs if source.spec in ours]
         origin = Origin(
             run=found.run,
-            uid=found.uid,
-            generation=found.generation,
+            uid=found.run_uid or "",
+            generation=found.generation or 0,
             sample_index=found.sample_index,
             total_tokens=found.total_tokens,
             digest=found.digest,
@@ -84,8 +85,8 @@ class Forking:
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, found: Foreign) -> None:
-        ours = self._coordinator.order.template("", self._coordinator.stream, 0)["tokenizer"]
-        theirs = dict(found.tokenizer)
+        ours = self._coordinator.order.record.template("", self._coordinator.stream, 0)["tokenizer"]
+        theirs = found.tokenizer or {}
         if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
             return  # in one of them every source holds ids, and so do those that both have
         if theirs != ours:
@@ -116,7 +117,7 @@ class Forking:
                 # The buckets of a source's batches are drawn by its number.
                 compared += [
                     (f"{source.source!r}: place in the mixture (source id)", known, source.id),
-                    (f"{source.source!r}: files", theirs.shards[known], ours.shards[source.id]),
+                    (f"{source.source!r}: files", theirs.record.shards[known], ours.record.shards[source.id]),
                 ]
         for field, before, now in compared:
             if before != now:
@@ -128,9 +129,10 @@ class Forking:
     def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
         coordinator = self._coordinator
-        ours = coordinator.order.template("", coordinator.stream, 0)
+        ours = coordinator.order.record.template("", coordinator.stream, 0)
         fields = (found.config_digest, found.manifest_digest)
-        plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not (found.revisions or found.origin)
+        carries = found.revisions or found.origin
+        plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not carries
         same = plain and not coordinator.timeline.revisions
         parent = self._parent(found.run)
         if parent is not None:
@@ -141,24 +143,25 @@ class Forking:
             point = snapshot.parse(text, {**ours, "run": found.run}, coordinator.timeline.shape_at)
             state = self._history.forward(point)
             return _named(coordinator.timeline.at(state.sample_index), state), state
-        if found.base_index == found.sample_index:
-            for source in found.sources:
+        told_at = found.resume_state.sample_index
+        if told_at == found.sample_index:
+            for source in found.sources():
                 drawn = source.shuffle != "none" or source.state.lanes
-                if drawn and source.spec in coordinator.timeline.at(found.sample_index).specs:
+                if drawn and source.spec in coordinator.timeline.at(found.sample_index).record.specs:
                     raise SnapshotInvalid(
                         f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
                         "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
                         "A.yaml B.yaml)"
                     )
-            return found.sources, None
+            return found.sources(), None
         raise SnapshotInvalid(
-            f"the state tells where the sources of run {found.run!r} stood at sample {found.base_index}, and to go "
+            f"the state tells where the sources of run {found.run!r} stood at sample {told_at}, and to go "
             f"forward to sample {found.sample_index} takes that run's mixture: serve its mixture file with this "
             "server, too (tokenloom serve A.yaml B.yaml)"
         )
 
 
-def _refuse_other_documents(theirs: Order, ours: Order) -> None:
+def _refuse_other_documents(theirs: PipelineFactory, ours: PipelineFactory) -> None:
     """Where a document's tokens begin and end has to be the same, or a place within one is another."""
     there = {source.source: source for source in theirs.config.sources}
     for source in ours.config.sources:
@@ -186,7 +189,7 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
         if source.fim is not None:
             pairs["place in the mixture (source id)"] = known.id, source.id
         if scheme_of(source.spec).splits_at_end_of_text:
-            pairs["end_of_text_id"] = (theirs.end_of_text_id, ours.end_of_text_id)
+            pairs["end_of_text_id"] = (theirs.record.end_of_text_id, ours.record.end_of_text_id)
         for field, values in pairs.items():
             if values[0] != values[1]:
                 raise SnapshotInvalid(
@@ -196,9 +199,11 @@ def _refuse_other_documents(theirs: Order, ours: Order) -> None:
                 )
 
 
-def _refuse_another_shuffle(theirs: Order, known: SourceConfig, ours: Order, source: SourceConfig) -> None:
+def _refuse_another_shuffle(
+    theirs: PipelineFactory, known: SourceConfig, ours: PipelineFactory, source: SourceConfig
+) -> None:
     """What a shuffled source's place means follows from all that draws its order."""
-    before_files, files = theirs.shards[known.id], ours.shards[source.id]
+    before_files, files = theirs.record.shards[known.id], ours.record.shards[source.id]
     if source.shuffle == "shards" and source.lanes == 1:
         files = files[: len(before_files)]  # those behind have a turn of their own
     for field, before, now in (
@@ -217,11 +222,11 @@ def _refuse_another_shuffle(theirs: Order, known: SourceConfig, ours: Order, sou
 
 
 def _is_at(origin: Origin, found: Foreign) -> bool:
-    there = (found.run, found.uid, found.sample_index, found.digest)
+    there = (found.run, found.run_uid or "", found.sample_index, found.digest)
     return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
 
 
-def _named(order: Order, state: State) -> tuple[Source, ...]:
+def _named(order: PipelineFactory, state: State) -> tuple[Source, ...]:
     return tuple(
         Source(
             spec=config.source,
@@ -230,7 +235,7 @@ def _named(order: Order, state: State) -> tuple[Source, ...]:
             shuffle=config.shuffle,
             in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
         )
-        for config, shards, source in zip(order.config.sources, order.shard_paths, state.sources, strict=True)
+        for config, shards, source in zip(order.config.sources, order.record.shard_paths, state.sources, strict=True)
     )
 
 
@@ -238,7 +243,7 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Sourc
     """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
     order = timeline.at(origin.sample_index)
     sources = []
-    for spec, shards in zip(order.specs, order.shard_paths, strict=True):
+    for spec, shards in zip(order.record.specs, order.record.shard_paths, strict=True):
         known = theirs.get(spec)
         if known is None:
             sources.append(SourceState())

@@ -13,7 +13,7 @@ from tokenloom_server.core.state import MAX_COUNTER, Cursor, Imported, State, di
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order import foreign_checkpoint, snapshot
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
@@ -66,7 +66,7 @@ class History:
                 known = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
             return known[2]
         return snapshot.parse(
-            text, coordinator.order.template("", coordinator.stream, 0), coordinator.timeline.shape_at
+            text, coordinator.order.record.template("", coordinator.stream, 0), coordinator.timeline.shape_at
         )
 
     def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
@@ -97,7 +97,7 @@ class History:
         """The snapshot of a state in the line of a point."""
         coordinator = self._coordinator
         return snapshot.compose(
-            coordinator.order.template(point.run_uid or coordinator.uid, coordinator.stream, point.generation),
+            coordinator.order.record.template(point.run_uid or coordinator.uid, coordinator.stream, point.generation),
             coordinator.timeline.encode(state),
             state.sample_index,
             digest_hex(state.digest),
@@ -161,7 +161,7 @@ class History:
             generation=0,
         )
 
-    def order_at(self, sample_index: int) -> Order:
+    def order_at(self, sample_index: int) -> PipelineFactory:
         """The order in force at a sample index."""
         return self._coordinator.timeline.at(sample_index)
 
@@ -308,11 +308,11 @@ class History:
             for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
                 self._check_cursor(order, i, cursor, known)
 
-    def _check_cursor(self, order: Order, i: int, cursor: Cursor, known: Sequence[float] | None) -> None:
+    def _check_cursor(self, order: PipelineFactory, i: int, cursor: Cursor, known: Sequence[float] | None) -> None:
         config = order.config.sources[i]
         if cursor == Cursor():
             return
-        place, rows = order.stands_in(i, cursor)
+        place, rows = order.readers.rows_around(i, cursor)
         if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
             field = "window_row" if config.shuffle == "rows" else "row_offset"
             raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows")
@@ -355,7 +355,7 @@ class History:
 
     def _sealed(self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int) -> str:
         coordinator = self._coordinator
-        template = coordinator.order.template(coordinator.uid, coordinator.stream, generation)
+        template = coordinator.order.record.template(coordinator.uid, coordinator.stream, generation)
         return snapshot.compose(template, resume_state, index, digest, total_tokens)
 
     def _recomputed(self, index: int) -> str:

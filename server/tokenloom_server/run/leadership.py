@@ -109,7 +109,7 @@ class Leadership(threading.Thread):
         stored = ledger.read_run(name, stream)
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
-            stored = ledger.create_run(name, stream, coordinator.uid, coordinator.order.record())
+            stored = ledger.create_run(name, stream, coordinator.uid, coordinator.order.record.to_json())
         epoch = ledger.acquire(stored.uid, stream, self._holder, self._lease_s, coordinator.lease.epoch)
         # Read after the acquisition: nobody else can write any more.
         stored = ledger.read_run(name, stream)

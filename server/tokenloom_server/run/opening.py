@@ -236,7 +236,7 @@ class GenerationOpener:
         if notes:
             return
         order = coordinator.timeline.at(start.sample_index)
-        for config, source, shards in zip(order.config.sources, start.sources, order.shard_paths, strict=True):
+        for config, source, shards in zip(order.config.sources, start.sources, order.record.shard_paths, strict=True):
             cursor = source.cursor
             file = f"window={cursor.shard}" if config.shuffle == "rows" else f"shard={shards[cursor.shard]}"
             _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, file, cursor.row)

@@ -149,7 +149,7 @@ class Revising:
         ]
         timeline = timeline.with_revisions((*timeline.revisions, *revisions))
         # Before anything is written: that the state is one of this run under them.
-        snapshot.parse(text, coordinator.order.template("", coordinator.stream, 0), timeline.shape_at)
+        snapshot.parse(text, coordinator.order.record.template("", coordinator.stream, 0), timeline.shape_at)
 
         def write() -> None:
             for revision in revisions:

@@ -16,8 +16,8 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Commit, Opening, StoredRun
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import StepGroup
-from tokenloom_server.order.record import Order
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run import sizing
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
@@ -37,7 +37,7 @@ class RunState:
 
     def __init__(
         self,
-        order: Order,
+        order: PipelineFactory,
         ledger: Ledger,
         uid: str,
         timeouts: Timeouts,
@@ -134,7 +134,7 @@ class RunState:
     def group_steps(self, world_size: int, batch_size: int) -> int:
         """Steps between two state boundaries."""
         timeline = self._timeline
-        sources = len(timeline.segments[-1].order.specs)
+        sources = len(timeline.segments[-1].order.record.specs)
         return sizing.group_steps(timeline.sample_bytes, world_size, batch_size, sources)
 
     def view(self) -> RunView:

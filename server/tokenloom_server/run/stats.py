@@ -9,7 +9,7 @@ from tokenloom_server.core.state import SourceState, State
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import Commit, Counters
 from tokenloom_server.mixing.mixer import target_shares
-from tokenloom_server.order.record import Order
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -47,11 +47,11 @@ class StatsReader:
         recent = [entry for entry in view.recent if now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
         reported, losses = self._losses.newest()
         order = timeline.at(state.sample_index)
-        shares = target_shares(order.config, order.size_estimates)
+        shares = target_shares(order.config, order.record.size_estimates)
         seconds = now - recent[0][0] if recent else 0.0
         earlier = recent[0][1] if recent else committed
         totals = _consumed(committed), _consumed(earlier)
-        engine = order.engine
+        engine = order.record.engine
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
         in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
         farthest = max((rank.position for rank in generation.ranks), default=0)
@@ -109,7 +109,7 @@ class StatsReader:
     def sources(self, committed: Commit, state: State) -> list[SourceStats]:
         """The sources' stats at a commit, of which ``state`` is the state; nothing of the time before it, no losses."""
         order = self._coordinator.timeline.at(state.sample_index)
-        shares, consumed = target_shares(order.config, order.size_estimates), _consumed(committed)
+        shares, consumed = target_shares(order.config, order.record.size_estimates), _consumed(committed)
         return [
             self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i], None)
             for i, source in enumerate(state.sources)
@@ -117,7 +117,7 @@ class StatsReader:
 
     def _source(
         self,
-        order: Order,
+        order: PipelineFactory,
         source: int,
         state: SourceState,
         committed: Commit,
@@ -129,7 +129,7 @@ class StatsReader:
     ) -> SourceStats:
         """``totals``: tokens consumed at ``committed`` and at ``earlier``. ``losses``: smoothed and last."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
-        spec = order.specs[source]
+        spec = order.record.specs[source]
         counters, total = committed.counters[spec], totals[0]
         before, total_before = _NOTHING, 0
         if earlier.total_tokens < committed.total_tokens:
@@ -154,7 +154,7 @@ class StatsReader:
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
-            excluded_rows=order.excluded.count(spec),
+            excluded_rows=order.record.excluded.count(spec),
             **state.tally._asdict(),
             fill_rate=1 - state.tally.padding_tokens / state.tokens if state.tokens else 1.0,
             cut_rate=None
@@ -179,39 +179,39 @@ class StatsReader:
         left = epochs * rows - counters.rows - state.skipped_rows
         return max(0, round(left * per_row / sequence_length))
 
-    def _rows_of_epoch(self, order: Order, source: int, state: SourceState) -> tuple[float | None, float]:
+    def _rows_of_epoch(self, order: PipelineFactory, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
         if order.config.batching is not None:
-            batches = order.stands_in(source, state.cursor)[1]
+            batches = order.readers.rows_around(source, state.cursor)[1]
             return batches or None, min(1.0, state.cursor.row / batches) if batches else 0.0
-        shards, config = order.shards[source], order.config.sources[source]
+        shards, config = order.record.shards[source], order.config.sources[source]
         index = state.cursor.shard
         if config.lanes > 1:
             # They go on to the next epoch one by one, so it is counted in rows.
-            known = order.known_rows(source)
+            known = order.readers.known_rows(source)
             return known, state.rows / known - state.cursor.epoch if known else 0.0
         if config.shuffle == "rows":
-            known = order.known_rows(source)
+            known = order.readers.known_rows(source)
             done = index * config.shuffle_window_rows + state.cursor.row
             return known, min(1.0, done / known) if known else 0.0
         total = sum(shard.size for shard in shards) or 1
-        before = sum(shards[shard].size for shard in order.files_before(source, state.cursor))
+        before = sum(shards[shard].size for shard in order.readers.files_before(source, state.cursor))
         rows = self._row_count(order, source, index)
         if not rows:
             return None, before / total
         part = min(1.0, state.cursor.row / rows)
         return rows * total / (shards[index].size or 1), (before + part * shards[index].size) / total
 
-    def _row_count(self, order: Order, source: int, shard: int) -> int | None:
+    def _row_count(self, order: PipelineFactory, source: int, shard: int) -> int | None:
         with self._rows_lock:
             key = (source, shard)
             if key not in self._rows:
                 self._rows[key] = None
-                scheme = scheme_of(order.config.sources[source].spec).reader(order.shards[source])
+                scheme = scheme_of(order.config.sources[source].spec).reader(order.record.shards[source])
                 is_counted = scheme.stores_row_counts
-                if is_counted or order.shards[source][shard].size <= _INDEX_FOR_STATS_BYTES:
+                if is_counted or order.record.shards[source][shard].size <= _INDEX_FOR_STATS_BYTES:
                     try:
-                        self._rows[key] = order.open(source).row_count(shard)
+                        self._rows[key] = order.readers.open(source).row_count(shard)
                     except TokenloomError:
                         # The producer meets the same fault and says it; stats go without.
                         self._rows[key] = None

@@ -234,7 +234,7 @@ class StreamCommands(RunState):
         """What is at work where nobody waits for anything; for people."""
         if not active.generation.steps_wanted():
             return ""
-        io_stats = self.order.io_stats
+        io_stats = self.order.resources.io_stats
         # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
         if self._error is None and io_stats.waits_too_long():
             self._stop_for_all(StorageError(io_stats.given_up()))

@@ -22,7 +22,8 @@ from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, NotFound
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.mixing.policy import policy_of
-from tokenloom_server.order.record import Order
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
 
@@ -33,7 +34,7 @@ FORMAT = 1
 class Streams:
     """Those of one run. Immutable."""
 
-    def __init__(self, first: Order, config: RunConfig, manifests: Mapping[str, Manifest]) -> None:
+    def __init__(self, first: PipelineFactory, config: RunConfig, manifests: Mapping[str, Manifest]) -> None:
         """``first`` is the order that the run began with, ``config`` the mixture file's; ``manifests``: the files of
         each stream that has a mixture of its own."""
         self._first = first
@@ -42,7 +43,7 @@ class Streams:
         self.names = tuple(sorted({*config.streams, *first.config.stream_names}))
 
     @classmethod
-    def of(cls, first: Order, config: RunConfig, ledger: Ledger) -> Streams:
+    def of(cls, first: PipelineFactory, config: RunConfig, ledger: Ledger) -> Streams:
         """Reads the records of streams that the ledger has, and makes those of others.
 
         Raises ``ConfigError`` for a stream that is not what its record says, ``SourceChanged`` for one of its files,
@@ -54,18 +55,20 @@ class Streams:
                 continue
             stored = ledger.read_run(config.run, name)
             if stored is None:
-                record = _record(config, stream.mixture, first.check_stream(name, stream.mixture))
+                record = _record(config, stream.mixture, builder.stream_files(first.resources, name, stream.mixture))
                 stored = ledger.create_run(config.run, name, uuid.uuid4().hex, record)
             manifests[name] = _frozen(config, name, stream.mixture, stored.record)
-            first.verify_stream(manifests[name])
+            builder.verify_files(first, manifests[name])
         return cls(first, config, manifests)
 
     @classmethod
-    def checked(cls, first: Order, config: RunConfig) -> Streams:
+    def checked(cls, first: PipelineFactory, config: RunConfig) -> Streams:
         """Those of a run that is not served: opens each that has files of its own, and makes its first sample. Raises
         what ``of`` and ``order`` do."""
         own = {name: stream.mixture for name, stream in sorted(config.streams.items()) if stream.mixture is not None}
-        streams = cls(first, config, {name: first.check_stream(name, mixture) for name, mixture in own.items()})
+        streams = cls(
+            first, config, {name: builder.stream_files(first.resources, name, mixture) for name, mixture in own.items()}
+        )
         for name in own:
             order = streams.order(name)
             order.pipeline(order.initial()).advance(1)
@@ -86,7 +89,7 @@ class Streams:
         held = [source for _, source in self._first.config.named_sources() if source.holdout is not None]
         return ", ".join(f"{source.holdout:g} of {source.name}" for source in held)
 
-    def order(self, name: str) -> Order:
+    def order(self, name: str) -> PipelineFactory:
         """The order of a stream, or of one of its sources: ``validation``, or ``validation/ALIAS``.
 
         Raises ``NotFound``, naming what there is, and what opening its files raises.
@@ -111,7 +114,7 @@ class Streams:
                 raise NotFound(f"stream {stream!r} of run {self._config.run!r} has no source {alias!r}; it has {names}")
             sources = chosen
         root = _once(config.mixture, sources, frozen=manifest is not None)
-        return self._first.aside(_with_mixture(config, root), manifest, name)
+        return builder.aside(self._first, _with_mixture(config, root), manifest, name)
 
 
 def _once(node: NodeConfig, sources: set[int], *, frozen: bool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import BatchPlan
-from tokenloom_server.order.record import Order
 from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -135,7 +135,7 @@ def _response(
         start_tokens=start.total_tokens,
         sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
         group_steps=group_steps,
-        snapshot_template=canonical(order.template(uid, coordinator.stream, lineage)).encode(),
+        snapshot_template=canonical(coordinator.order.record.template(uid, coordinator.stream, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=coordinator.lease.epoch,
         skipped_samples=skipped,
@@ -149,13 +149,15 @@ def _response(
     )
 
 
-def _layout(order: Order) -> dict[str, Any]:
+def _layout(order: PipelineFactory) -> dict[str, Any]:
     """What a ``JoinResponse`` says of how samples travel."""
     return {
         "sequence_length": order.config.sequence_length,
-        "id_type": _ID_TYPES[order.dtype.itemsize] if order.config.batching is None else wire.ID_TYPE_UNSPECIFIED,
+        "id_type": _ID_TYPES[order.record.dtype.itemsize]
+        if order.config.batching is None
+        else wire.ID_TYPE_UNSPECIFIED,
         "labels": _labels(order),
-        "vocab_size": order.vocab_size,
+        "vocab_size": order.record.vocab_size,
         "sample_lengths": order.form.lengths,
         "pads_left": order.form.lengths and order.form.padding == "left",
         "loss_masks": order.form.masked,
@@ -163,7 +165,7 @@ def _layout(order: Order) -> dict[str, Any]:
     }
 
 
-def _labels(order: Order) -> wire.Labels:
+def _labels(order: PipelineFactory) -> wire.Labels:
     if order.config.batching is not None:
         return wire.LABELS_UNSPECIFIED
     return wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME

@@ -103,7 +103,7 @@ class DataLoader:
     def Tokenizer(  # noqa: N802
         self, request: wire.TokenizerRequest, context: grpc.ServicerContext
     ) -> wire.TokenizerResponse:
-        definition = self._runs.get(request.run).coordinator.order.tokenizer
+        definition = self._runs.get(request.run).coordinator.order.record.tokenizer
         if definition is None:
             return wire.TokenizerResponse()
         return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)

@@ -1,0 +1,323 @@
+"""Makes run records, each with the factory of its pipelines: of a new run, of a known one, under another config, and of
+a stream beside training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pyarrow as pa
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.differences import differences, refuse
+from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.errors import ConfigError, TokenizerError
+from tokenloom_server.order.exclusions import Exclusions
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.readers import row_rules
+from tokenloom_server.order.record import RunRecord, end_of_text, estimates_from_json, recorded_fields
+from tokenloom_server.order.resources import RunResources
+from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.files import in_threads
+from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
+from tokenloom_server.sources.scheme import order_warning
+from tokenloom_server.tokenizer.choose import EngineRecord, choose_engine
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer, tokenizer_files
+
+_log = logging.getLogger(__name__)
+
+
+def create(
+    config: RunConfig,
+    base_dir: Path,
+    index_dir: Path | None,
+    roots: DataRoots | None = None,
+    *,
+    encoders: int = 0,
+) -> PipelineFactory:
+    """A new run: freezes its files, reads the tokeniser, chooses its engine. ``encoders``: see ``RunResources``.
+
+    Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
+    """
+    resources = RunResources(base_dir, index_dir, roots, encoders=encoders)
+    check_named(config, resources)
+    manifest = build([source.spec for _, source in config.named_sources()], base_dir)
+    resources.check_files(manifest)
+    definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+    engine = None
+    if config.batching is None:
+        engine = _chosen_engine(config, resources, manifest, definition)
+    record = RunRecord(
+        config=config,
+        manifest=manifest,
+        tokenizer=definition if config.batching is None else None,
+        engine=engine,
+        has_loss_mask=config.masks_loss,
+    )
+    return measured(PipelineFactory(record, resources))
+
+
+def measured(factory: PipelineFactory) -> PipelineFactory:
+    """Of a new run: checks its loss masks, makes its buckets, and measures the sources that a policy needs to know."""
+    factory.readers.check_masks()
+    if factory.config.batching is not None:
+        for i in range(len(factory.config.sources)):
+            factory.readers.bucket_epochs(i)
+    return _with_estimates(factory, {})
+
+
+def load(
+    config: RunConfig, base_dir: Path, index_dir: Path | None, record: str, roots: DataRoots | None = None
+) -> PipelineFactory:
+    """A run that the ledger has, from its record (``RunRecord.to_json``).
+
+    Raises ``ConfigError`` naming each field of the mixture file that differs from the record, with
+    both values; ``SourceChanged``; ``TokenizerError``; ``LedgerError`` for a record of another version.
+    """
+    recorded = recorded_fields(record, config.run)
+    refuse(config, differences(config, record))
+    resources = RunResources(base_dir, index_dir, roots)
+    check_named(config, resources)
+    manifest = Manifest.from_json(canonical(recorded["manifest"]))
+    resources.check_files(manifest)
+    listings = Listings(config.catalog.sources)
+    verify(manifest, base_dir, config.catalog.sources, listings)
+    for path in appeared(manifest, base_dir, listings):
+        _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
+    definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+    tokenizer = recorded["tokenizer"]
+    engine = None if tokenizer["engine"] == "none" else EngineRecord(**tokenizer)
+    if engine is not None and definition is None:
+        raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
+    loaded = RunRecord(
+        config=config,
+        manifest=manifest,
+        tokenizer=definition,
+        engine=engine,
+        has_loss_mask=config.masks_loss,
+        size_estimates=estimates_from_json(recorded.get("extents", {})),
+    )
+    factory = PipelineFactory(loaded, resources)
+    if loaded.vocab_size != recorded["vocab_size"]:
+        raise TokenizerError(
+            f"the vocabulary has {loaded.vocab_size} ids, the run began with {recorded['vocab_size']}; "
+            "put the tokeniser or vocab_size back, or begin a new run"
+        )
+    if engine is not None:
+        resources.engine(loaded)
+    elif loaded.tokenizer_fields != tokenizer:
+        raise TokenizerError(
+            f"tokenizer {config.tokenizer!r}: its digest is {loaded.tokenizer_fields['digest'] or 'none'}, but "
+            f"the run began with {tokenizer['digest'] or 'none'}; put the old files back, or begin a new run"
+        )
+    return factory
+
+
+def under(
+    before: PipelineFactory,
+    config: RunConfig,
+    manifest: Manifest,
+    excluded: Exclusions,
+    size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({}),
+) -> PipelineFactory:
+    """The same run under another config, with files and excluded rows of its own. ``size_estimates`` that are not given
+    are those of before, or measured.
+
+    Raises ``ConfigError`` where the config cannot go on from the one before, and what reading new files raises.
+    """
+    old, resources = before.record, before.resources
+    _refuse_moved_parts(old.config, config)
+    known_files = {source.spec: set(source.shards) for source in old.manifest.sources}
+    new_files = Manifest(
+        tuple(
+            SourceFiles(source.spec, tuple(more))
+            for source in manifest.sources
+            if (more := [shard for shard in source.shards if shard not in known_files.get(source.spec, ())])
+        ),
+        manifest.plugins,
+    )
+    resources.check_files(new_files)
+    verify(new_files, resources.base_dir, config.catalog.sources)
+    file_counts = {
+        i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(old.shards)
+    }
+    record = replace(
+        old, config=config, manifest=manifest, excluded=excluded, size_estimates={}, earlier_file_counts=file_counts
+    )
+    factory = before.with_record(record)
+    for source, files_before, files in zip(config.sources, old.shards, record.shards, strict=False):
+        drawn = source.shuffle != "none" or source.lanes > 1
+        if config.packing == "best_fit" and drawn and files_before != files:
+            raise ConfigError(
+                f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
+                "others would make other samples of rows that are under way; add them as a source of their own"
+            )
+    factory.readers.check_masks(len(old.specs))
+    _refuse_new_text(factory, old)
+    if config.batching is not None:
+        for i in range(len(config.sources)):
+            factory.readers.bucket_epochs(i)
+    unchanged = {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
+    return _with_estimates(factory, {**unchanged, **size_estimates})
+
+
+def aside(
+    training: PipelineFactory, config: RunConfig, manifest: Manifest | None = None, stream: str = ""
+) -> PipelineFactory:
+    """A stream beside training, which shares the run's tokeniser: what is held out of the run's own files, or a
+    ``manifest`` of others, for which the name of the ``stream`` is given.
+
+    Raises ``ConfigError`` and what reading the files raises.
+    """
+    run = training.record
+    record = RunRecord(
+        config=config,
+        manifest=manifest or run.manifest,
+        tokenizer=run.tokenizer,
+        engine=run.engine,
+        has_loss_mask=run.has_loss_mask,
+        stream=stream if manifest is not None else "",
+        gives_held_out=manifest is None,
+    )
+    factory = training.with_record(record)
+    if manifest is None:
+        return factory
+    factory.readers.check_masks()
+    for i, source in enumerate(config.sources):
+        if run.engine is None and factory.readers.open(i).content is Content.TEXT:
+            raise ConfigError(
+                f"streams.{stream}: {source.source!r} holds text, but run {run.name!r} trains on ids alone, so no "
+                "tokeniser was chosen for it: prepare the source's ids"
+            )
+    return _with_estimates(factory, {})
+
+
+def stream_files(resources: RunResources, name: str, mixture: NodeConfig) -> Manifest:
+    """The files of a stream that has a mixture of its own, as they are now. Raises what ``create`` does."""
+    sources = RunConfig.sources_of(mixture)
+    for source in sources:
+        resources.roots.check_pattern(f"streams.{name}: {source.source}", resources.base_dir, source.spec.place)
+    manifest = build([source.spec for source in sources], resources.base_dir)
+    resources.check_files(manifest)
+    return manifest
+
+
+def verify_files(factory: PipelineFactory, manifest: Manifest) -> None:
+    """That files are what they were. Raises ``ConfigError`` and ``SourceChanged``."""
+    resources = factory.resources
+    resources.check_files(manifest)
+    verify(manifest, resources.base_dir, factory.record.config.catalog.sources)
+
+
+def check_named(config: RunConfig, resources: RunResources) -> None:
+    """That whatever a config names lies below a data root; before anything of it is looked at. Raises
+    ``ConfigError``."""
+    roots, base_dir = resources.roots, resources.base_dir
+    for path, source in config.named_sources():
+        roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
+    if config.tokenizer is not None:
+        roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
+
+
+def warnings(record: RunRecord) -> list[str]:
+    """What a user should know about the sources before training."""
+    warned = (
+        order_warning(source.spec, shards)
+        for source, shards in zip(record.config.sources, record.shards, strict=True)
+        if source.shuffle == "none" and record.config.batching is None
+    )
+    return [text for text in warned if text is not None]
+
+
+def moves_parts(before: float, now: float) -> bool:
+    """Whether another number of epochs has or had a last one of which only a part is read."""
+    return before != now and not all(math.isinf(epochs) or float(epochs).is_integer() for epochs in (before, now))
+
+
+def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
+    """With the size of each source that a policy needs to know: ``known``, or measured."""
+    sources = factory.config.measured_sources
+    if not sources:
+        return factory
+    estimates = {i: known[i] if i in known else measure(factory, i) for i in sources}
+    return factory.with_record(replace(factory.record, size_estimates=estimates))
+
+
+def _chosen_engine(
+    config: RunConfig, resources: RunResources, manifest: Manifest, definition: TokenizerDefinition | None
+) -> EngineRecord | None:
+    """What encodes the run's text; None where no source holds any."""
+    sources = [source for _, source in config.named_sources()]
+    end_of_text_id = end_of_text(config, definition)
+    readers = in_threads(
+        lambda source: resources.open_source(
+            source.spec, manifest.shards(source.source), row_rules(config, source), end_of_text_id
+        ),
+        sources,
+        remote=any(source.spec.is_remote for source in sources),
+    )
+    texts = [
+        (source, reader) for source, reader in zip(sources, readers, strict=True) if reader.content is Content.TEXT
+    ]
+    if not texts:
+        return None
+    if definition is None:
+        raise ConfigError(
+            f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
+            "one, or 'bytes'"
+        )
+    choice = choose_engine(
+        definition,
+        config.special_tokens_in_text,
+        in_threads(lambda text: _first_rows(text[1]), texts, remote=any(source.spec.is_remote for source, _ in texts)),
+        cpu_clock_s=time.thread_time,
+    )
+    level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
+    _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
+    return choice.record
+
+
+def _first_rows(source: Source) -> pa.Array:
+    for shard in range(len(source.shards)):
+        for rows in source.read(shard, 0):
+            return rows.column
+    return pa.array([], pa.large_string())
+
+
+def _refuse_new_text(factory: PipelineFactory, old: RunRecord) -> None:
+    """Without an engine, sources that come later hold ids. Raises ``ConfigError``."""
+    if factory.config.batching is not None or old.engine is not None:
+        return
+    for i, source in enumerate(factory.config.sources):
+        if source.source not in old.specs and factory.readers.open(i).content is Content.TEXT:
+            raise ConfigError(
+                f"{source.source!r} holds text, but run {old.name!r} began with ids alone, so no tokeniser was "
+                "chosen for it: prepare the source's ids, or begin a new run"
+            )
+
+
+def _refuse_moved_parts(old: RunConfig, new: RunConfig) -> None:
+    """A part of an epoch ends within a window of rows, and is what its lanes share: another part would make other
+    samples of the window, or give lanes rows that others gave. Raises ``ConfigError``."""
+    for source in new.sources[: len(old.sources)]:
+        before, now = old.epochs[source.id], new.epochs[source.id]
+        if source.presence == "dropped" or not moves_parts(before, now):
+            continue
+        for applies, reason in (
+            (new.packing == "best_fit", "with packing: best_fit a window of rows that has begun cannot end elsewhere"),
+            (source.lanes > 1, f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts"),
+        ):
+            if applies:
+                raise ConfigError(
+                    f"{source.name}: epochs is {before:g} and would be {now:g}, but {reason}: change whole epochs to "
+                    "whole ones, or give max_tokens instead"
+                )

@@ -1,0 +1,268 @@
+"""From a run's record and a state to the pipeline that goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import SourceState, State
+from tokenloom_server.order import readahead
+from tokenloom_server.order.pipeline import Pipeline, Switch, initial_state
+from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
+from tokenloom_server.order.readers import SourceReaders
+from tokenloom_server.order.record import RunRecord
+from tokenloom_server.order.resources import RunResources
+from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
+from tokenloom_server.packing.best_fit import BestFitPacker, Window
+from tokenloom_server.packing.buckets import BucketPacker
+from tokenloom_server.packing.concat import ConcatPacker
+from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.fim import FillInMiddle
+from tokenloom_server.packing.lanes import LanesPacker, lane_state
+from tokenloom_server.packing.origins import DocumentSpan
+from tokenloom_server.packing.real_tokens import RealTokens
+from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.packing.unpacked import UnpackedPacker
+from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.loss_mask import SourceWithLossMask
+from tokenloom_server.sources.timed import TimedSource
+from tokenloom_server.storage.urls import is_remote
+from tokenloom_server.tokenizer.crash_child import Isolation
+from tokenloom_server.tokenizer.crash_guard import CarefulEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder
+from tokenloom_server.tokenizer.masked import MaskedEncoder
+
+
+class PipelineFactory:
+    """Makes pipelines, and their parts, from one record. They are independent of each other."""
+
+    def __init__(self, record: RunRecord, resources: RunResources) -> None:
+        self.record = record
+        self.resources = resources
+        self.readers = SourceReaders(record, resources)
+        #: How samples travel.
+        self.form = self._sample_format()
+
+    @property
+    def config(self) -> RunConfig:
+        return self.record.config
+
+    @property
+    def name(self) -> str:
+        """The run's."""
+        return self.record.name
+
+    def with_record(self, record: RunRecord) -> PipelineFactory:
+        """One for another record of the same run, with the same resources."""
+        return type(self)(record, self.resources)
+
+    def initial(self) -> State:
+        """The state before sample 0."""
+        return initial_state(self.config)
+
+    def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
+        """A new pipeline that goes on from a state. Opens files only as they are read. ``ahead``: blocks of text
+        are made in the background before they are asked for, so that sources are tokenised side by side."""
+        return Pipeline(
+            self.config,
+            self.packers(ahead=ahead),
+            state,
+            sample_bytes=self.form.sample_bytes,
+            real=RealTokens(
+                self.form,
+                mask_boundaries=self.config.mask_boundaries,
+                of_rows=self.config.batching is not None,
+            ),
+            switches=switches,
+            size_estimates=self.record.size_estimates,
+        )
+
+    def packers(self, *, ahead: bool = False) -> PackerFactory:
+        """What makes the packers of one pipeline."""
+        if self.config.batching is not None:
+            return self._bucket_packer
+        has_engine = self.resources.engine(self.record) is not None
+        remote = [any(is_remote(shard.path) for shard in shards) for shards in self.record.shards]
+        # Those of one pipeline, and gone with it.
+        pools = None
+        if ahead and (has_engine or any(remote)):
+            pools = Pools(
+                ThreadPoolExecutor(readahead.OPENING_THREADS, f"{self.name}-open"),
+                ThreadPoolExecutor(readahead.threads(remote=any(remote)), f"{self.name}-ahead"),
+            )
+
+        def packer(source_id: int, source_state: SourceState) -> Packer:
+            if remote[source_id]:
+                return LazyPacker(lambda: self._packer(source_id, source_state, self.readers.open(source_id)), pools)
+            reader = self.readers.open(source_id)
+            packed = self._packer(source_id, source_state, reader)
+            # Ids of local files are read so fast that a second thread would only cost memory.
+            return ReadAhead(packed, pools.blocks) if pools and reader.content is Content.TEXT else packed
+
+        return packer
+
+    def spans(self, source_id: int, state: SourceState, count: int) -> Iterator[list[DocumentSpan]]:
+        """What each of a source's next ``count`` samples after a state is made of, by reading their rows again."""
+        return self._packer(source_id, state, self.readers.open(source_id)).parts(count)
+
+    def documents(self, source_id: int) -> Documents:
+        """A source's documents as tokens, just as a pipeline reads them."""
+        return self._documents(source_id, self.readers.open(source_id))
+
+    def max_bad_rows(self, source_id: int) -> int | None:
+        """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
+        source = self.config.sources[source_id]
+        most = source.max_bad_rows if source.max_bad_rows is not None else self.config.max_bad_rows
+        return most if self.config.skips_bad_rows(source) else None
+
+    # -------------------------------------------------------------------------------------------------
+
+    def _sample_format(self) -> SampleFormat:
+        config = self.config
+        if config.batching is None:
+            width = config.sequence_length + (config.labels == "shifted")
+        else:
+            # Rows that are tensors travel as bytes, about so many a row.
+            width = max(self.readers.features(i).sample_bytes() for i in range(len(config.sources)))
+        return SampleFormat(
+            length=config.sequence_length,
+            width=width,
+            dtype=self.record.dtype,
+            lengths=config.packing != "concat" or config.tail == "pad",
+            masked=self.record.has_loss_mask,
+            padding=config.padding,
+            pad_id=config.pad_id,
+        )
+
+    def _bucket_packer(self, source_id: int, source_state: SourceState) -> Packer:
+        assert self.config.batching is not None
+        return BucketPacker(
+            self.record.specs[source_id],
+            self.readers.features(source_id),
+            self.readers.bucket_epochs(source_id),
+            source_state,
+            source_id=source_id,
+            padding=self.config.batching,
+        )
+
+    def _packer(self, source_id: int, state: SourceState, reader: Source) -> DocumentPacker:
+        lanes = self.config.sources[source_id].lanes
+        if lanes == 1:
+            return self._lane(source_id, state, reader)
+        packers = [self._lane(source_id, lane_state(state, i), reader, (i, lanes)) for i in range(lanes)]
+        return LanesPacker(packers, state)
+
+    def _lane(
+        self, source_id: int, state: SourceState, reader: Source, lane: tuple[int, int] = (0, 1)
+    ) -> DocumentPacker:
+        config = self.config
+        documents = self._documents(source_id, reader, state.tally.bad_rows, lane)
+        match config.packing:
+            case "concat":
+                return ConcatPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    pads=config.tail == "pad",
+                    label_starts=config.mask_boundaries,
+                )
+            case "best_fit":
+                return BestFitPacker(
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    window=Window(config.pack_window_rows, config.pack_window_tokens),
+                    seed=config.seed,
+                    closed_before=self._closed_before(source_id),
+                )
+            case "none":
+                return UnpackedPacker(
+                    documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
+                )
+
+    def _closed_before(self, source_id: int) -> frozenset[int]:
+        source = self.config.sources[source_id]
+        if source.shuffle != "none" or source.lanes > 1:
+            # In a drawn order nothing is appended (see ``builder.under``).
+            return frozenset()
+        return self.record.earlier_file_counts.get(source_id, frozenset())
+
+    def _documents(
+        self, source_id: int, reader: Source, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
+    ) -> Documents:
+        source = self.config.sources[source_id]
+        io_stats = self.resources.io_stats
+        timed: Source = TimedSource(reader, io_stats, source.spec)
+        encoder = self.encoder(source_id, reader)
+        if source.loss_mask is not None:
+            mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
+            timed = SourceWithLossMask(timed, mask)
+            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
+        return Documents(
+            source.source,
+            self.readers.kept(source_id, timed),
+            encoder,
+            self.config.epochs[source_id],
+            self.record.excluded.of(source.source),
+            self.readers.reading(source_id, reader),
+            lane,
+            bad_rows=bad_rows,
+            max_bad_rows=self.max_bad_rows(source_id),
+            fim=self._fim(source),
+            may_be_empty=self.record.gives_held_out,
+        )
+
+    def _fim(self, source: SourceConfig) -> FillInMiddle | None:
+        if source.fim is None:
+            return None
+        ids = source.fim.ids
+        return FillInMiddle(
+            rate=source.fim.rate,
+            spm_rate=source.fim.spm_rate,
+            prefix_id=ids.prefix,
+            middle_id=ids.middle,
+            suffix_id=ids.suffix,
+            seed=self.config.seed,
+            source_id=source.id,
+            bos_id=self.record.begin_of_text_id,
+            eot_id=self.record.end_of_text_id,
+        )
+
+    def encoder(self, source_id: int, reader: Source) -> Encoder:
+        """What makes tokens of a source's rows, for a reader of it."""
+        record, config = self.record, self.config
+        source, engine = config.sources[source_id], self.resources.engine(record)
+        around = partial(
+            DocumentEncoder,
+            vocab_size=record.vocab_size,
+            bos_id=record.begin_of_text_id,
+            eot_id=record.end_of_text_id,
+            add_bos=config.adds_bos(source),
+            add_eot=config.adds_eot(source),
+            skip_bad=config.skips_bad_rows(source),
+        )
+        crash_records = self.resources.crash_records(record)
+        if engine is None or record.engine is None or crash_records is None or reader.content is not Content.TEXT:
+            return around(engine)
+        assert config.tokenizer is not None
+        isolation = Isolation(
+            tokenizer=config.tokenizer,
+            base_dir=self.resources.base_dir,
+            record=record.engine,
+            special_tokens_in_text=config.special_tokens_in_text,
+        )
+        return CarefulEncoder(
+            around,
+            engine,
+            isolation,
+            crash_records,
+            source_id=source_id,
+            spec=source.source,
+            shard_paths=record.shard_paths[source_id],
+            skip_bad=config.skips_bad_rows(source),
+        )

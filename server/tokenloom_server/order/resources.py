@@ -1,0 +1,128 @@
+"""What all pipelines of one run share: where its files lie, its engine, and what was looked up about its sources.
+
+It outlives phases and revisions, and serves the streams beside training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.order import readahead
+from tokenloom_server.order.record import RunRecord
+from tokenloom_server.packing.buckets import Epochs
+from tokenloom_server.packing.reading import Layout
+from tokenloom_server.sources.base import Shard, Source
+from tokenloom_server.sources.manifest import Manifest
+from tokenloom_server.sources.open import open_source
+from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.tokenizer.choose import load_engine
+from tokenloom_server.tokenizer.crash_records import Suspects
+from tokenloom_server.tokenizer.engine import Engine
+from tokenloom_server.tokenizer.engine_pool import Engines
+
+_log = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+
+class Cache(Generic[_Value]):
+    """Values that are made once each. To make one keeps only those waiting who ask for the same. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._making: dict[Hashable, threading.Lock] = {}
+        self._values: dict[Hashable, _Value] = {}
+
+    def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
+        with self._lock:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            if key not in self._values:
+                self._values[key] = make()
+            return self._values[key]
+
+    def peek(self, key: Hashable) -> _Value | None:
+        """The value, if it was made; waits for nobody."""
+        return self._values.get(key)
+
+    def values(self) -> list[_Value]:
+        """All that were made."""
+        return list(self._values.values())
+
+
+class RunResources:
+    """The place of a run's files, and what is loaded or looked up once for all of its pipelines. Thread-safe."""
+
+    def __init__(
+        self, base_dir: Path, index_dir: Path | None, roots: DataRoots | None = None, *, encoders: int = 0
+    ) -> None:
+        """``index_dir``: where indexes and rows that crashed a tokeniser are kept; None: nowhere. ``encoders``: how
+        many threads may encode at once, if not as many as read ahead."""
+        self.base_dir = base_dir
+        self.index_dir = index_dir
+        self.roots = roots or DataRoots()
+        #: What readers wait for.
+        self.io_stats = IoStats()
+        #: The blocks of a source, which take every file's footer or index, by spec and files.
+        self.layouts: Cache[Layout] = Cache()
+        #: The batches of a source of rows that are tensors.
+        self.bucket_epochs: Cache[Epochs] = Cache()
+        # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
+        self._encoders = encoders or readahead.threads() + 1
+        self._engines: Cache[Engine] = Cache()
+        self._crash_records: Cache[Suspects | None] = Cache()
+
+    def open_source(
+        self, spec: Spec, shards: tuple[Shard, ...], rules: RowRules = PLAIN, end_of_text_id: int | None = None
+    ) -> Source:
+        """A new reader of a source. Raises ``SourceError``."""
+        return open_source(
+            spec, self.base_dir, shards, self.index_dir, self.io_stats, rules=rules, end_of_text_id=end_of_text_id
+        )
+
+    def engine(self, record: RunRecord) -> Engine | None:
+        """The run's engine, for all pipelines: loading a large vocabulary takes a second. None where nothing is
+        encoded. Raises ``TokenizerError``."""
+        if record.engine is None or record.tokenizer is None:
+            return None
+        load = partial(load_engine, record.tokenizer, record.engine, record.config.special_tokens_in_text)
+        return self._engines.get(record.engine, lambda: Engines(load, self._encoders))
+
+    def crash_records(self, record: RunRecord) -> Suspects | None:
+        """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""
+        if record.engine is None or record.engine.engine == "bytes" or self.index_dir is None:
+            return None
+        # Rows of other files are other rows, also to whom a document makes crash.
+        name = f"{record.name}+{record.stream}" if record.stream else record.name
+        return self._crash_records.get(name, partial(_crash_records, self.index_dir, name))
+
+    def close(self) -> None:
+        """An orderly end: no row is suspected of it."""
+        for records in self._crash_records.values():
+            if records is not None:
+                records.close()
+
+    def check_files(self, manifest: Manifest) -> None:
+        """That every file lies below a data root: a pattern may meet links that lead elsewhere. Raises
+        ``ConfigError``."""
+        for source in manifest.sources:
+            self.roots.check_paths(f"source {source.spec!r}", self.base_dir, [shard.path for shard in source.shards])
+
+
+def _crash_records(folder: Path, name: str) -> Suspects | None:
+    try:
+        return Suspects(folder, name)
+    except OSError as error:
+        _log.warning(
+            "%s: %s cannot be written (%s): a document at which the tokeniser crashes will not be found",
+            name, folder, error.strerror,
+        )  # fmt: skip
+        return None
