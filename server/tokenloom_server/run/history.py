@@ -264,11 +264,10 @@ class History:
         if last is None:
             return 0
         timeline.decode(last.state)
-        before = coordinator.ledger.journal(
-            coordinator.uid, coordinator.stream, generation, max(0, last.sample_index - 1)
-        )
+        earlier = max(0, last.sample_index - 1)
+        before = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, earlier)
         # Every second entry may have gone since, the newest too.
-        return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
+        return last.sample_index + 2 * (last.sample_index - (before or last).sample_index)
 
     def openings(self) -> Sequence[Opening]:
         return self._coordinator.ledger.openings(self._coordinator.uid, self._coordinator.stream)
