@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
     # 1. Rank and world size come from torch.distributed.
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     model = GPT(vocab_size=258, width=32, depth=2)
-    for block in model.blocks:
+    for block in model.blocks.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

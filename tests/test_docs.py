@@ -21,7 +21,7 @@ from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.resources.plan import MAX_PLANS
 from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
-from tokenloom_server.api.service import MAX_RUNS, Runs
+from tokenloom_server.api.service import MAX_RUNS
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.node import NodeConfig
@@ -269,7 +269,3 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
     elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
-
-
-def test_the_service_behind_rest_is_the_one_that_the_server_has() -> None:
-    assert all(hasattr(Runs, name) for name in ("names", "stats", "snapshot", "snapshots", "restore", "not_ready"))

@@ -480,7 +480,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
             {"batch_sizes": RAMP},
             "batch size is 2 and also a schedule, 2, 5 from 240 total tokens on, .*: give one of them",
         ),
-        ({"batch_size": ((8, 2),)}, "schedule begins at 8 total tokens; expected 0"),
+        ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
         (
             {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
             r"a step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
@@ -523,7 +523,7 @@ def test_every_resume_point_gives_exactly_what_follows_it(place: Place, restart:
     trainer = Trainer(served)
     assert trainer.take(7) == part(samples, 0, 28)
     state = trainer.state(12)
-    _, saved = place.runs.snapshot(RUN, 17, save=True)
+    _, saved = place.runs.get(RUN).snapshots.take(17, save=True)
     trainer.take(2)
     trainer.settle()
     for ask, begin in (
@@ -556,7 +556,7 @@ def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Plac
     with pytest.raises(NotFound, match=r"resume='9-abc': run 'test' has no snapshot of that id \(newest: none"):
         Trainer(served, resume="9-abc")
     Trainer(served).take(1)
-    _, saved = place.runs.snapshot(RUN, None, save=True)
+    _, saved = place.runs.get(RUN).snapshots.take(None, save=True)
     with pytest.raises(NotFound, match=str(saved)):
         Trainer(served, resume="9-abc")
 
@@ -632,7 +632,7 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
                 Trainer(served, state=ask)
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
-                place.runs.restore(RUN, text=ask.decode())
+                place.runs.get(RUN).start_points.restore(text=ask.decode())
     assert place.stored() == before
     trainer.take(1)
 
@@ -668,7 +668,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place) -> None:
     trainer.take(6)
     state = trainer.state(12)
     trainer.settle()
-    assert place.runs.restore(RUN, sample_index=9).sample_index == 9
+    assert place.runs.get(RUN).start_points.restore(sample_index=9).sample_index == 9
     # The generation that is there goes on; the pin survives a restart of the server.
     trainer.take(1)
     served = place.restart()
@@ -679,7 +679,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place) -> None:
     pinned = Trainer(served)
     assert pinned.take(2) == part(samples, 9, 17)
     assert place.stored().pin is None
-    place.runs.restore(RUN, text=state.decode())
+    place.runs.get(RUN).start_points.restore(text=state.decode())
     assert Trainer(served, state=state).index == 12
 
 
@@ -694,7 +694,7 @@ def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
             source.skipped_samples,
             source.skipped_rows,
         )
-        for source in place.runs.stats(RUN).sources
+        for source in place.runs.get(RUN).stats.read().sources
     }
 
 
@@ -707,7 +707,7 @@ def test_any_range_behind_any_point_can_be_skipped(place: Place, end: int) -> No
     trainer.take(44)
     trainer.settle()
     for begin in {0, end // 3, end - 1}:
-        point = place.runs.restore(RUN, sample_index=begin, skip_samples=end - begin)
+        point = place.runs.get(RUN).start_points.restore(sample_index=begin, skip_samples=end - begin)
         assert (point.sample_index, point.skipped_samples, point.start_index) == (begin, end - begin, end)
         behind = Trainer(served, world_size=1, batch_size=1)
         opening = behind.ranks[0].joined.opening
@@ -739,7 +739,7 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
     trainer.take(3)
     late, early = trainer.state(), trainer.state(4)
     trainer.settle()
-    place.runs.restore(RUN, text=late.decode(), skip_samples=5)
+    place.runs.get(RUN).start_points.restore(text=late.decode(), skip_samples=5)
     served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
         with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
@@ -749,11 +749,11 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
     assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
     # The launch after it, from a state of its own, jumps over nothing.
     with pytest.raises(BeyondHorizon, match="4000 samples behind sample 12 cannot be skipped: the data end at sample"):
-        place.runs.restore(RUN, sample_index=12, skip_samples=4000)
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=4000)
     with pytest.raises(LimitExceeded, match="one restore goes forward through"):
-        place.runs.restore(RUN, sample_index=12, skip_tokens=2**35)
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)
     with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
-        place.runs.restore(RUN, sample_index=12, skip_samples=1, skip_tokens=1)
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=1, skip_tokens=1)
     assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
 
 
@@ -764,7 +764,7 @@ def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(place: Place)
     trainer.settle()
     call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
     assert sum(source.skipped_samples for source in served.peeks.join(call, never).state.sources) == 0
-    place.runs.restore(RUN, sample_index=20, skip_samples=10)
+    place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
     Trainer(served).take(1)
     again = served.peeks.join(call, never)
     assert (again.generation, again.state.sample_index) == (2, 60)
@@ -775,13 +775,13 @@ def test_a_restore_names_one_point_that_exists(place: Place) -> None:
     Trainer(place.serve()).take(1)
     for point in ({}, {"snapshot_id": "a", "sample_index": 1}, {"text": "{}", "sample_index": 1}):
         with pytest.raises(ConfigError, match="names one of snapshot id, sample index and snapshot"):
-            place.runs.restore(RUN, **point)  # type: ignore[arg-type]
+            place.runs.get(RUN).start_points.restore(**point)  # type: ignore[arg-type]
     with pytest.raises(NotFound):
-        place.runs.restore(RUN, snapshot_id="none")
+        place.runs.get(RUN).start_points.restore(snapshot_id="none")
     with pytest.raises(BeyondHorizon):
-        place.runs.restore(RUN, sample_index=10**6)
+        place.runs.get(RUN).start_points.restore(sample_index=10**6)
     with pytest.raises(SnapshotInvalid):
-        place.runs.restore(RUN, text="{}")
+        place.runs.get(RUN).start_points.restore(text="{}")
     assert place.stored().pin is None
 
 

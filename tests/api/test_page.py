@@ -427,7 +427,7 @@ def test_the_token_decides_what_the_page_can_do(guarded: tuple[Page, MemoryServi
 @pytest.mark.browser
 def test_links_bring_the_token_and_give_the_exact_bytes(guarded: tuple[Page, MemoryService]) -> None:
     page, service = guarded
-    service.snapshot(RUN, 4096, True)
+    service.snapshot(RUN, 4096, save=True)
     enter(page, READ)
     for link, content in (
         ("s0-4096", service.saved[RUN]["s0-4096"].encode()),

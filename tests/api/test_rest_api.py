@@ -222,12 +222,14 @@ def test_a_trace_passes_what_is_asked_for_and_answers_what_the_service_says(
 ) -> None:
     answer = http.get(f"/v1/runs/{RUN}/samples/4100?generation=3&text=true")
     assert answer.status_code == 200, answer.text
-    assert answer.json() == service.trace_sample(RUN, 4100, generation=3, text=True).model_dump(mode="json")
+    assert answer.json() == service.trace_sample(RUN, 4100, 3, True).model_dump(mode="json")
     assert (answer.json()["status"], answer.json()["documents"][0]["row"]) == ("produced", 4100)
     plain = http.get(f"/v1/runs/{RUN}/samples/4100").json()
     assert (plain["ids"], plain["documents"][0]["text"]) == (None, None)
+    unknown = http.get(f"/v1/runs/{RUN}/samples/4100", params={"stream": "validation", "generation": 3})
+    assert "has none; leave it out" in problem(unknown, 422, "ConfigError")
     step = http.get(f"/v1/runs/{RUN}/steps/7?rank=1")
-    assert step.json() == service.trace_step(RUN, 7, rank=1).model_dump(mode="json")
+    assert step.json() == service.trace_step(RUN, 7, 1, None, False).model_dump(mode="json")
     assert len(http.get(f"/v1/runs/{RUN}/steps/7").json()["ranks"]) == 2
     assert "4160 are produced" in problem(http.get(f"/v1/runs/{RUN}/samples/4160"), 416, "BeyondHorizon")
     problem(http.get(f"/v1/runs/{RUN}/samples/1?generation=4"), 404, "NotFound")

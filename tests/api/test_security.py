@@ -179,7 +179,7 @@ def test_only_health_and_the_pages_own_files_are_open() -> None:
 def rest() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
     service.put(run_stats(RUN))
-    service.snapshot(RUN, 4096, True)
+    service.snapshot(RUN, 4096, save=True)
     server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
     server.start(service)
     yield service, server
@@ -541,13 +541,13 @@ def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.replay.saved_snapshots.MAX_SAVED_SNAPSHOTS", 1)
     runs.add(mixture_of(tmp_path, "saving"), None)
-    text, saved = runs.snapshot("saving", None, True)
+    text, saved = runs.get("saving").snapshots.take(None, save=True)
     assert saved is not None
 
     with pytest.raises(LimitExceeded, match="'saving' has 1 saved snapshots, and the ledger keeps at most 1"):
-        runs.snapshot("saving", None, True)
-    assert [entry.id for entry in runs.snapshots("saving")] == [saved]
-    assert runs.snapshot("saving", None, False) == (text, None)
+        runs.get("saving").snapshots.take(None, save=True)
+    assert [entry.id for entry in runs.get("saving").snapshots.list()] == [saved]
+    assert runs.get("saving").snapshots.take(None, save=False) == (text, None)
 
 
 def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() -> None:

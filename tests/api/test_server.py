@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.memory_service import MemoryService
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -95,6 +97,17 @@ def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> Non
         server.start(Runs(ledger))
         assert call.result().status == health_pb2.HealthCheckResponse.SERVING
     server.stop(0.1)
+    ledger.close()
+
+
+def test_the_runs_that_rest_is_tested_with_have_the_owners_of_real_ones(mixture: Path, tmp_path: Path) -> None:
+    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
+    runs = Runs(ledger)
+    served = runs.add(mixture, None)
+    for name, owner in vars(MemoryService().get("any")).items():
+        for method in vars(owner) if isinstance(owner, SimpleNamespace) else ():
+            assert callable(getattr(getattr(served, name), method)), f"{name}.{method}"
+    runs.stop()
     ledger.close()
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support.forks import Fork
 from support.ports import free_port
+from support.server_process import server_forks
 
 from chaos.server_at import arm, disarm
 
@@ -26,12 +25,6 @@ STOP_DEADLINE_S = 25.0
 _CALL_TIMEOUT_S = 20.0
 #: A server that does not say so soon whether it leads is busy with something else.
 _LOOK_TIMEOUT_S = 1.0
-
-
-def environment() -> dict[str, str]:
-    """The environment of a process that runs a module of the tests."""
-    tests = str(Path(__file__).resolve().parent.parent)
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))}
 
 
 class ServerError(Exception):
@@ -54,11 +47,10 @@ class ChaosServer:
         self.starts = 0
         self._arm_file = folder / "armed.json"
         self._ready_file = folder / "ready.json"
-        self._command = [sys.executable, "-W", "error", "-m", "chaos.server_at", str(self._arm_file), mutant, "serve"]
-        self._command += [str(mixture), "--ledger", ledger, "--ready-file", str(self._ready_file)]
-        self._command += ["--grpc", f"127.0.0.1:{self.grpc_port}", "--rest", f"127.0.0.1:{self.rest_port}", *options]
-        self._command += ["--index-dir", str(folder.parent / "index")]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arguments: list[object] = [self._arm_file, mutant, "serve", mixture, "--ledger", ledger]
+        self._arguments += ["--grpc", f"127.0.0.1:{self.grpc_port}", "--rest", f"127.0.0.1:{self.rest_port}"]
+        self._arguments += ["--ready-file", self._ready_file, "--index-dir", folder.parent / "index", *options]
+        self._process: Fork | None = None
         self._ended_at = 0.0
 
     @property
@@ -77,10 +69,7 @@ class ChaosServer:
         """Does not wait for it."""
         self.wanted = True
         self._ready_file.unlink(missing_ok=True)
-        with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment()
-            )
+        self._process = server_forks().fork("chaos.server_at:main", self._arguments, output=self.folder / "server.log")
         self.starts += 1
         self._ended_at = 0.0
 
@@ -104,7 +93,7 @@ class ChaosServer:
         """As an orchestrator would; the exit status. Raises ``TimeoutExpired`` if it does not end."""
         self.wanted = False
         assert self._process is not None
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
         return self._process.wait(STOP_DEADLINE_S)
 
     def children(self) -> list[psutil.Process]:
@@ -121,9 +110,8 @@ class ChaosServer:
         self.stopped = False
 
     def signal(self, number: signal.Signals) -> None:
-        if self.running:
-            assert self._process is not None
-            os.kill(self._process.pid, number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def arm(self, point: str, how: str, skip: int = 0) -> None:
         arm(self._arm_file, point, skip, how)

@@ -1,6 +1,6 @@
 """``tokenloom serve`` in a process that can be told to die, or to stop, at a named point; and mutants of it.
 
-    python -m chaos.server_at ARM_FILE MUTANT serve …
+``main`` takes ``ARM_FILE MUTANT serve …`` as its arguments.
 
 Points: ``NAME-before`` and ``NAME-after`` for every call of the ledger (``commit``, ``open``, ``claim_slot``,
 ``acquire``, ``pin``, ``save_snapshot`` …; *after* is before the answer reaches the server), ``snapshot`` (it is made,
@@ -27,8 +27,8 @@ from typing import Any
 
 #: By name: which line goes from which of the ledger's Lua scripts.
 MUTANTS = {
-    "fence": ("commit", "or fenced(ARGV[3])"),
-    "deduplication": ("commit", "if had <= tonumber(committed) then return {'ok', committed} end"),
+    "fence": ("commit", "and is_present(ARGV[3])"),
+    "deduplication": ("commit", "if index <= committed then return {1, field('sample_index')} end"),
 }
 
 
@@ -137,7 +137,3 @@ def main() -> None:
 
     sys.argv = ["tokenloom", *arguments]
     serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -144,7 +144,7 @@ class World:
         ]
         #: Between the trainers and each server.
         self.links = [Proxy(self._loop, server.grpc_port) for server in self.servers]
-        self.ranks = Ranks(folder / "ranks.log")
+        self.ranks = Ranks()
         self.job: Launch | None = None
         self.launches: list[Launch] = []
         #: Launches that hang, and have to find out that another has taken their place.
@@ -457,7 +457,7 @@ def reference(folder: Path, mixture: Path, end_index: int) -> None:
     target = folder / "reference"
     target.mkdir()
     server = ChaosServer(folder / "reference-server", mixture, f"sqlite:///{folder}/reference.db", [], "")
-    ranks = Ranks(folder / "reference.log")
+    ranks = Ranks()
     plan = RankPlan(
         folder=str(target),
         url=f"grpc://127.0.0.1:{server.grpc_port}/{RUN}",

@@ -24,16 +24,15 @@ from rich.progress import Progress
 from support.catalog import CATALOG
 from support.memory_service import run_stats, source_stats
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core import state
 from tokenloom_server.demo import corpus, plan, processes, proof, receipts, service
 from tokenloom_server.demo.__main__ import main as demo_main
-from tokenloom_server.demo.evidence import Evidence, wire_type
-from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.main import MARKER, run_demo
 from tokenloom_server.demo.model import GPT
 from tokenloom_server.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
-from tokenloom_server.demo.processes import Processes, wait_until
-from tokenloom_server.demo.proof import Disproved
+from tokenloom_server.demo.processes import DemoFailed, Processes, wait_until
+from tokenloom_server.demo.proof import Disproved, Evidence, wire_type
 from tokenloom_server.demo.receipts import Receipts, ReceiptWriter, Samples, Step
 from tokenloom_server.demo.report import Report
 
@@ -406,7 +405,7 @@ def test_the_two_mixtures_have_one_order(tmp_path: Path) -> None:
     ours, reference = (config.load(tmp_path / f"{run}.yaml", CATALOG) for run in (RUN, REFERENCE_RUN))
 
     assert ours.run != reference.run
-    assert ours.digest == reference.digest
+    assert order_digest(ours) == order_digest(reference)
 
 
 # --- Processes -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_the_command_foretells_the_whole_run(
     picture = tmp_path / "shares.png"
     done = tokenloom("plan", mixture, "--tokens", "1K", "--picture", picture)
     assert done.status == 0, done.output
-    for part in ("code", "prose", "docs", "arrow:wiki", "runs out at", "planned up to 1,000 tokens", "shares over"):
+    for part in ("code", "prose", "docs", "arrow:wiki", "runs out at", "planned up to 1,008 tokens", "shares over"):
         assert part in done.output, part
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -100,7 +100,7 @@ def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
     # A rank that asks later, or after a resume, has the same target.
     assert TokenBudget.of(RemoteDataset(server.url("budget"), 4)) == before
     assert TokenBudget.of(RemoteDataset(server.url("budget"), 4, accumulate=3)).samples_per_step == 12
-    assert dataset.plan(1000)["until_tokens"] == 1000
+    assert dataset.plan(1000)["until_tokens"] == 1008
 
     with pytest.raises(ValueError, match="this one has no end that is known: give a factor"):
         TokenBudget.of(RemoteDataset(server.url("endless"), 4))

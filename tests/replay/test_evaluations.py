@@ -192,7 +192,7 @@ def test_training_and_validation_together_are_the_files(folder: Path, packing: d
 
 def counters(runs: Runs, folder: Path, ledger: str) -> dict[str, Any]:
     """What a run knows of itself that does not follow from the clock."""
-    stats = runs.stats("test").model_dump()
+    stats = runs.get("test").stats.read().model_dump()
     told = {key: stats[key] for key in ("generation", "world_size", "sample_index", "digest", "total_tokens", "ended")}
     told["sources"] = [(one["samples"], one["rows"], one["tokens"]) for one in stats["sources"]]
     told["ranks"] = [(rank["rank"], rank["position"]) for rank in stats["ranks"]]
@@ -446,7 +446,7 @@ def test_streams_are_told_of(folder: Path) -> None:
     write_jsonl(folder / "bench/a.jsonl", text_rows(12, 50, 9))
     document = held_out(0.25) | {"streams": with_benchmark()["streams"]}
     with serving(folder, document) as (_, runs):
-        assert runs.stats("test").streams == ["benchmark", "validation"]
+        assert runs.get("test").stats.read().streams == ["benchmark", "validation"]
     told = CliRunner().invoke(app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"})
     assert told.exit_code == 0, told.output
     assert "stream to evaluate on: benchmark, of jsonl:bench/*.jsonl:text (1 files)" in told.output
@@ -462,16 +462,14 @@ def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tokenloom_server.replay.stream_samples.TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
-            runs.trace_sample("test", 0, stream="validation")
+            runs.get("test").traces.evaluated("validation", 0, False)
         samples = evaluated(url)
         with pytest.raises(BeyondHorizon, match=f"which made {len(samples)} of its samples"):
-            runs.trace_sample("test", len(samples), stream="validation")
+            runs.get("test").traces.evaluated("validation", len(samples), False)
         with pytest.raises(NotFound, match="no stream 'valid'"):
-            runs.trace_sample("test", 0, stream="valid")
-        with pytest.raises(ConfigError, match="has none; leave it out"):
-            runs.trace_sample("test", 0, stream="validation", generation=1)
+            runs.get("test").traces.evaluated("valid", 0, False)
         for index, sample in enumerate(samples):
-            found = runs.trace_sample("test", index, stream="validation", text=True)
+            found = runs.get("test").traces.evaluated("validation", index, True)
             assert (found.status, found.sample, found.source_id) == ("evaluated", index, sample.source)
             assert found.ids == list(sample.ids)
             for document in found.documents:

@@ -103,7 +103,7 @@ def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: P
             coordinator.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
             found = coordinator.next_for(session, 20.0, lambda: False)
         coordinator.finish(session, 20.0)
-        report = runs.report("test")
+        report = runs.get("test").receipts.report()
     finally:
         runs.stop()
         ledger.close()

@@ -17,20 +17,16 @@ from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
 
-from tests.support.memory_ledger import MemoryLedger, Store
-
-MakeLedger = Callable[[Store, Callable[[], float]], MemoryLedger]
-#: Takes the guard out, and says which ledger to use.
-Mutant = Callable[[pytest.MonkeyPatch], MakeLedger]
+#: Takes the guard out.
+Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
-def ledger_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
+def ledger_without_fence(patch: pytest.MonkeyPatch) -> None:
     """The ledger takes writes of a generation that is over."""
     patch.setattr(rules, "_refuse_generation", lambda head, command: None)
-    return MemoryLedger
 
 
-def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
+def server_without_fence(patch: pytest.MonkeyPatch) -> None:
     """The server serves every generation as if it were the present one."""
 
     def any_generation(
@@ -42,30 +38,26 @@ def server_without_fence(patch: pytest.MonkeyPatch) -> MakeLedger:
 
     patch.setattr(RunCoordinator, "_active_for", any_generation)
     patch.setattr(RunCoordinator, "_current", lambda self, session: any_generation(self, "", 0, "", 0))
-    return MemoryLedger
 
 
-def ledger_without_deduplication(patch: pytest.MonkeyPatch) -> MakeLedger:
+def ledger_without_deduplication(patch: pytest.MonkeyPatch) -> None:
     """A commit that comes twice, or late, moves the counters back."""
     patch.setattr(rules, "_is_committed", lambda head, sample_index: False)
-    return MemoryLedger
 
 
-def ledger_that_ignores_the_epoch(patch: pytest.MonkeyPatch) -> MakeLedger:
+def ledger_that_ignores_the_epoch(patch: pytest.MonkeyPatch) -> None:
     """A server that was superseded goes on writing."""
     patch.setattr(rules, "_refuse_epoch", lambda head, command: None)
-    return MemoryLedger
 
 
-def boundary_one_step_early(patch: pytest.MonkeyPatch) -> MakeLedger:
+def boundary_one_step_early(patch: pytest.MonkeyPatch) -> None:
     """After a restart, production begins one step away from the boundary."""
     right = Generation.first_needed.fget
     assert right is not None
     patch.setattr(Generation, "first_needed", property(lambda self: max(0, right(self) - 1)))
-    return MemoryLedger
 
 
-def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
+def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> None:
     """What one rank has consumed is committed as if all had."""
 
     def commit_due(self: Generation) -> int | None:
@@ -73,22 +65,19 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> MakeLedger:
         return steps if steps > self.committed else None
 
     patch.setattr(Generation, "commit_due", commit_due)
-    return MemoryLedger
 
 
-def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> MakeLedger:
+def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
     patch.setattr(RunCoordinator, "_await_ledger", lambda self, possibly, error: None)
-    return MemoryLedger
 
 
-def lease_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
+def lease_ignored(patch: pytest.MonkeyPatch) -> None:
     """A server that could not renew its lease goes on sending."""
     patch.setattr(LeaseState, "leads", lambda self, now: self.held)
-    return MemoryLedger
 
 
-def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
+def credits_ignored(patch: pytest.MonkeyPatch) -> None:
     """A rank is sent more than it has room for."""
     sendable = Generation._sendable
 
@@ -100,17 +89,15 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> MakeLedger:
             slot.credit_steps = given
 
     patch.setattr(Generation, "_sendable", generous)
-    return MemoryLedger
 
 
-def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> MakeLedger:
+def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> None:
     """A revision may hold from a sample on that was produced already."""
 
     patch.setattr(RunView, "first_revisable", property(lambda self: self.commit.sample_index + 1))
-    return MemoryLedger
 
 
-def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> MakeLedger:
+def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on with the revisions that it knows."""
     right = RunCoordinator.lead
 
@@ -120,13 +107,11 @@ def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> MakeLedger:
         right(self, epoch, stored, self.timeline, since, until)
 
     patch.setattr(RunCoordinator, "lead", lead)
-    return MemoryLedger
 
 
-def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> MakeLedger:
+def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> None:
     """A pipeline that is at work hears of no revision."""
     patch.setattr(Pipeline, "switch", lambda self, switches: None)
-    return MemoryLedger
 
 
 MUTANTS: dict[str, Mutant] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -124,16 +124,16 @@ def _order(mixture: str, window_steps: int) -> tuple[MemoryFactory, str]:
 
 
 class World(Scheduler):
-    """See the module. ``ledger`` may be a mutant."""
+    """See the module."""
 
-    def __init__(self, seed: int, ledger: Callable[[Store, Callable[[], float]], MemoryLedger] = MemoryLedger) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.seed = seed
         self.plan = Plan.draw(self.rng)
         self._ramps = random.Random(f"ramps of {seed}")
         self.order, self.record = _order(self.plan.mixture, self.plan.window_steps)
         self.store = Store()
-        self.ledger = ledger(self.store, lambda: self.now)
+        self.ledger = MemoryLedger(self.store, lambda: self.now)
         self.checker = Checker(self, reference(self.plan.mixture))
         self.servers: list[Server | None] = [None] * self.plan.servers
         self.launches: list[Launch] = []

@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "errors", "seal", "credentials", "resume", "dataloader_pb2"),
+        ("__init__", "batch_schedule", "errors", "seal", "credentials", "resume", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }

@@ -113,7 +113,7 @@ class Fork:
     def poll(self) -> int | None:
         return self.forks.status(self.pid)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Raises ``subprocess.TimeoutExpired``."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:

@@ -1,13 +1,17 @@
-"""A ``RunService`` that holds its runs in memory, for tests of the layers above it. It really keeps and seals."""
+"""``Runs`` that are held in memory, for tests of the layers above them. They really keep and seal."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import RowCounts, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
@@ -265,7 +269,7 @@ def run_report(stats: RunStats, **fields: Any) -> RunReport:
 
 
 @dataclass
-class MemoryService:
+class MemoryService(Runs):
     """Set ``runs``, ``fault`` or ``reason`` from a test, at any time."""
 
     runs: dict[str, RunStats] = field(default_factory=dict)
@@ -287,6 +291,23 @@ class MemoryService:
 
     def names(self) -> list[str]:
         return list(self.runs)
+
+    def get(self, run: str) -> Any:
+        """What is asked of a ``ServedRun``, answered by the methods below."""
+
+        def owner(**methods: Callable[..., Any]) -> SimpleNamespace:
+            return SimpleNamespace(**{name: partial(method, run) for name, method in methods.items()})
+
+        return SimpleNamespace(
+            stats=owner(read=self.stats),
+            losses=owner(read=self.losses),
+            plan=partial(self.plan, run),
+            receipts=owner(receipt=self.receipt, report=self.report),
+            snapshots=owner(take=self.snapshot, list=self.snapshots, text=self.saved_snapshot),
+            start_points=owner(restore=self.restore),
+            traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, step=self.trace_step),
+            mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
+        )
 
     def stats(self, run: str) -> RunStats:
         self.calls += 1
@@ -321,7 +342,7 @@ class MemoryService:
     def report(self, run: str) -> RunReport:
         return run_report(self.stats(run))
 
-    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
+    def snapshot(self, run: str, sample_index: int | None, *, save: bool) -> tuple[str, str | None]:
         stats = self.stats(run)
         index = stats.sample_index if sample_index is None else sample_index
         if index > stats.produced_index:
@@ -387,12 +408,14 @@ class MemoryService:
         )
         return self.restored[run]
 
-    def trace_sample(
-        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = "train"
-    ) -> TracedSample:
+    def trace_evaluated(self, run: str, stream: str, index: int, text: bool) -> TracedSample:
         stats = self.stats(run)
-        if stream not in (stats.stream, *stats.streams):
+        if stream not in stats.streams:
             raise NotFound(f"run {run!r} has no stream {stream!r}; it has {[stats.stream, *stats.streams]}")
+        return self.trace_sample(run, index, None, text)
+
+    def trace_sample(self, run: str, index: int, generation: int | None, text: bool) -> TracedSample:
+        stats = self.stats(run)
         if generation not in (None, stats.generation):
             raise NotFound(f"there is no generation {generation}; the ledger has {stats.generation}")
         if index >= stats.produced_index:
@@ -427,9 +450,7 @@ class MemoryService:
             ids=[97] * stats.sequence_length if text else None,
         )
 
-    def trace_step(
-        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
-    ) -> TracedStep:
+    def trace_step(self, run: str, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
         stats = self.stats(run)
         size = stats.batch_size
         begin = step * size * stats.world_size
@@ -447,10 +468,7 @@ class MemoryService:
             ranks=[
                 TracedRank(
                     rank=each,
-                    samples=[
-                        self.trace_sample(run, begin + each * size + i, generation=generation, text=text)
-                        for i in range(size)
-                    ],
+                    samples=[self.trace_sample(run, begin + each * size + i, generation, text) for i in range(size)],
                     padding=0,
                 )
                 for each in ranks

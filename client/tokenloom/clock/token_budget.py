@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
 if TYPE_CHECKING:
     from tokenloom.datasets.training import TrainingDataset
@@ -28,7 +29,7 @@ class TokenBudget:
 
     context_length: int
     """Tokens of a sample: the run's sequence length."""
-    batch_size: int | Sequence[tuple[int, int]]
+    batch_size: int | Sizes
     """Samples per rank and step of ``next()``; or pairs (total tokens of the run, samples), as ``RemoteDataset`` takes
     them."""
     world_size: int = 1
@@ -48,14 +49,7 @@ class TokenBudget:
         for name in ("context_length", "world_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
-        pieces = self._pieces
-        if not pieces or pieces[0][0] != 0 or any(size < 1 for _, size in pieces):
-            raise ValueError(
-                f"batch_size must be at least 1, or pairs (total_tokens, samples) of which the first is at 0; got "
-                f"{self.batch_size!r}"
-            )
-        if any(left >= right for (left, _), (right, _) in pairwise(pieces)):
-            raise ValueError(f"batch_size must ascend in tokens; got {self.batch_size!r}")
+        _ = self._schedule  # checked
         if self.tokens_per_sample < 1:
             raise ValueError("context_length must be at least 2 where labels are shifted inside; got 1")
         if self.factor < 0 or self.parameters < 0:
@@ -104,10 +98,9 @@ class TokenBudget:
         )
 
     @property
-    def _pieces(self) -> list[tuple[int, int]]:
-        if isinstance(self.batch_size, int):
-            return [(0, self.batch_size)]
-        return [(int(tokens), int(size)) for tokens, size in self.batch_size]
+    def _schedule(self) -> BatchSchedule:
+        sizes = [(0, self.batch_size)] if isinstance(self.batch_size, int) else self.batch_size
+        return BatchSchedule.read(sizes, self.accumulate)
 
     @property
     def tokens_per_sample(self) -> int:
@@ -117,7 +110,7 @@ class TokenBudget:
     @property
     def samples_per_step(self) -> int:
         """Samples of an optimiser step over all ranks; after the last change, where the batch size has a schedule."""
-        return self._pieces[-1][1] * self.world_size * self.accumulate
+        return self._schedule.sizes[-1][1] * self.world_size * self.accumulate
 
     @property
     def tokens_per_step(self) -> int:
@@ -168,19 +161,13 @@ class TokenBudget:
 
         A step has the batch size that holds where it begins.
         """
-        steps = begin = 0
-        pieces = self._pieces
-        ends = [*(tokens for tokens, _ in pieces[1:]), samples * self.context_length]
-        for (_, size), tokens in zip(pieces, ends, strict=True):
-            per_step = size * self.world_size * self.accumulate
-            # To the first step that begins at or after the next change.
-            until = -(-min(tokens, samples * self.context_length) // self.context_length)
-            here = max(0, -(-(until - begin) // per_step))
-            whole = min(here, (samples - begin) // per_step)
-            steps, begin = steps + whole, begin + whole * per_step
-            if whole < here:
-                break
-        return steps, samples - begin
+        starts = [*self._schedule.starts(sample_tokens=self.context_length, world_size=self.world_size)]
+        ends = [begin for begin, _ in starts[1:] if begin < samples] + [samples]
+        steps = rest = 0
+        for (begin, size), end in zip(starts, ends, strict=False):
+            whole, rest = divmod(end - begin, size * self.world_size * self.accumulate)
+            steps += whole
+        return steps, rest
 
     def lines(self) -> list[str]:
         """The two lines with which a log begins."""

@@ -21,7 +21,7 @@ from tokenloom_proto.errors import Fenced
 
 from tokenloom.batch.layout import Batch
 from tokenloom.batch.memory import ArrayPool
-from tokenloom.connection.batch_schedule import StepSchedule
+from tokenloom.connection.step_schedule import StepSchedule
 from tokenloom.connection.waits import Waited, Waits
 from tokenloom.errors import ServerUnavailable
 from tokenloom.snapshot import Point

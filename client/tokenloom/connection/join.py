@@ -20,7 +20,6 @@ from tokenloom_proto.resume import sources_of
 from tokenloom.batch.layout import Layout
 from tokenloom.connection import topology
 from tokenloom.connection.address import Address
-from tokenloom.connection.batch_schedule import BatchPlan, StepSchedule
 from tokenloom.connection.channel import (
     Retry,
     failure,
@@ -32,6 +31,7 @@ from tokenloom.connection.channel import (
 )
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
+from tokenloom.connection.step_schedule import BatchPlan, StepSchedule
 from tokenloom.connection.topology import Topology
 from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
@@ -50,7 +50,7 @@ class Request:
     stream: str
     topology: Topology
     options: ConnectionOptions
-    batch_size: int
+    batch_size: int = 0
     """Samples per rank and step; 0 where there are ``batch_sizes``, or the run says it."""
     batch_sizes: tuple[tuple[int, int], ...] = ()
     """Pairs (total tokens, batch size) instead of that."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from tokenloom_proto.batch_schedule import Sizes
 
-from tokenloom.connection.batch_schedule import Schedule
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import resolve
 from tokenloom.datasets.connected import TRAIN
@@ -31,7 +31,7 @@ class LocalDataset(TrainingDataset):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        batch_size: int | Schedule | None = None,
+        batch_size: int | Sizes | None = None,
         *,
         resume: str | None = None,
         fork_from: Mapping[str, Any] | None = None,

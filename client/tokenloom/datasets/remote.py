@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from tokenloom_proto.batch_schedule import Sizes
 
-from tokenloom.connection.batch_schedule import Schedule
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import resolve
 from tokenloom.datasets.connected import TRAIN
@@ -67,7 +67,7 @@ class RemoteDataset(TrainingDataset):
     def __init__(
         self,
         url: str | os.PathLike[str],
-        batch_size: int | Schedule | None = None,
+        batch_size: int | Sizes | None = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
-from tokenloom.connection import batch_schedule
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.reports import Report
@@ -29,7 +29,7 @@ class TrainingDataset(OrderDataset):
         slot_of: Callable[[str], Topology],
         connection: ConnectionOptions | None,
         *,
-        batch_size: int | batch_schedule.Schedule | None,
+        batch_size: int | Sizes | None,
         resume: str | None,
         fork_from: Mapping[str, Any] | None,
         accumulate: int,
@@ -50,8 +50,11 @@ class TrainingDataset(OrderDataset):
             raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
         if fork_from is not None and resume:
             raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
-        asked["batch_sizes"] = batch_schedule.check(batch_size)
-        asked["batch_size"] = batch_size if isinstance(batch_size, int) else 0
+        if isinstance(batch_size, int):
+            check_count("batch_size", batch_size)
+            asked["batch_size"] = batch_size
+        elif batch_size is not None:
+            asked["batch_sizes"] = BatchSchedule.read(batch_size, accumulate).sizes
         asked |= {"resume": resume or "", "accumulate": accumulate}
         super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **asked)
 

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from tokenloom_proto.batch_schedule import Sizes
 from tokenloom_proto.errors import JoinRefused, named
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
 from tokenloom.batch.frame import frame_layout, read_frame, write_frame
 from tokenloom.batch.layout import IGNORED, Batch
-from tokenloom.connection.batch_schedule import Schedule
 from tokenloom.connection.join import RunFacts, Source
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.datasets.base import ResumableDataset
@@ -49,7 +49,7 @@ SEQUENCES = ("input_ids", "labels", "position_ids", "document_ids", "attention_m
 def mesh_dataset(
     url: str,
     mesh: DeviceMesh,
-    batch_size: int | Schedule | None = None,
+    batch_size: int | Sizes | None = None,
     *,
     dp: str | Sequence[str] = "dp",
     **options: Any,
@@ -112,7 +112,7 @@ class GroupDataset(ResumableDataset):
     def __init__(
         self,
         url: str,
-        batch_size: int | Schedule | None = None,
+        batch_size: int | Sizes | None = None,
         *,
         rank: int,
         world_size: int,

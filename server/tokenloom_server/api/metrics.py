@@ -1,4 +1,4 @@
-"""The metrics of the server for Prometheus, read from ``RunService.stats`` at each scrape; nothing is kept here.
+"""The metrics of the server for Prometheus, read from the runs' stats at each scrape; nothing is kept here.
 
 The tables below are the list of all metrics: a new one is a line in the table of what it is about. Names that end in
 ``_total`` are counters, all others gauges. A value that is not known (None) is left out.
@@ -20,8 +20,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.reports.stats import RankStats, RunService, RunStats, SourceStats
+from tokenloom_server.reports.stats import RankStats, RunStats, SourceStats
 
 _Row = TypeVar("_Row")
 
@@ -222,10 +223,10 @@ SOURCE_LABELS = (*RUN_LABELS, "source")
 RANK_LABELS = (*RUN_LABELS, "rank")
 
 
-def create_registry(service: RunService, *, version: str) -> CollectorRegistry:
+def create_registry(runs: Runs, *, version: str) -> CollectorRegistry:
     """A registry of its own (never the global one) with a server's runs and its process."""
     registry = CollectorRegistry()
-    registry.register(RunCollector(service, version=version))
+    registry.register(RunCollector(runs, version=version))
     ProcessCollector(namespace="tokenloom", registry=registry)
     return registry
 
@@ -233,17 +234,17 @@ def create_registry(service: RunService, *, version: str) -> CollectorRegistry:
 class RunCollector(Collector):
     """Reads every run at each scrape. A run that cannot be read costs its own metrics, not the scrape."""
 
-    def __init__(self, service: RunService, *, version: str) -> None:
-        self._service = service
+    def __init__(self, runs: Runs, *, version: str) -> None:
+        self._runs = runs
         self._version = version
 
     def collect(self) -> Iterator[Metric]:
-        server = ServerRow(self._version, self._service.not_ready() is None)
+        server = ServerRow(self._version, self._runs.not_ready() is None)
         runs: list[RunStats] = []
         reads: list[ReadRow] = []
-        for name in self._service.names():
+        for name in self._runs.names():
             try:
-                runs.append(self._service.stats(name))
+                runs.append(self._runs.get(name).stats.read())
                 reads.append(ReadRow(name, True))
             except TokenloomError:
                 reads.append(ReadRow(name, False))

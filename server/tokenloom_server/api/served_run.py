@@ -8,6 +8,7 @@ from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
+from tokenloom_server.replay.mixture import Mixture
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.replay.receipts import Receipts
@@ -49,6 +50,7 @@ class ServedRun:
         self.evaluations = Evaluations(coordinator, streams)
         self.snapshots = SavedSnapshots(coordinator, self.history)
         self.start_points = StartPoints(coordinator, self.history, self.snapshots, self.past, self.forking)
+        self.mixture = Mixture(coordinator, self.revising)
         self.receipts = Receipts(coordinator, self.history, self.past, self.stats)
         self.traces = Traces(coordinator, self.history, self.past, self.evaluations)
         self._planner = Planner()

@@ -6,7 +6,6 @@ import logging
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
@@ -24,12 +23,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision import as_file, differences_of_files
 from tokenloom_server.order.timeline import Origin, Timeline
-from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.replay.mixture import mixture_info
-from tokenloom_server.replay.receipts import revision_info
-from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.reports.stats import MixtureInfo, ResumePoint, RunLosses, RunStats, SnapshotInfo
-from tokenloom_server.reports.trace import TracedSample, TracedStep
+from tokenloom_server.reports.stats import ResumePoint
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
@@ -50,7 +44,11 @@ _ANYWHERE = DataRoots()
 
 
 class Runs:
-    """The runs, by name. Implements ``stats.RunService``."""
+    """The runs of a server, by name. What is asked of one run is asked of its ``ServedRun``.
+
+    Calls may come from any thread, and may block for one round trip of the ledger; those that go forward to a sample
+    take as long as that takes.
+    """
 
     def __init__(
         self,
@@ -185,84 +183,30 @@ class Runs:
             served.leadership.end(max(0.0, deadline - time.monotonic()))
             served.coordinator.order.resources.close()
 
-    # What REST and metrics ask, by the name of a run.
-
     def names(self) -> list[str]:
         return sorted(self._runs)
 
     def not_ready(self) -> str | None:
+        """Why requests cannot be served now; None where they can."""
         for run, served in self._runs.items():
             reason = served.coordinator.not_ready()
             if reason is not None:
                 return f"run {run}: {reason}"
         return None if self._runs else "no run is served yet"
 
-    def stats(self, run: str) -> RunStats:
-        return self.get(run).stats.read()
-
-    def losses(self, run: str) -> RunLosses:
-        return self.get(run).losses.read()
-
-    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
-        return self.get(run).plan(until_tokens)
-
-    def receipt(self, run: str, sample_index: int | None) -> Receipt:
-        return self.get(run).receipts.receipt(sample_index)
-
-    def report(self, run: str) -> RunReport:
-        return self.get(run).receipts.report()
-
-    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
-        return self.get(run).snapshots.take(sample_index, save=save)
-
-    def snapshots(self, run: str) -> list[SnapshotInfo]:
-        return self.get(run).snapshots.list()
-
-    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
-        return self.get(run).snapshots.text(snapshot_id)
-
-    def restore(self, run: str, **point: Any) -> ResumePoint:
-        return self.get(run).start_points.restore(**point)
-
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
     ) -> ResumePoint:
+        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
+        one), or as the snapshot ``text`` of another run says. Raises ``ConfigError``, ``NotFound``, ``BeyondHorizon``.
+        """
         served = self.get(run)
         served.coordinator.require_lead()
         if (parent is None) == (text is None):
             raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
         if parent is not None:
-            self.get(parent).coordinator.require_lead()
-            text, _ = self.get(parent).history.snapshot(sample_index)
+            text, _ = self.get(parent).snapshots.take(sample_index, save=False)
         elif sample_index is not None:
             raise ConfigError("a snapshot has its own sample index: leave sample_index out")
         assert text is not None
         return served.start_points.fork(text)
-
-    def trace_sample(
-        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = TRAIN
-    ) -> TracedSample:
-        traces = self.get(run).traces
-        if stream == TRAIN:
-            return traces.sample(index, generation, text)
-        if generation is not None:
-            raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
-        return traces.evaluated(stream, index, text)
-
-    def trace_step(
-        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
-    ) -> TracedStep:
-        return self.get(run).traces.step(step, rank, generation, text)
-
-    def mixture(self, run: str) -> MixtureInfo:
-        return mixture_info(run, self.get(run).coordinator.view())
-
-    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
-        served = self.get(run)
-        revision = served.revising.revise(change)
-        return revision_info(served.coordinator.timeline, revision, served.coordinator.committed_through)
-
-    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
-        served = self.get(run)
-        timeline = served.coordinator.timeline
-        return [revision_info(timeline, revision, 0) for revision in served.revising.drop(number)]

@@ -11,8 +11,8 @@ know both sides, which otherwise meet only in ``tokenloom_proto``.
     trainer     trains it from a RemoteDataset: the example to copy from
     reader      reads the same data without training: the uninterrupted run
     receipts    what a rank received, on disk
-    proof       what must be true of the receipts; pure functions
-    processes   child processes that end with their parent; the server's leash is their first line
-    service     the server as a child process, and its figures over REST
+    proof       what must be true of the receipts
+    processes   child processes that end with their parent; ``api.parent_death`` is their first line
+    service     the server as a child process, and its stats over REST
     report      what is printed
 """

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenloom_server.demo.failure import DemoFailed
+from tokenloom_server.demo.processes import DemoFailed
 
 #: A change of what is built is a new number; a folder of another one is built again.
 FORMAT = 1

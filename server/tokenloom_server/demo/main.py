@@ -19,10 +19,9 @@ from tokenloom_server.catalog import allowed_plugins, open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.demo import corpus, receipts, service
 from tokenloom_server.demo.corpus import Corpus
-from tokenloom_server.demo.evidence import Evidence
-from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.plan import DEFAULT_STEPS, FEWEST_STEPS, REFERENCE_RUN, RUN, Launch, Plan
-from tokenloom_server.demo.processes import Child, Processes, wait_until
+from tokenloom_server.demo.processes import Child, DemoFailed, Processes, wait_until
+from tokenloom_server.demo.proof import Evidence
 from tokenloom_server.demo.receipts import Receipts, Step
 from tokenloom_server.demo.report import Report
 from tokenloom_server.demo.service import Service

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tokenloom_server.api import parent_death
-from tokenloom_server.demo.failure import DemoFailed
 from tokenloom_server.demo.proof import Disproved
+from tokenloom_server.errors import TokenloomError
 
 POLL_S = 0.02
 #: A process that was asked to end and did not, within this, is killed.
@@ -21,6 +21,10 @@ GRACE_S = 10.0
 KILL_S = 30.0
 TAIL_LINES = 25
 TAIL_BYTES = 16_384
+
+
+class DemoFailed(TokenloomError):
+    """A step of the demonstration failed; the message says which, and shows the log that tells why."""
 
 
 class Child:

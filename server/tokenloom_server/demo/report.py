@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tokenloom_server.demo.corpus import Corpus
 from tokenloom_server.demo.plan import RUN, Launch
 from tokenloom_server.demo.proof import Disproved
 from tokenloom_server.demo.receipts import Step
 from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.tables import table
 
 #: Steps over which a loss is averaged: single batches of a small model scatter.
 AVERAGED_STEPS = 4
@@ -79,19 +79,22 @@ class Report:
 
     def shares(self, stats: RunStats) -> None:
         """The mix, as the ledger has it."""
-        table = Table("source", title="The mix, from the ledger's counters", title_justify="left")
-        for heading in ("target", "actual", "rows", "tokens", "epochs"):
-            table.add_column(heading, justify="right")
-        for source in stats.sources:
-            shares = f"{source.target_share:.2%}", f"{source.actual_share:.2%}"
-            table.add_row(source.alias, *shares, f"{source.rows:,}", f"{source.tokens:,}", f"{source.epoch:.2f}")
-        self.console.print(table)
+        rows = (
+            (
+                source.alias,
+                f"{source.target_share:.2%}",
+                f"{source.actual_share:.2%}",
+                f"{source.rows:,}",
+                f"{source.tokens:,}",
+                f"{source.epoch:.2f}",
+            )
+            for source in stats.sources
+        )
+        headings = ("source", "target", "actual", "rows", "tokens", "epochs")
+        self.console.print(table(headings, rows, title="The mix, from the ledger's counters"))
 
     def training(self, first: Sequence[Step], second: Sequence[Step], launches: tuple[Launch, Launch]) -> None:
         """Loss and learning rate on both sides of the kill."""
-        table = Table("", title="The training, across the kill", title_justify="left")
-        for heading in ("ranks × batch", "tokens", "loss", "learning rate"):
-            table.add_column(heading, justify="right")
         before, after = first[-1], second[0]
         parts = (
             ("first steps", launches[0], first[:AVERAGED_STEPS], first[min(AVERAGED_STEPS, len(first)) - 1]),
@@ -99,11 +102,18 @@ class Report:
             ("resumed", launches[1], second[:AVERAGED_STEPS], after),
             ("last steps", launches[1], second[-AVERAGED_STEPS:], second[-1]),
         )
-        for name, launch, averaged, point in parts:
-            loss = sum(step.loss for step in averaged) / len(averaged)
-            launch_text = f"{launch.ranks} × {launch.batch_size}"
-            table.add_row(name, launch_text, f"{point.total_tokens:,}", f"{loss:.3f}", f"{point.lr:.3e}")
-        self.console.print(table)
+        rows = (
+            (
+                name,
+                f"{launch.ranks} × {launch.batch_size}",
+                f"{point.total_tokens:,}",
+                f"{sum(step.loss for step in averaged) / len(averaged):.3f}",
+                f"{point.lr:.3e}",
+            )
+            for name, launch, averaged, point in parts
+        )
+        headings = ("", "ranks × batch", "tokens", "loss", "learning rate")
+        self.console.print(table(headings, rows, left=("",), title="The training, across the kill"))
 
     def _how_to_go_on(self, serve: Sequence[str]) -> None:
         """Commands with real paths."""

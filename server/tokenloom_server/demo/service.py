@@ -1,26 +1,22 @@
-"""The server as a child process, and its figures over REST."""
+"""The server as a child process, and its stats over REST."""
 
 from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
-from tokenloom_server.demo.failure import DemoFailed
-from tokenloom_server.demo.processes import POLL_S, Child, Processes, wait_until
+from tokenloom_server.demo.processes import POLL_S, Child, DemoFailed, Processes, wait_until
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.tools.remote import Remote
 
 #: Imports, the ledger, the files and the check of the tokeniser: seconds, on a machine that is busy otherwise.
 READY_TIMEOUT_S = 120.0
 #: The last acknowledgement travels and is committed in well under a second.
 COMMIT_TIMEOUT_S = 30.0
-REQUEST_TIMEOUT_S = 10.0
 #: The server's --lease and --liveness, seconds.
 CERTAIN_AFTER_S = 3
 
@@ -42,17 +38,14 @@ class Service:
         return f"grpc://{self.grpc}/{run}"
 
     def stats(self, run: str) -> RunStats:
-        """The figures of a run, as anyone can read them."""
-        join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
-        url = f"http://{self.rest}/v1/runs/{run}/stats"
+        """The stats of a run, as anyone can read them."""
         try:
-            with join_handler.open(url, timeout=REQUEST_TIMEOUT_S) as answer:
-                return RunStats.model_validate_json(answer.read())
-        except (URLError, OSError, ValidationError) as error:
-            raise self.child.failure(f"GET {url}: {error}") from None
+            return Remote(self.page, {}).stats(run)[0]
+        except TokenloomError as error:
+            raise self.child.failure(str(error)) from None
 
     def committed(self, run: str, sample_index: int) -> RunStats:
-        """The figures once everything before ``sample_index`` is in the ledger."""
+        """The stats once everything before ``sample_index`` is in the ledger."""
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
         while (stats := self.stats(run)).sample_index < sample_index:
             if time.monotonic() > deadline:
@@ -65,7 +58,7 @@ class Service:
 
 
 def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
-    """What stands behind ``tokenloom`` on the command line."""
+    """What follows ``tokenloom`` on the command line."""
     return ["serve", str(mixture), "--ledger", f"sqlite:///{quote(str(ledger))}"]
 
 

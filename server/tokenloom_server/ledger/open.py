@@ -30,10 +30,10 @@ _EXPECTED = (
 def open_ledger(url: str, base_dir: Path) -> Ledger:
     """Opens the ledger that ``url`` names; relative SQLite paths are relative to ``base_dir``.
 
-    Raises ``ConfigError`` for a URL or file that cannot be a ledger. A Redis is not asked before
-    ``check()``, which every caller owes before the first write.
+    Raises ``ConfigError`` for a URL or file that cannot be a ledger. A Redis is not reached before
+    ``check()``, which every caller must call before the first write.
     """
-    # Each is imported where it is wanted: the client of Redis alone takes a tenth of a server's start.
+    # Each is imported where it is needed: the client of Redis alone takes a tenth of a server's start.
     scheme = url.partition(":")[0]
     if scheme == "sqlite" or url == AUTO:
         from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -69,8 +69,8 @@ def _safe_path(base_dir: Path) -> Path:
         reason = str(error).partition(";")[0]
     folder = Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()  # anybody may make such a folder, or a link, in the system's place for temporary files
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()  # anybody may make such a folder, or a link, in the system's folder for temporary files
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise LedgerUnsafe(f"The ledger's folder {folder} is not this user's own. Name a file with --ledger.")
     name = hashlib.sha256(os.fsencode(base_dir.resolve())).hexdigest()[:16]
     local = folder / f"{name}.db"

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: By so much the ledger's clock may go back without a lease being taken for one of before, seconds.
+#: So far the ledger's clock may go back before a lease counts as one from an earlier time, seconds.
 CLOCK_SLACK_S = 1.0
 
 
 def date_of(unix_s: float) -> str:
-    """A Unix time as people read it."""
+    """A Unix time for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
 
 
@@ -70,12 +70,12 @@ class Lease:
     lapses_at: float
     #: For how long it was granted, seconds.
     lasts_s: float
-    #: When every rank of the present generation had been heard last, as its server told; None where one was not.
+    #: When every rank of the present generation was last heard, as its server reported; None where one was not.
     heard_at: float | None
 
     def left_s(self, now: float) -> float:
-        """How long it still lasts, seconds. None of it where the clock has gone back so far that it would last longer
-        than it was granted for: that is no reason to wait for hours."""
+        """How long it still lasts, seconds; 0 where the clock has gone back so far that it would last longer than
+        granted: that is no reason to wait for hours."""
         left = self.lapses_at - now
         return left if 0 < left <= self.lasts_s + CLOCK_SLACK_S else 0.0
 

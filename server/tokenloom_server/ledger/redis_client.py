@@ -110,19 +110,19 @@ class RedisClient:
             except NoScriptError:
                 return cast("list[Any]", self._redis.eval(text, len(keys), *keys, *arguments))
 
-    def read(self, *commands: tuple[str | int, ...]) -> list[Any]:
-        """The answers to several commands, at one moment."""
-        with self._translated(), self._redis.pipeline(transaction=len(commands) > 1) as pipeline:
-            for command in commands:
-                cast("Any", pipeline).execute_command(*command)
+    def read(self, *requests: tuple[str | int, ...]) -> list[Any]:
+        """The answers to several Redis commands, at one moment."""
+        with self._translated(), self._redis.pipeline(transaction=len(requests) > 1) as pipeline:
+            for request in requests:
+                cast("Any", pipeline).execute_command(*request)
             return pipeline.execute()
 
     def check(self) -> None:
         """Raises ``LedgerUnavailable``, or ``LedgerUnsafe`` where an acknowledged write could be lost."""
         with self._translated():
-            found = self._settings()
+            settings = self._settings()
         for setting, expected, reason in _SAFE_SETTINGS:
-            value = found.get(setting)
+            value = settings.get(setting)
             if value is None:
                 raise LedgerUnsafe(
                     f"Redis at {self.address} does not show its setting {setting} (CONFIG is forbidden); expected "
@@ -139,18 +139,18 @@ class RedisClient:
         self._redis.connection_pool.disconnect()
 
     def _settings(self) -> dict[str, str]:
-        """What CONFIG GET tells; where that is forbidden, as on managed servers, what INFO does."""
-        found: dict[str, str] = {}
+        """By CONFIG GET; where that is forbidden, as on managed servers, by INFO."""
+        settings: dict[str, str] = {}
         try:
             for setting, _, _ in _SAFE_SETTINGS:
-                found |= cast("dict[str, str]", self._redis.config_get(setting))
+                settings |= cast("dict[str, str]", self._redis.config_get(setting))
         except ResponseError as error:
             if not isinstance(error, NoPermissionError) and "unknown command" not in str(error).lower():
                 raise
             info = self._redis.info("persistence")
             if "aof_enabled" in info:
-                found["appendonly"] = "yes" if int(info["aof_enabled"]) else "no"
-        return found
+                settings["appendonly"] = "yes" if int(info["aof_enabled"]) else "no"
+        return settings
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

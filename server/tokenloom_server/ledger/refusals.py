@@ -28,10 +28,10 @@ def no_such_run(uid: str, stream: str) -> NotFound:
     )
 
 
-def renamed(uid: str, stream: str, found: str) -> NotLeader:
+def renamed(uid: str, stream: str, actual_uid: str) -> NotLeader:
     return NotLeader(
-        f"Run {uid}, stream {stream}, took the uid {found}, for a trainer that brought that run's state: whoever still "
-        f"writes as {uid} serves it no longer. Read the run by its name again."
+        f"Run {uid}, stream {stream}, took the uid {actual_uid}, for a trainer that brought that run's state: whoever "
+        f"still writes as {uid} serves it no longer. Read the run by its name again."
     )
 
 

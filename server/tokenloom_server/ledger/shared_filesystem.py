@@ -26,8 +26,8 @@ _SHARED = frozenset(
         *("gfs2", "ocfs2", "vboxsf", "vmhgfs", "prl_fs", "drvfs"),
     }
 )
-#: The root of a container that no administrator set up; all other programs behind FUSE (sshfs, s3fs, gcsfuse, rclone,
-#: …) may keep their files anywhere.
+#: The root of a container that no administrator set up; all other programs that serve FUSE (sshfs, s3fs, gcsfuse,
+#: rclone, …) may keep their files anywhere.
 _LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 
@@ -63,18 +63,19 @@ def is_shared(kind: str) -> bool:
 def mount_of(path: Path, table: str) -> Mount | None:
     """The mount that a path (its links followed) lies on, by a table in the form of ``/proc/self/mountinfo``."""
     resolved = path.resolve()
-    found: Mount | None = None
+    mount_of_path: Mount | None = None
     for line in table.splitlines():
         # ID, parent, device number, root, mount point, options, any number of optional fields, "-", type, source, …
-        before, _, behind = line.partition(" - ")
-        fields, (kind, device, *_) = before.split(" "), [*behind.split(" "), "", ""]
+        mounted, _, file_system = line.partition(" - ")
+        fields, (kind, device, *_) = mounted.split(" "), [*file_system.split(" "), "", ""]
         mount = Mount(_unescaped(fields[4]), kind, _unescaped(device))
         # Of two at one place the later one covers the earlier.
-        if resolved.is_relative_to(mount.point) and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
+        inner = mount_of_path is None or len(mount.point) >= len(mount_of_path.point)
+        if resolved.is_relative_to(mount.point) and inner:
+            mount_of_path = mount
+    return mount_of_path
 
 
 def _unescaped(text: str) -> str:
     """Blanks and the like stand as octal numbers there."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,9 +1,7 @@
-"""Which steps a generation has: plans of one batch size each, behind one another.
+"""Which steps a generation has: plans of one batch size each, one after the other.
 
-How many samples a step has is a function of the run's total tokens where its optimiser step begins, and of nothing
-else; total tokens are linear in the sample index within a generation, because a phase with another sequence length
-ends it. So where the size changes is known when the generation is opened, and a resume in the middle of a ramp goes
-on with the size that it would have had. A constant batch size is a ramp of one plan.
+Total tokens are linear in the sample index within a generation, because a phase with another sequence length ends it.
+So where the batch size changes is known when the generation is opened. A constant batch size is one plan.
 """
 
 from __future__ import annotations
@@ -11,58 +9,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+
+from tokenloom_proto.batch_schedule import BatchSchedule
 
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import JoinRefused
 from tokenloom_server.order.pipeline import BatchPlan
-
-#: The largest batch size, samples per rank and step.
-MAX_BATCH_SIZE = 2**20
-#: The most steps that one optimiser step may take, and the most pairs that a schedule may have.
-MAX_ACCUMULATE = 2**16
-MAX_SIZES = 2**10
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSchedule:
-    """What trainers ask for: ``sizes`` are pairs (total tokens of the run, samples per rank and step), ascending from
-    0 on. Each holds from the first optimiser step, of ``accumulate`` steps, that begins at so many total tokens or
-    behind them; optimiser steps are counted from the generation's start."""
-
-    sizes: tuple[tuple[int, int], ...]
-    accumulate: int = 1
-
-    @property
-    def greatest(self) -> int:
-        return max(size for _, size in self.sizes)
-
-    def check(self) -> None:
-        """Raises ``JoinRefused`` for what is no schedule."""
-        if not 1 <= self.accumulate <= MAX_ACCUMULATE:
-            raise JoinRefused(f"accumulate is {self.accumulate}; expected 1 to {MAX_ACCUMULATE} steps")
-        if not 1 <= len(self.sizes) <= MAX_SIZES:
-            raise JoinRefused(f"the batch_size schedule has {len(self.sizes)} pairs; expected 1 to {MAX_SIZES}")
-        for _, size in self.sizes:
-            if not 1 <= size <= MAX_BATCH_SIZE:
-                raise JoinRefused(
-                    f"batch size is {size}; expected 1 to {MAX_BATCH_SIZE} samples per rank: give batch_size"
-                )
-        tokens = [tokens for tokens, _ in self.sizes]
-        if tokens[0] != 0:
-            raise JoinRefused(f"the batch_size schedule begins at {tokens[0]} total tokens; expected 0")
-        for before, behind in pairwise(tokens):
-            if not before < behind <= MAX_COUNTER:
-                raise JoinRefused(
-                    f"the batch_size schedule has {behind} total tokens behind {before}; expected them to ascend, to "
-                    "2^53 − 1 at most"
-                )
-
-    def __str__(self) -> str:
-        first, *others = self.sizes
-        return ", ".join([str(first[1]), *(f"{size} from {tokens} total tokens on" for tokens, size in others)])
 
 
 class Ramp:
@@ -96,21 +49,10 @@ class Ramp:
         group_steps: Callable[[int], int],
     ) -> Ramp:
         """From a sample index on, where the run has had ``start_tokens``. ``group_steps``: by the batch size."""
-        thresholds = [tokens for tokens, _ in schedule.sizes]
-        parts: list[tuple[int, int, int]] = []
-        index, at = start_index, None
-        while True:
-            tokens = start_tokens + (index - start_index) * sample_tokens
-            now = bisect_right(thresholds, tokens) - 1
-            size = schedule.sizes[now][1]
-            if at is None or size != parts[-1][1]:
-                parts.append((index, size, group_steps(size)))
-            at = now
-            if now + 1 == len(thresholds):
-                return cls._of(parts, world_size, schedule)
-            # The first optimiser step that begins at the next threshold or behind it.
-            samples = schedule.accumulate * world_size * size
-            index += -((tokens - thresholds[now + 1]) // (samples * sample_tokens)) * samples
+        starts = schedule.starts(
+            sample_tokens=sample_tokens, world_size=world_size, start_index=start_index, start_tokens=start_tokens
+        )
+        return cls._of([(index, size, group_steps(size)) for index, size in starts], world_size, schedule)
 
     @classmethod
     def _of(cls, parts: Sequence[tuple[int, int, int]], world_size: int, schedule: BatchSchedule) -> Ramp:

@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.order.revision import as_file, places
 from tokenloom_server.replay.receipts import revision_info
+from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo
-from tokenloom_server.run.views import RunView
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.revise import Revising
 
 
-def mixture_info(run: str, view: RunView) -> MixtureInfo:
-    """The mixture at what is committed, and all that changes it."""
-    timeline, index = view.timeline, view.commit.sample_index
-    config = timeline.at(index).config
-    return MixtureInfo(
-        run=run,
-        sample_index=index,
-        sequence_length=config.sequence_length,
-        mixture=as_file(config),
-        paused=[
-            place if isinstance(child, NodeConfig) and child.alias is None else child.name
-            for place, child in places(config)
-            if child.presence == "paused"
-        ],
-        dropped=[source.name for source in config.sources if source.presence == "dropped"],
-        phases=[
-            PhaseInfo(
-                number=segment.phase,
-                sample_index=segment.begin,
-                total_tokens=segment.tokens,
-                sequence_length=segment.order.config.sequence_length,
-            )
-            for segment in timeline.segments
-            if segment.phase is not None
-        ],
-        revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-        first_revisable=view.first_revisable,
-    )
+class Mixture:
+    """The mixture of one run."""
+
+    def __init__(self, coordinator: RunCoordinator, revising: Revising) -> None:
+        self._coordinator = coordinator
+        self._revising = revising
+
+    def info(self) -> MixtureInfo:
+        """The mixture at what is committed, and all that changes it."""
+        view = self._coordinator.view()
+        timeline, index = view.timeline, view.commit.sample_index
+        config = timeline.at(index).config
+        return MixtureInfo(
+            run=self._coordinator.name,
+            sample_index=index,
+            sequence_length=config.sequence_length,
+            mixture=as_file(config),
+            paused=[
+                place if isinstance(child, NodeConfig) and child.alias is None else child.name
+                for place, child in places(config)
+                if child.presence == "paused"
+            ],
+            dropped=[source.name for source in config.sources if source.presence == "dropped"],
+            phases=[
+                PhaseInfo(
+                    number=segment.phase,
+                    sample_index=segment.begin,
+                    total_tokens=segment.tokens,
+                    sequence_length=segment.order.config.sequence_length,
+                )
+                for segment in timeline.segments
+                if segment.phase is not None
+            ],
+            revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
+            first_revisable=view.first_revisable,
+        )
+
+    def revise(self, change: MixtureChange) -> RevisionInfo:
+        """Changes the mixture from a sample index on; returns once that is durable. Raises what ``Revising.revise``
+        raises."""
+        revision = self._revising.revise(change)
+        return revision_info(self._coordinator.timeline, revision, self._coordinator.committed_through)
+
+    def drop(self, number: int) -> list[RevisionInfo]:
+        """Takes a revision and all after it back, oldest first. Raises ``BeyondHorizon`` where one may have been
+        produced already, ``NotFound``."""
+        timeline = self._coordinator.timeline
+        return [revision_info(timeline, revision, 0) for revision in self._revising.drop(number)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.reports.trace import TracedSample, TracedStep
+from tokenloom_server.reports.receipt import RevisionInfo
 
 
 class _Figures(BaseModel):
@@ -253,93 +250,3 @@ class MixtureInfo(_Figures):
     """All that were made, oldest first; those to come, too."""
     first_revisable: int
     """The least sample index from which on a new revision can hold."""
-
-
-class RunService(Protocol):
-    """What the outer layers (gRPC, REST, metrics) ask of the runs of this server.
-
-    All raise ``NotFound`` for an unknown run or snapshot; see ``errors`` for the rest. Calls may come
-    from any thread and may block for one ledger round trip, ``snapshot`` for as long as going forward takes.
-    """
-
-    def names(self) -> list[str]: ...
-
-    def stats(self, run: str) -> RunStats: ...
-
-    def losses(self, run: str) -> RunLosses: ...
-
-    def plan(self, run: str, until_tokens: int | None) -> RunPlan:
-        """What the run will be from where it is committed, up to a total of tokens or, for None, to its end.
-
-        Measures its sources the first time: seconds. Raises ``ConfigError`` for a total that it has already, or for
-        None where it never ends; ``SourceError``, ``TokenizerError``.
-        """
-
-    def receipt(self, run: str, sample_index: int | None) -> Receipt:
-        """Which data the run had up to a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
-
-    def report(self, run: str) -> RunReport:
-        """What a model card needs to say about the run's data, of all that is committed."""
-
-    def snapshot(self, run: str, sample_index: int | None, save: bool) -> tuple[str, str | None]:
-        """(sealed text, id if saved) at a sample index, ``None`` for the committed one. Raises ``BeyondHorizon``."""
-
-    def snapshots(self, run: str) -> list[SnapshotInfo]: ...
-
-    def saved_snapshot(self, run: str, snapshot_id: str) -> str:
-        """The sealed text."""
-
-    def restore(
-        self,
-        run: str,
-        *,
-        snapshot_id: str | None = None,
-        sample_index: int | None = None,
-        text: str | None = None,
-        skip_samples: int = 0,
-        skip_tokens: int = 0,
-    ) -> ResumePoint:
-        """Pins where the next generation starts; exactly one of the three. It jumps over so many samples of the order
-        behind that point, or so many tokens, as whole samples; at most one of the two.
-
-        Takes as long as going forward does. Raises ``SnapshotInvalid``, ``BeyondHorizon``.
-        """
-
-    def trace_sample(
-        self, run: str, index: int, *, generation: int | None = None, text: bool = False, stream: str = "train"
-    ) -> TracedSample:
-        """The documents of a sample that was delivered, as a generation had it (None: the present one); or of one that
-        was evaluated on, of another ``stream``.
-
-        Raises ``BeyondHorizon``, ``NotFound``, ``TooManyPeeks``.
-        """
-
-    def trace_step(
-        self, run: str, step: int, *, rank: int | None = None, generation: int | None = None, text: bool = False
-    ) -> TracedStep:
-        """The samples of a generation's step, counted from 0, with their documents; of all ranks or of one.
-
-        Raises ``BeyondHorizon``, ``ConfigError`` (no such rank), ``LimitExceeded``, ``TooManyPeeks``.
-        """
-
-    def fork(
-        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
-    ) -> ResumePoint:
-        """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
-        one), or as the snapshot ``text`` of another run says."""
-
-    def mixture(self, run: str) -> MixtureInfo: ...
-
-    def revise(self, run: str, change: MixtureChange) -> RevisionInfo:
-        """Changes the mixture from a sample index on; returns once that is durable.
-
-        Raises ``ConfigError`` and ``SourceError`` for what cannot be, ``BeyondHorizon`` for an index that may have been
-        produced already.
-        """
-
-    def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
-        """Takes a revision and all after it back, oldest first. Raises ``BeyondHorizon`` where one may have been
-        produced already."""
-
-    def not_ready(self) -> str | None:
-        """Why requests cannot be served now; ``None`` when they can."""

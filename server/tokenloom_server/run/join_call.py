@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tokenloom_proto.batch_schedule import BatchSchedule
+
 from tokenloom_server.errors import JoinRefused
-from tokenloom_server.order.batch_schedule import BatchSchedule
 
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
@@ -81,7 +82,10 @@ def check(call: JoinCall, sample_bytes: int, window_steps: int | None = None) ->
     if call.batch_sizes and call.batch_size:
         raise JoinRefused(f"batch size is {call.batch_size} and also a schedule, {call.schedule}: give one of them")
     schedule = call.schedule
-    schedule.check()
+    try:
+        schedule.check()
+    except ValueError as error:
+        raise JoinRefused(str(error)) from None
     step_bytes = call.world_size * schedule.greatest * sample_bytes
     if step_bytes > MAX_STEP_BYTES:
         raise JoinRefused(

@@ -25,7 +25,7 @@ from tokenloom_server.api.rest.resources import (
     trace,
 )
 from tokenloom_server.api.rest.routes import Backend, Routes
-from tokenloom_server.reports.stats import RunService
+from tokenloom_server.api.service import Runs
 
 #: Each has ``add_routes(routes, backend)``. A new resource is its module, and its name here.
 RESOURCES = (runs, losses, plan, receipts, snapshots, restore, trace, mixture, health, metrics, page)
@@ -58,21 +58,21 @@ class RestApp(FastAPI):
 
 
 def create_app(
-    service: RunService,
+    runs: Runs,
     *,
     version: str,
     grpc_address: str | None = None,
     allowed_hosts: Collection[str] = (),
     access: Access | None = None,
 ) -> RestApp:
-    """The REST interface to ``service``, with its own metrics registry. Without ``access`` everything is open.
+    """The REST interface to ``runs``, with its own metrics registry. Without ``access`` everything is open.
 
     ``grpc_address`` is shown to people who have no trainer yet. ``allowed_hosts`` are DNS names that the
     server answers to besides IP addresses, localhost and names without a dot (see ``Guard``).
     """
     access = access or Access()
     app = RestApp(version)
-    backend = Backend(service, version, grpc_address, access)
+    backend = Backend(runs, version, grpc_address, access)
     for resource in RESOURCES:
         resource.add_routes(app.resource_routes, backend)
     add_error_handlers(app)

@@ -15,7 +15,7 @@ from starlette.types import Scope as RequestScope
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
-from tokenloom_server.reports.stats import RunService
+from tokenloom_server.api.service import Runs
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 #: What an error status means, for OpenAPI.
@@ -41,7 +41,7 @@ _OF_EVERY_ROUTE = (403, 421)
 class Backend:
     """What resources answer from."""
 
-    service: RunService
+    runs: Runs
     version: str
     """Of the server."""
     grpc_address: str | None

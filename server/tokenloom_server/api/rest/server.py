@@ -16,7 +16,7 @@ from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenloom_server.api.rest.uvicorn_server import Http
-    from tokenloom_server.reports.stats import RunService
+    from tokenloom_server.api.service import Runs
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,12 @@ class RestServer:
         self._thread: threading.Thread | None = None
         self._http: Http | None = None
 
-    def start(
-        self, service: RunService, *, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()
-    ) -> None:
-        """Answers with the figures of ``service`` (see ``app.create_app``), from a thread. Requests wait until the
+    def start(self, runs: Runs, *, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()) -> None:
+        """Answers with what is asked of ``runs`` (see ``app.create_app``), from a thread. Requests wait until the
         packages are imported."""
         # A daemon, so that a request that never ends cannot keep the process.
         self._thread = threading.Thread(
-            target=self._run, args=(service, grpc_address, allowed_hosts), name="tokenloom-rest", daemon=True
+            target=self._run, args=(runs, grpc_address, allowed_hosts), name="tokenloom-rest", daemon=True
         )
         self._thread.start()
 
@@ -82,7 +80,7 @@ class RestServer:
         logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
         return False
 
-    def _run(self, service: RunService, grpc_address: str | None, allowed_hosts: Collection[str]) -> None:
+    def _run(self, runs: Runs, grpc_address: str | None, allowed_hosts: Collection[str]) -> None:
         try:
             self._await_somebody()
             if self._stopping:
@@ -93,7 +91,7 @@ class RestServer:
             from tokenloom_server.api.rest.uvicorn_server import Http
 
             app = create_app(
-                service,
+                runs,
                 version=version("tokenloom"),
                 grpc_address=grpc_address,
                 allowed_hosts=allowed_hosts,

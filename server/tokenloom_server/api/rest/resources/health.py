@@ -31,7 +31,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
 
     @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), summary="Can requests be served?", tags=["health"])
     def readyz(request: Request) -> Ready:
-        reason = backend.service.not_ready()
+        reason = backend.runs.not_ready()
         if reason is not None:
             # Whether is for everybody, why is not: it names runs, machines and files.
             raise HTTPException(503, reason if _may_read(backend.access, request) else _REASON_WITHHELD)

@@ -20,4 +20,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["runs"],
     )
     def read_losses(run: RunName) -> RunLosses:
-        return backend.service.losses(run)
+        return backend.runs.get(run).losses.read()

@@ -43,7 +43,7 @@ _CHANGE_EXAMPLES = {
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    service = backend.service
+    runs = backend.runs
 
     @routes.add(
         "GET",
@@ -54,7 +54,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["mixture"],
     )
     def read_mixture(run: RunName) -> MixtureInfo:
-        return service.mixture(run)
+        return runs.get(run).mixture.info()
 
     @routes.add(
         "PATCH",
@@ -68,7 +68,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["mixture"],
     )
     def revise(run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]) -> RevisionInfo:
-        return service.revise(run, change)
+        return runs.get(run).mixture.revise(change)
 
     @routes.add(
         "DELETE",
@@ -79,4 +79,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["mixture"],
     )
     def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
-        return service.drop_revisions(run, number)
+        return runs.get(run).mixture.drop(number)

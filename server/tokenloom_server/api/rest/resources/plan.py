@@ -49,7 +49,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             )
         try:
             until = None if tokens is None else parse_amount(tokens, "tokens")
-            yield backend.service.plan(run, until)
+            yield backend.runs.get(run).plan(until)
         finally:
             free.release()
 

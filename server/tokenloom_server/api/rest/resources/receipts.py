@@ -30,7 +30,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             int | None, Query(description="The committed one if not given.", examples=[4096], **COUNTER)
         ] = None,
     ) -> Receipt:
-        return backend.service.receipt(run, sample_index)
+        return backend.runs.get(run).receipts.receipt(sample_index)
 
     @routes.add(
         "GET",
@@ -43,4 +43,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["receipts"],
     )
     def read_report(run: RunName) -> RunReport:
-        return backend.service.report(run)
+        return backend.runs.get(run).receipts.report()

@@ -91,8 +91,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
     def restore(
         run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
     ) -> ResumePoint:
-        return backend.service.restore(
-            run,
+        return backend.runs.get(run).start_points.restore(
             snapshot_id=request.snapshot_id,
             sample_index=request.sample_index,
             text=request.snapshot,
@@ -111,6 +110,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["snapshots"],
     )
     def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> ResumePoint:
-        return backend.service.fork(
-            run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot
-        )
+        return backend.runs.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)

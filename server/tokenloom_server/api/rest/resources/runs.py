@@ -22,7 +22,7 @@ class RunList(Model):
 def add_routes(routes: Routes, backend: Backend) -> None:
     @routes.add("GET", "/v1/runs", Scope.READ, errors=(503,), summary="The runs of this server", tags=["runs"])
     def list_runs() -> RunList:
-        return RunList(runs=backend.service.names(), version=backend.version, grpc_address=backend.grpc_address)
+        return RunList(runs=backend.runs.names(), version=backend.version, grpc_address=backend.grpc_address)
 
     @routes.add(
         "GET",
@@ -34,4 +34,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["runs"],
     )
     def read_stats(run: RunName) -> RunStats:
-        return backend.service.stats(run)
+        return backend.runs.get(run).stats.read()

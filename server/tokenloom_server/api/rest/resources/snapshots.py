@@ -40,7 +40,7 @@ _EXAMPLES = {
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    service = backend.service
+    runs = backend.runs
 
     @routes.add(
         "POST",
@@ -54,7 +54,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
     def save_snapshot(
         run: RunName, request: Annotated[SnapshotRequest | None, Body(openapi_examples=_EXAMPLES)] = None
     ) -> SnapshotSaved:
-        text, snapshot_id = service.snapshot(run, request.sample_index if request else None, True)
+        text, snapshot_id = runs.get(run).snapshots.take(request.sample_index if request else None, save=True)
         assert snapshot_id is not None, "a saved snapshot has an id"
         content = unseal(text)
         return SnapshotSaved(
@@ -73,7 +73,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         tags=["snapshots"],
     )
     def list_snapshots(run: RunName) -> list[SnapshotInfo]:
-        return service.snapshots(run)
+        return runs.get(run).snapshots.list()
 
     @routes.add(
         "GET",
@@ -89,4 +89,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         },
     )
     def read_snapshot(run: RunName, snapshot_id: SnapshotId) -> Response:
-        return Response(service.saved_snapshot(run, snapshot_id), media_type="application/json")
+        return Response(runs.get(run).snapshots.text(snapshot_id), media_type="application/json")

@@ -9,6 +9,8 @@ from fastapi import Path, Query
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import COUNTER, RunName
 from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.config.stream import TRAIN
+from tokenloom_server.errors import ConfigError
 from tokenloom_server.reports.trace import TracedSample, TracedStep
 
 _ERRORS = (404, 409, 416, 422, 429, 500, 503)
@@ -40,9 +42,14 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         text: Text = False,
         stream: Annotated[
             str, Query(description="The stream; one that is evaluated on may be named.", max_length=512)
-        ] = "train",
+        ] = TRAIN,
     ) -> TracedSample:
-        return backend.service.trace_sample(run, index, generation=generation, text=text, stream=stream)
+        traces = backend.runs.get(run).traces
+        if stream == TRAIN:
+            return traces.sample(index, generation, text)
+        if generation is not None:
+            raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
+        return traces.evaluated(stream, index, text)
 
     @routes.add(
         "GET",
@@ -61,4 +68,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         generation: Generation = None,
         text: Text = False,
     ) -> TracedStep:
-        return backend.service.trace_step(run, step, rank=rank, generation=generation, text=text)
+        return backend.runs.get(run).traces.step(step, rank, generation, text)

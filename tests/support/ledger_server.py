@@ -1,0 +1,58 @@
+"""A server that leads a run, as tests of the ledger write to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
+
+from support.ledger_data import commit_at, opening_of, revision_of
+
+NAME, STREAM, UID = "wiki-and-code", "train", "uid-1"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server process that holds the lease of the run in an opened generation."""
+
+    ledger: Ledger
+    epoch: int
+
+    def commit(self, index: int, generation: int = 1, *, order: str = "0", journal: bool = False) -> int:
+        return self.ledger.commit(UID, STREAM, self.epoch, generation, commit_at(index, order), journal)
+
+    def open(self, generation: int, start: int, attempt: str | None = None, opened_at: float | None = None) -> None:
+        opening = opening_of(generation, commit_at(start), attempt)
+        if opened_at is not None:
+            opening = replace(opening, opened_at=opened_at)
+        self.ledger.open(UID, STREAM, self.epoch, opening, commit_at(start))
+
+    def claim(self, rank: int, nonce: str, generation: int = 1) -> None:
+        self.ledger.claim_slot(UID, STREAM, self.epoch, generation, rank, nonce)
+
+    def revise(self, number: int, sample_index: int, reason: str = "more code") -> None:
+        self.ledger.revise(UID, STREAM, self.epoch, revision_of(number, sample_index, reason))
+
+    def drop(self, number: int) -> None:
+        self.ledger.drop_revisions(UID, STREAM, self.epoch, number)
+
+    @property
+    def revisions(self) -> list[StoredRevision]:
+        return list(self.ledger.revisions(UID, STREAM))
+
+    @property
+    def run(self) -> StoredRun:
+        found = self.ledger.read_run(NAME, STREAM)
+        assert found is not None
+        return found
+
+    @property
+    def committed(self) -> Commit:
+        assert self.run.committed is not None
+        return self.run.committed
+
+
+def lead(ledger: Ledger) -> Server:
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    return Server(ledger, ledger.acquire(UID, STREAM, "one", 0.0))
