@@ -147,19 +147,17 @@ class History:
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
         origin = self._coordinator.timeline.origin
-        if origin is not None and not origin.state:
+        if origin is None:
+            index, digest, tokens = 0, digest_hex(0), 0
+        elif origin.state:
+            index, digest, tokens = origin.sample_index, origin.digest, origin.total_tokens
+        else:
             raise NotFound(
                 f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
-                f"this "
-                "ledger does not have the state there: load a checkpoint"
+                "this ledger does not have the state there: load a checkpoint"
             )
         return ResumePoint(
-            sample_index=origin.sample_index if origin is not None else 0,
-            digest=origin.digest if origin is not None else digest_hex(0),
-            total_tokens=origin.total_tokens if origin is not None else 0,
-            base=None,
-            run_uid=None,
-            generation=0,
+            sample_index=index, digest=digest, total_tokens=tokens, base=None, run_uid=None, generation=0
         )
 
     def order_at(self, sample_index: int) -> PipelineFactory:
@@ -217,17 +215,15 @@ class History:
         if origin is not None and index < origin.sample_index:
             raise BeyondHorizon(
                 f"sample {index} lies before sample {origin.sample_index}, at which run {coordinator.name!r} was "
-                f"forked from "
-                f"{origin.run!r}: look for it there"
+                f"forked from {origin.run!r}: look for it there"
             )
         if opening is None:
             begin = self._began(openings)
             if begin is not None:
                 raise BeyondHorizon(
                     f"sample {index} lies before the first state that the ledger holds; run {coordinator.name!r} "
-                    f"began at "
-                    f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
-                    "not of its order"
+                    f"began at sample {begin.sample_index} from an older data loader's checkpoint, and samples before "
+                    "that are not of its order"
                 )
             return Known(timeline.initial(), 0, 0, timeline)
         state = self._journalled(opening, index, timeline)
@@ -269,11 +265,10 @@ class History:
         if last is None:
             return 0
         timeline.decode(last.state)
-        before = coordinator.ledger.journal(
-            coordinator.uid, coordinator.stream, generation, max(0, last.sample_index - 1)
-        )
+        earlier = max(0, last.sample_index - 1)
+        before = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, earlier)
         # Every second entry may have gone since, the newest too.
-        return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
+        return last.sample_index + 2 * (last.sample_index - (before or last).sample_index)
 
     def openings(self) -> Sequence[Opening]:
         return self._coordinator.ledger.openings(self._coordinator.uid, self._coordinator.stream)
