@@ -143,6 +143,6 @@ def refuse_another(known: SourceConfig, found: SourceConfig) -> None:
             makes = "another order of its rows" if field in drawn else "other documents of the same rows"
             raise ConfigError(
                 f"{found.source!r}: {field} is {field_text(getattr(known, field))} in this run and "
-                f"{field_text(getattr(found, field))} in the new mixture; that would make {makes}: put it back, or begin a "
-                "new run"
+                f"{field_text(getattr(found, field))} in the new mixture; that would make {makes}: put it "
+                "back, or begin a new run"
             )

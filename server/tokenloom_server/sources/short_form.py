@@ -22,8 +22,8 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.compressed import ending_of
 from tokenloom_server.sources.detect_columns import columns_of
+from tokenloom_server.sources.endings import ending_of
 from tokenloom_server.sources.locations import matching_entries
 from tokenloom_server.sources.scheme import Scheme, scheme_of
 from tokenloom_server.storage.hub.files import is_hub
@@ -229,12 +229,12 @@ class _Reader:
         if len(meant) == 1:
             return meant[0]
         listed = ", ".join(f"{name} ({held.value if held else 'neither'})" for name, held in columns.items()) or "none"
-        behind = "" if weight is None else f":{weight:g}"
+        suffix = "" if weight is None else f":{weight:g}"
         raise ConfigError(
             f"{self._where}: which column is meant does not show, for {file!r} has "
             f"{' and '.join(meant) if meant else 'none of ' + ', '.join(COLUMNS)}; its columns, with what they hold "
-            f"(text or ids): {listed}. Name one: {shlex.quote(f'{spec.location}@COLUMN{behind}')}, or "
-            f"{shlex.quote(f'{spec.scheme.name}:{spec.location}:COLUMN{behind}')}"
+            f"(text or ids): {listed}. Name one: {shlex.quote(f'{spec.location}@COLUMN{suffix}')}, or "
+            f"{shlex.quote(f'{spec.scheme.name}:{spec.location}:COLUMN{suffix}')}"
         )
 
 
