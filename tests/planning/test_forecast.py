@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from support import corpora
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order.pipeline import initial_state
 from tokenloom_server.order.size_estimates import measure_curve
 from tokenloom_server.order.token_curve import TokenCurve
@@ -179,6 +181,42 @@ def test_a_soft_sequence_is_what_its_rule_gives_step_by_step(totals: tuple[int, 
     for i, at in soft_by_sample(list(totals), 256).items():
         found = plan.sources[i].exhausted_at_sample
         assert found == pytest.approx(at, rel=0.01, abs=256)
+
+
+@pytest.mark.parametrize("policy", policies())
+def test_mean_shares_are_those_of_the_policys_own_choices(policy: str) -> None:
+    rng = random.Random(policy)
+    for _ in range(4):
+        names = [f"s{i}" for i in range(rng.randint(2, 6))]
+        inner = node("round_robin", leaf("x"), leaf("y", max_tokens=3_000 * LENGTH), alias="inner")
+        children = [*(leaf(name) for name in names), inner]
+        for child in children:
+            if policies()[policy].takes == "numbers":
+                child["weight"] = round(rng.uniform(0.2, 5), 2)
+            elif policies()[policy].takes == "points":
+                child["weight"] = [[at, round(rng.uniform(0.2, 5), 2)] for at in (0, 200_000, 450_000)]
+        samples = {name: rng.randint(2_000, 25_000) for name in [*names, "x", "y"]}
+        config = config_of(node(policy, *children))
+        parts = [Part(config=config, curves=[rows_of_one_sample(samples[of.name]) for of in config.sources])]
+        one_by_one = forecast(parts, initial_state(config))
+        at_once = forecast(parts, initial_state(config), exact_picks=0)
+        end = one_by_one.until_sample_index
+        assert (at_once.until_sample_index, at_once.reason) == (end, one_by_one.reason)
+        # Of draws: four times the standard deviation; of the last sample of a soft sequence, when its turn comes.
+        luck = 4 * math.sqrt(end) if policy == "weighted" else 0.0
+        for mean, own in zip(at_once.sources, one_by_one.sources, strict=True):
+            tail = 1.5 * own.tokens / LENGTH if policy == "soft_sequential" else 0.0
+            assert mean.tokens == own.tokens
+            assert mean.exhausted_at_sample == pytest.approx(own.exhausted_at_sample, rel=0.005, abs=300 + luck + tail)
+        for share in (0.25, 0.5, 0.75):
+            here = [read_until(plan, round(end * LENGTH * share)) for plan in (at_once, one_by_one)]
+            assert here[0] == pytest.approx(here[1], abs=(0.002 * end + luck) * LENGTH)
+
+
+def read_until(plan: RunPlan, tokens: int) -> list[float]:
+    """The tokens that each source gave by then."""
+    spans = [(max(0, min(s.until_tokens, tokens) - s.from_tokens), s.shares) for s in plan.segments]
+    return [sum(length * shares[i] for length, shares in spans) for i in range(len(plan.sources))]
 
 
 def test_weights_follow_a_schedule_between_points_and_in_steps() -> None:

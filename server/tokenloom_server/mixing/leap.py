@@ -32,46 +32,60 @@ class Leaps:
     def __init__(self, upwards: Sequence[Node]) -> None:
         """``upwards``: all nodes, children before parents."""
         self._upwards = upwards
-        #: Of its mean share, what each child was not given yet, in picks: parts of one.
+        #: What each child did not get of its mean share yet, in parts of a pick.
         self._fractions = {node: np.zeros(len(node.children)) for node in upwards}
 
     def leap(self, most: int, left: Sequence[int], run_tokens: int) -> dict[int, int] | None:
         """See ``Mixer.leap``."""
+        self._lose_nodes_that_are_over()
         root = self._upwards[-1]
+        if root.is_over:
+            return {}
+        rooms = self._rooms(left)
+        most = min(most, root.room(), sum(rooms[root]))
+        length, shares, failure = self._length(most, rooms, run_tokens)
+        if length > MAX_COUNTER / 2:
+            return None
+        by_source: dict[int, int] = {}
+        if picks := min(most, int(length + 1e-6)):
+            self._give(root, picks, shares, rooms, by_source)
+        else:
+            self._lose(failure.node, failure.position, waits=False)
+        return by_source
+
+    def _lose_nodes_that_are_over(self) -> None:
         for node in self._upwards:
             for position, child in node.inner:
                 if child.is_over and not node.counters.out[position]:
                     self._lose(node, position, waits=child.waits)
-        if root.is_over:
-            return {}
+
+    def _rooms(self, left: Sequence[int]) -> dict[Node, list[int]]:
+        """By node, the picks that each child has, where each source has ``left``."""
         rooms: dict[Node, list[int]] = {}
         for node in self._upwards:
             rooms[node] = [
-                0 if out else min(child.room(), sum(rooms[child])) if isinstance(child, Node)
-                else min(node.leaf_room(i), left[child])
-                for i, (child, out) in enumerate(zip(node.children, node.counters.out, strict=True))
-            ]  # fmt: skip
-        most = min(most, root.room(), sum(rooms[root]))
+                min(child.room(), sum(rooms[child]))
+                if isinstance(child, Node)
+                else min(node.leaf_room(position), left[child])
+                for position, child in enumerate(node.children)
+            ]
+            for position in np.flatnonzero(node.counters.out).tolist():
+                rooms[node][position] = 0
+        return rooms
+
+    def _length(self, most: int, rooms: _Rooms, run_tokens: int) -> tuple[float, dict[Node, Floats], _Failure]:
+        """How many picks go by the same means, up to ``most``; the shares over these, and what fails after them."""
         rates, shares = self._shares(0.0, run_tokens)
         horizon = min(node.chooser.horizon(run_tokens, rates[node]) for node in shares)
-        length = min(float(most), max(1.0, horizon / root.pick_tokens))
+        length = min(float(most), max(1.0, horizon / self._upwards[-1].pick_tokens))
         while True:
             rates, shares = self._shares(length, run_tokens)
             failure = self._next_failure(rates, shares, rooms)
             limits = [child.room() / rates[child] for node in shares for _, child in node.inner if child in shares]
             limit = min([failure.picks, *limits])
             if limit >= length * (1 - 1e-9):
-                break
+                return length, shares, failure
             length = limit
-        if length > MAX_COUNTER / 2:
-            return None
-        picks = min(most, int(length + 1e-6))
-        given: dict[int, int] = {}
-        if picks:
-            self._give(root, picks, shares, rooms, given)
-        else:
-            self._lose(failure.node, failure.position, waits=False)
-        return given
 
     def _shares(self, length: float, run_tokens: int) -> tuple[dict[Node, float], dict[Node, Floats]]:
         """By node that gets any: its part of the run's next picks, and its children's mean shares of its own."""
@@ -98,9 +112,9 @@ class Leaps:
         return first
 
     def _give(
-        self, node: Node, picks: int, shares: Mapping[Node, Floats], rooms: _Rooms, given: dict[int, int]
+        self, node: Node, picks: int, shares: Mapping[Node, Floats], rooms: _Rooms, by_source: dict[int, int]
     ) -> None:
-        """Counts so many picks of a node, here and below; ``given`` by source."""
+        """Counts so many picks of a node, here and below."""
         exact = shares[node] * picks + self._fractions[node]
         room = np.array([min(own, MAX_COUNTER) for own in rooms[node]], np.int64)
         counts = np.clip(np.floor(exact).astype(np.int64), 0, room)
@@ -115,9 +129,9 @@ class Leaps:
             child, count = node.children[position], int(counts[position])
             node.count(position, count)
             if isinstance(child, Node):
-                self._give(child, count, shares, rooms, given)
+                self._give(child, count, shares, rooms, by_source)
             else:
-                given[child] = count
+                by_source[child] = count
 
     def _lose(self, node: Node, position: int, *, waits: bool) -> None:
         node.lose(position, waits)

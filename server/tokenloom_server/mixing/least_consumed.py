@@ -1,14 +1,14 @@
-"""``least_consumed``: every child stays within one sample of its share.
+"""``least_consumed``: every child stays within one pick of its share.
 
 Tijdeman's rule for the chairman assignment problem (R. Tijdeman, *The chairman assignment problem*,
 Discrete Mathematics 32, 1980): among the children that are due, the one with the earliest deadline.
-With n live children, shares s and samples of L tokens, a child whose credit after the next sample
-would be at least L / (2n − 2) is due, and its deadline is when its credit reaches L (1 − 1 / (2n − 2)).
-Every child then stays within 1 − 1 / (2n − 2) samples of its share. With equal weights this is the
+With n live children, shares s and picks of L tokens, a child whose credit after the next pick would be at
+least L / (2n − 2) is due, and its deadline is when its credit reaches L (1 − 1 / (2n − 2)).
+Every child then stays within 1 − 1 / (2n − 2) picks of its share. With equal weights this is the
 child with the fewest tokens. Ties go by a seeded hash.
 
-Seen from now, the due time and the deadline of a child's k-th next sample depend on its own credit and
-k alone. So thousands of choices are one sort of all these samples and one pass over a heap (earliest
+Seen from now, the due time and the deadline of a child's k-th next pick depend on its own credit and
+k alone. So thousands of choices are one sort of all these picks and one pass over a heap (earliest
 deadline first), and a policy built from credits alone, at any time, continues identically.
 """
 
@@ -76,7 +76,7 @@ class OwesTokens(Policy):
 
 
 class LeastConsumed(Weighed, OwesTokens):
-    """The child that is furthest behind its share is next."""
+    """Of the children that are due, the one with the earliest deadline is next."""
 
     name = "least_consumed"
 
@@ -139,11 +139,11 @@ class LeastConsumedChooser(Chooser):
 
     def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
         anchor = self._anchor_of(mark)
-        given = [now - then for now, then in zip(tokens, anchor.tokens, strict=True)]
-        issued = sum(given)
+        since = [now - then for now, then in zip(tokens, anchor.tokens, strict=True)]
+        issued = sum(since)
         return tuple(
             credit + weight * issued - anchor.live_weight * own if weight else credit
-            for credit, weight, own in zip(anchor.credits, anchor.weights, given, strict=True)
+            for credit, weight, own in zip(anchor.credits, anchor.weights, since, strict=True)
         )
 
     @staticmethod
@@ -171,19 +171,19 @@ class LeastConsumedChooser(Chooser):
         slots.append(count)
         released: list[int] = []
         chosen: list[int] = []
-        at = 0
-        for now in range(count):
-            while slots[at] <= now:
-                heapq.heappush(released, ranks[at])
-                at += 1
+        passed = 0
+        for slot in range(count):
+            while slots[passed] <= slot:
+                heapq.heappush(released, ranks[passed])
+                passed += 1
             if released:
                 chosen.append(heapq.heappop(released))
                 continue
             # Only when rounding left the credits' sum a hair below zero: nobody is due, the next one goes.
-            first = jobs.first_of_each_child(ranks[at:])
+            first = jobs.first_of_each_child(ranks[passed:])
             soonest = min(first, key=first.__getitem__)
             chosen.append(first[soonest])
-            del slots[at + soonest], ranks[at + soonest]
+            del slots[passed + soonest], ranks[passed + soonest]
         return live[jobs.child_of_rank[chosen]]
 
 
@@ -197,7 +197,7 @@ def _are_close(present: Sequence[int], others: Sequence[int]) -> bool:
 
 
 class _Jobs:
-    """The next samples of each live child, as many as may come up within ``count`` slots of one sample.
+    """The next picks of each live child, as many as may come up within ``count`` slots of one pick.
 
     In the order in which they are released: ``slots``, the first slot in which a job is due; ``ranks``,
     its place among all by deadline, tie and child; ``child_of_rank``, whose it is (among the live ones).
@@ -206,13 +206,13 @@ class _Jobs:
     def __init__(self, chooser: LeastConsumedChooser, count: int) -> None:
         anchor, counters, shape, live = chooser._anchor, chooser._children, chooser._shape, chooser._live
         length, pairs = shape.pick_tokens, 2 * len(live) - 2
-        sample = anchor.live_weight * length
+        pick = anchor.live_weight * length
         credit = chooser.credits(anchor, counters.tokens)
-        # In units of 1 / (pairs × weight) tokens from now, exactly: job k of a child is due a sample before
+        # In units of 1 / (pairs × weight) tokens from now, exactly: job k of a child is due a pick before
         # begin + k × period, and its deadline is end + k × period. Quotient and remainder stay within 64 bits.
-        period = pairs * sample
+        period = pairs * pick
         units = [pairs * anchor.weights[i] for i in live]
-        begins = [sample - pairs * credit[i] for i in live]
+        begins = [pick - pairs * credit[i] for i in live]
         horizon = count * length
         # None gets more than all, however much it is owed.
         counts = [
@@ -223,7 +223,7 @@ class _Jobs:
             # Where a job is taken before it is due (see _plan; that needs two children), more may be needed.
             counts = [count + 1] * 2
         begin_q, begin_r = _quotients(begins, units)
-        end_q, end_r = _quotients([(pairs - 1) * sample - pairs * credit[i] for i in live], units)
+        end_q, end_r = _quotients([(pairs - 1) * pick - pairs * credit[i] for i in live], units)
         period_q, period_r = _quotients([period] * len(live), units)
 
         child = np.repeat(np.arange(len(live)), counts)
@@ -241,8 +241,8 @@ class _Jobs:
         if same.any():
             tied = by_deadline[np.append(same, False) | np.insert(same, 0, False)]
             ids = np.array([shape.child_ids[i] for i in live], np.uint64)[child[tied]]
-            samples = np.array([counters.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
-            ties[tied] = draws(shape.seed, Purpose.TIE, ids, samples.astype(np.uint64))
+            picks = np.array([counters.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
+            ties[tied] = draws(shape.seed, Purpose.TIE, ids, picks.astype(np.uint64))
             by_deadline = np.lexsort((child, ties, fractions, ends))
         ranks = np.empty(len(child), np.int64)
         ranks[by_deadline] = np.arange(len(child))
@@ -254,10 +254,10 @@ class _Jobs:
 
     def first_of_each_child(self, ranks: Sequence[int]) -> dict[int, int]:
         """Of jobs in order of release, the position and rank of each child's first."""
-        found: dict[int, tuple[int, int]] = {}
-        for at, rank in enumerate(ranks):
-            found.setdefault(int(self.child_of_rank[rank]), (at, rank))
-        return dict(found.values())
+        firsts: dict[int, tuple[int, int]] = {}
+        for position, rank in enumerate(ranks):
+            firsts.setdefault(int(self.child_of_rank[rank]), (position, rank))
+        return dict(firsts.values())
 
 
 def _quotients(numerators: Sequence[int], units: Sequence[int]) -> tuple[_Int64s, _Int64s]:

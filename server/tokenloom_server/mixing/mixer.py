@@ -178,9 +178,9 @@ class Mixer:
         Not at the end of data; and no pick is decided one by one after that.
         """
         self._update([node for node in self._varying if not node.is_over], total_tokens, rows_picked)
-        given = self._leaps.leap(most, left, total_tokens)
+        by_source = self._leaps.leap(most, left, total_tokens)
         self.mix_weights = self._mix_weights()
-        return given
+        return by_source
 
     @cached_property
     def _leaps(self) -> Leaps:

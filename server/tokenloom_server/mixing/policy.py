@@ -190,7 +190,7 @@ class Policy(ABC):
     options: Collection[str] = ()
     #: Whether weights follow from what the sources below have left: their sizes are measured then.
     estimates: bool = False
-    #: Whether shares depend on how far the run is: over a few samples they mean something else, or nothing.
+    #: Whether shares depend on how far the run is: over a few picks they mean something else, or nothing.
     follows_progress: ClassVar[bool] = False
     #: Whether the policy makes the weights itself, every ``UPDATE_PICKS``, and a state keeps those in force.
     makes_weights: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class Policy(ABC):
 
     @abstractmethod
     def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
-        """The weights that a checkpoint's counters lead to; None where they cannot be told."""
+        """The weights that a checkpoint's counters lead to; None where it does not say enough."""
 
     def __eq__(self, other: object) -> bool:
         """Policies have no state, so that all of one class are equal."""
@@ -215,15 +215,15 @@ class Policy(ABC):
     def check(self, weights: Sequence[FileWeight], options: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for weights in the mixture file that mean nothing under this policy."""
         for i, weight in enumerate(weights):
-            found = f"{len(weight)} points" if isinstance(weight, list) else f"{weight:g}"
+            text = f"{len(weight)} points" if isinstance(weight, list) else f"{weight:g}"
             if self.takes == "nothing" and weight != 1.0:
                 raise ValueError(
-                    f"children.{i}.weight: found {found}, but the policy {self.name!r} knows no weights; leave it out, "
+                    f"children.{i}.weight: found {text}, but the policy {self.name!r} knows no weights; leave it out, "
                     "or take the policy 'least_consumed' or 'weighted'"
                 )
             if self.takes == "numbers" and isinstance(weight, list):
                 raise ValueError(
-                    f"children.{i}.weight: found {found}, but the policy {self.name!r} takes one number; give one, or "
+                    f"children.{i}.weight: found {text}, but the policy {self.name!r} takes one number; give one, or "
                     "take the policy 'schedule'"
                 )
 

@@ -33,7 +33,7 @@ class Schedule(Varying):
     def check(self, weights: Sequence[FileWeight], options: Mapping[str, Any]) -> None:
         """That some weight is above 0 at every token: between two points it is, if it is so at one of them."""
         points = [_points(weight) for weight in weights]
-        for tokens in sorted({0, *(at for own in points for at, _ in own)}):
+        for tokens in sorted({0, *(edge for own in points for edge, _ in own)}):
             if not any(_is_above_0(own, tokens, options["interpolate"]) for own in points):
                 raise ValueError(
                     f"children: at {tokens} tokens every weight is 0, and nothing could be given; let the weight of "
@@ -64,25 +64,25 @@ class WeightCurve:
 
     def weights(self, tokens: int) -> list[int]:
         """Integers in proportion, by child; 0 only where a weight is 0."""
-        return [self._between(at, weights, tokens) for at, weights in zip(self._tokens, self._weights, strict=True)]
+        return [self._between(edges, own, tokens) for edges, own in zip(self._tokens, self._weights, strict=True)]
 
     def straight(self, tokens: int) -> float:
         """Up to how many tokens later a mean may be taken at once: not across a point, nor over much of a slope."""
-        edges = sorted({at for tokens in self._tokens for at in tokens})
+        edges = sorted({edge for own in self._tokens for edge in own})
         passed = bisect_right(edges, tokens)
         if passed == len(edges):
             return math.inf
         slope = self._linear and passed > 0
         return min(edges[passed] - tokens, (edges[passed] - edges[passed - 1]) / _SLOPE_STEPS if slope else math.inf)
 
-    def _between(self, at: Sequence[int], weights: Sequence[int], tokens: int) -> int:
-        passed = bisect_right(at, tokens)
+    def _between(self, edges: Sequence[int], weights: Sequence[int], tokens: int) -> int:
+        passed = bisect_right(edges, tokens)
         if not passed:
             return weights[0]
-        before, begin = weights[passed - 1], at[passed - 1]
-        if passed == len(at) or not self._linear:
+        before, begin = weights[passed - 1], edges[passed - 1]
+        if passed == len(edges) or not self._linear:
             return before
-        after, end = weights[passed], at[passed]
+        after, end = weights[passed], edges[passed]
         if before == after or tokens == begin:
             return before
         return max(1, (before * (end - tokens) + after * (tokens - begin)) // (end - begin))
@@ -118,8 +118,8 @@ def _points(weight: FileWeight) -> Points:
 
 
 def _is_above_0(points: Points, tokens: int, interpolate: str) -> bool:
-    before = [weight for at, weight in points if at <= tokens] or [points[0][1]]
+    before = [weight for edge, weight in points if edge <= tokens] or [points[0][1]]
     if before[-1] > 0 or interpolate == "step":
         return before[-1] > 0
-    after = [weight for at, weight in points if at > tokens]
-    return points[0][0] <= tokens and tokens not in [at for at, _ in points] and bool(after) and after[0] > 0
+    after = [weight for edge, weight in points if edge > tokens]
+    return points[0][0] <= tokens and tokens not in [edge for edge, _ in points] and bool(after) and after[0] > 0

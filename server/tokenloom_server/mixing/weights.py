@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-#: Credits are below (sum of weights) × (tokens per sample); with 2^24 tokens they stay below 2^53.
+#: Credits are below (sum of weights) × (tokens per pick); with 2^24 tokens they stay below 2^53.
 MAX_SUM = 2**28
 
 

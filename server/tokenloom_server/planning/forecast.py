@@ -171,16 +171,16 @@ class _Simulation:
         """Goes up to so many picks on by mean shares."""
         mixer, left = self._mixer, picks
         while left and not mixer.is_over:
-            given = mixer.leap(left, self._left.tolist(), self.tokens, self._rows_picked)
-            if given is None:
+            by_source = mixer.leap(left, self._left.tolist(), self.tokens, self._rows_picked)
+            if by_source is None:
                 self.endless = True
                 return
             counts = np.zeros_like(self._left)
-            counts[list(given)] = list(given.values())
+            counts[list(by_source)] = list(by_source.values())
             self._count(counts)
             self._cut()
             self._note_endings()
-            left -= sum(given.values())
+            left -= sum(by_source.values())
         if mixer.is_over:
             self.reason = mixer.why_over()
 
@@ -206,10 +206,10 @@ class _Simulation:
 
     def _cut(self) -> None:
         """Ends a segment here."""
-        given = self._given - self._segment_given
-        if total := int(given.sum()):
-            self.segments.append(PlanSegment(float(self._segment_begin), float(self.tokens), given / total))
-            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(given):
+        picks = self._given - self._segment_given
+        if total := int(picks.sum()):
+            self.segments.append(PlanSegment(float(self._segment_begin), float(self.tokens), picks / total))
+            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(picks):
                 self.segments = merged(self.segments, MAX_SEGMENTS)
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()
 
@@ -222,34 +222,34 @@ class _Simulation:
             self._cut()
 
     def _note_endings(self) -> None:
-        found = self._mixer.endings()
-        for key, ending in found.items():
+        endings = self._mixer.endings()
+        for key, ending in endings.items():
             if key not in self._known:
                 noted = PlannedEnding(tokens=self.tokens, sample_index=self._index, name=ending.name, why=ending.why)
                 self._endings.append(noted)
                 if ending.source is not None:
                     self._out_at[ending.source] = noted
-        self._known = found
+        self._known = endings
 
     def _state(self) -> State:
         """Where it stands, as a state of the part that it is in; without what no plan asks for."""
         size, mixer = self._config.pick_samples, self._mixer
-        given = (self._given * size).tolist()
+        since = (self._given * size).tolist()
         sources = []
         for source, (was, out) in enumerate(zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)):
             rows, cursor = was.rows, was.cursor
-            if given[source]:
+            if since[source]:
                 rows, offset = self._rows_picked(source)
                 cursor = Cursor(offset=offset)
-            tokens = was.tokens + given[source] * self._config.sequence_length
-            samples = was.samples + given[source]
+            tokens = was.tokens + since[source] * self._config.sequence_length
+            samples = was.samples + since[source]
             sources.append(replace(was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, exhausted=out))
         return replace(
             self._start,
             sample_index=self._index,
             total_tokens=self.tokens,
             sources=tuple(sources),
-            nodes=mixer.states(mixer.mix_weights, given),
+            nodes=mixer.states(mixer.mix_weights, since),
         )
 
     def _sources(self, state: State) -> Iterator[PlannedSource]:

@@ -56,8 +56,8 @@ def draw(plan: RunPlan, form: Format) -> bytes:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("tokens of the run")
     axes.set_ylabel("share of the tokens")
-    what = "ends at" if plan.ends else "up to"
-    axes.set_title(_literal(f"run {plan.run}: {what} {short(plan.until_tokens)} tokens"), loc="left")
+    extent = "ends at" if plan.ends else "up to"
+    axes.set_title(_literal(f"run {plan.run}: {extent} {short(plan.until_tokens)} tokens"), loc="left")
     figure.legend(loc="outside right upper", frameon=False, reverse=True, fontsize="small")
     file = io.BytesIO()
     # No date and no random ids: the same plan is the same file.
@@ -68,18 +68,18 @@ def draw(plan: RunPlan, form: Format) -> bytes:
 
 
 def _layers(plan: RunPlan) -> list[tuple[str, list[float]]]:
-    """Names with their shares by segment, in the order of the mixture file; the smallest as one behind them."""
+    """Names with their shares by segment, in the order of the mixture file; the smallest as one after them."""
     by_size = sorted(plan.sources, key=lambda source: -source.tokens)
     shown = {source.id for source in by_size[:SHOWN_SOURCES]}
-    found = [
+    layers = [
         (source.alias, [segment.shares[source.id] for segment in plan.segments])
         for source in plan.sources
         if source.id in shown
     ]
     if len(plan.sources) > SHOWN_SOURCES:
         rest = [source.id for source in plan.sources if source.id not in shown]
-        found.append((_rest_name(plan), [sum(segment.shares[i] for i in rest) for segment in plan.segments]))
-    return found
+        layers.append((_rest_name(plan), [sum(segment.shares[i] for i in rest) for segment in plan.segments]))
+    return layers
 
 
 def _rest_name(plan: RunPlan) -> str:

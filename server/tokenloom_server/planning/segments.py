@@ -36,9 +36,9 @@ def merged(segments: Sequence[PlanSegment], most: int) -> list[PlanSegment]:
         excess = len(ends) - most
         order = np.argsort(moved, kind="stable")[: max(1, excess // 2)]
         chosen: set[int] = set()
-        for at in order.tolist():
-            if at - 1 not in chosen and at + 1 not in chosen:
-                chosen.add(at)
+        for position in order.tolist():
+            if position - 1 not in chosen and position + 1 not in chosen:
+                chosen.add(position)
         first = np.array(sorted(chosen))
         total = lengths[first] + lengths[first + 1]
         shares[first] = (shares[first] * lengths[first, None] + shares[first + 1] * lengths[first + 1, None]) / total[
